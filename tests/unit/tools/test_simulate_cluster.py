@@ -27,6 +27,9 @@ from vllm_mp.testing.cluster import (
     read,
     table,
 )
+from vllm_mp.testing.cluster.job import Job
+from vllm_mp.testing.cluster.policies import LeastRequests, RouterPolicy
+from vllm_mp.testing.cluster.prefix_cache import Holders, PrefixCache
 from vllm_mp.testing.cluster.step_recorder import QUICK, record
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
@@ -64,6 +67,7 @@ def check_conserved(outcome):
     for job in outcome.jobs:
         assert job.request.arrival < job.first_token_s <= job.ended_s
         assert job.num_generated == job.request.num_output
+        assert job.num_lost == 0
     for core in outcome.cores:
         assert not core.jobs()
         assert core.in_use == core.context == core.num_unread == 0
@@ -107,6 +111,25 @@ def test_equal_seeds_give_equal_figures_and_other_seeds_do_not():
     assert found(3) == found(3) != found(4)
 
 
+@pytest.mark.parametrize("policy", [RouterPolicy(3, 4096, 64.0, 8.0), LeastRequests(3)], ids=["router", "least"])
+def test_a_policy_forgets_what_has_ended(policy, monkeypatch):
+    monkeypatch.setattr(Cluster, "_front", lambda self, number: policy)
+    fresh = Job(0, single(0.0, 100, 1), 0)
+    run(draw(CHATS, 0)[:60], num_cores=3, cache_tokens=4096, mean_life_s=20.0)
+    policy.note_death(0)
+    policy.note_death(1)
+    policy.note_death(2)
+    chosen = set()
+    for _ in range(3):
+        fresh.core = policy.choose(fresh, [core for core in range(3) if core not in chosen], 0.0)
+        chosen.add(fresh.core)
+    # A core with a request is worse than any without, whatever was sent to them before.
+    policy.note_sent(fresh)
+    assert all(
+        policy.choose(Job(1, fresh.request, 0), [core, fresh.core], 0.0) == core for core in chosen - {fresh.core}
+    )
+
+
 def test_one_core_is_a_plain_queue_with_every_policy():
     outcomes = [run(draw(CHATS, 0), num_cores=1, policy=policy) for policy in POLICIES]
     assert len({tuple(first_tokens(outcome)) for outcome in outcomes}) == 1
@@ -145,6 +168,14 @@ def test_the_last_token_of_a_prompt_is_read_even_if_all_is_cached():
 def test_the_next_turn_of_a_chat_finds_the_answer_in_the_cache():
     turns = [single(0.0, 64, 65, [1, 2]), single(60.0, 200, 2, [1, 2, 3])]
     assert run(turns, num_cores=1).jobs[1].hit == 2 * CHUNK_TOKENS
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
+    cache = PrefixCache(0, Holders())
+    assert all(map(cache.register, [1, 2, 3]))
+    assert cache.release([1, 2, 3]) == 3
+    cache.evict(2)
+    assert cache.find([1, 2, 3], 3) == 2
 
 
 def test_the_oldest_prefixes_are_evicted_when_there_is_no_room():
