@@ -27,8 +27,7 @@ from vllm_mp.testing.cluster import (
     read,
     table,
 )
-from vllm_mp.testing.cluster.job import Job
-from vllm_mp.testing.cluster.policies import LeastRequests, RouterPolicy
+from vllm_mp.testing.cluster.policies import RoundRobin
 from vllm_mp.testing.cluster.prefix_cache import Holders, PrefixCache
 from vllm_mp.testing.cluster.step_recorder import QUICK, record
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
@@ -111,23 +110,30 @@ def test_equal_seeds_give_equal_figures_and_other_seeds_do_not():
     assert found(3) == found(3) != found(4)
 
 
-@pytest.mark.parametrize("policy", [RouterPolicy(3, 4096, 64.0, 8.0), LeastRequests(3)], ids=["router", "least"])
-def test_a_policy_forgets_what_has_ended(policy, monkeypatch):
-    monkeypatch.setattr(Cluster, "_front", lambda self, number: policy)
-    fresh = Job(0, single(0.0, 100, 1), 0)
-    run(draw(CHATS, 0)[:60], num_cores=3, cache_tokens=4096, mean_life_s=20.0)
-    policy.note_death(0)
-    policy.note_death(1)
-    policy.note_death(2)
-    chosen = set()
-    for _ in range(3):
-        fresh.core = policy.choose(fresh, [core for core in range(3) if core not in chosen], 0.0)
-        chosen.add(fresh.core)
-    # A core with a request is worse than any without, whatever was sent to them before.
-    policy.note_sent(fresh)
-    assert all(
-        policy.choose(Job(1, fresh.request, 0), [core, fresh.core], 0.0) == core for core in chosen - {fresh.core}
-    )
+class WatchedRoundRobin(RoundRobin):
+    """Keeps the core of each live request, as far as it is told."""
+
+    def __init__(self):
+        super().__init__(0)
+        self.core_of = {}
+
+    def note_sent(self, job):
+        assert job not in self.core_of
+        self.core_of[job] = job.core
+
+    def note_read(self, job):
+        assert self.core_of[job] == job.core
+
+    def note_left(self, job):
+        assert self.core_of.pop(job) == job.core
+
+
+def test_a_policy_is_told_of_every_request_that_comes_and_leaves(monkeypatch):
+    watched = WatchedRoundRobin()
+    monkeypatch.setattr(Cluster, "_front", lambda self, number: watched)
+    outcome = run(draw(CHATS, 0), cache_tokens=4096, mean_life_s=20.0)
+    assert outcome.num_moved > 10
+    assert not watched.core_of
 
 
 def test_one_core_is_a_plain_queue_with_every_policy():
