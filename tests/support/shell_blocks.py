@@ -31,6 +31,7 @@ NOT_RUN = {
     "python tools/perplexity.py": "takes minutes",
     "python tools/constrained_speed.py": "takes minutes",
     "python tools/structured_answers.py": "needs a suite of schemas, and takes minutes",
+    "python tools/simulate_cluster.py": "takes minutes; tests/unit/tools/test_simulate_cluster.py runs small cases",
     "python tools/agent_clients.py": "needs other packages, which are not installed",
     "lm_eval": "another program, which is not installed",
     "vllm bench": "another program, which is not installed",

@@ -3,7 +3,7 @@
 `engines` runs small real engines and standalone cores, `random_models` saves small models of every architecture, and
 `prompts` holds prompts of many kinds. `greedy_parity` checks greedy outputs against transformers, `differential` checks
 random requests in a batch against the same requests alone, `faults` checks streams while faults strike the core, and
-`fuzzing` sends hostile frames. Nothing here is part of the wheel.
+`fuzzing` sends hostile frames. `cluster` simulates the routing over many cores. Nothing here is part of the wheel.
 """
 
 from vllm_mp.testing.engines import (
