@@ -67,6 +67,7 @@ def test_attention_compiles_for_hopper_and_fits_into_shared_memory():
     assert max(size for *_, size in compiled) <= SHARED_BYTES[9, 0]
 
 
+@pytest.mark.timeout(900)  # it compiles for minutes, and longer beside other tests
 @pytest.mark.slow
 def test_every_kernel_compiles_and_fits_into_shared_memory():
     compiled = run_compiler("-m", "support.gpu_compiler")
