@@ -27,7 +27,7 @@ class EngineCores(EngineLifecycle):
         return [client.rank for client in self._cores.clients]
 
     async def drain_core(self, rank: int, timeout: float = 300.0) -> None:
-        """Send a core no new requests, and return when it has finished those of this client.
+        """Send a core no new requests, and return when it has finished the requests of this client.
 
         The core stays drained until `resume_core`, also if this call is cancelled. If all cores are drained, requests
         go to them all the same. Raises ValueError if there is no such core, and TimeoutError, which says how many
@@ -113,6 +113,6 @@ class EngineCores(EngineLifecycle):
 
 
 def _stop_opened(opening: "asyncio.Future[CoreSupervisor]") -> None:
-    """End a core that nobody waits for any more."""
+    """End a core whose caller no longer waits."""
     if not opening.cancelled() and opening.exception() is None:
         threading.Thread(target=opening.result().stop, name="core-end", daemon=True).start()

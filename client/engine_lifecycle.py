@@ -41,7 +41,7 @@ class EngineLifecycle:
         tracer: RequestTracer | None = None,
         open_core: OpenCore | None = None,
     ) -> None:
-        """`supervisors` are those of the cores, in the order of their ranks, and `open_core` opens a further core.
+        """`supervisors` has one for each core, in the order of their ranks, and `open_core` opens a further core.
 
         `prompt_tokenizer` is None with skip_tokenizer_init; both it and `tracer` are closed with the engine.
         """

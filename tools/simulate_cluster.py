@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--own-order", action="store_true", help="let each front look at the cores in an order of its own"
     )
-    made.add_argument("--rate", type=_positive, help="requests per second and core (0.2; those of the trace)")
+    made.add_argument("--rate", type=_positive, help="requests per second and core (0.2; with a trace, its own)")
     made.add_argument("--seed", type=int, default=0, help="seed of all that is drawn (%(default)s)")
     made.add_argument("--json", action="store_true", help="print the figures as JSON")
     drawn = made.add_argument_group("drawn requests")

@@ -1,4 +1,4 @@
-"""What the clients of all cores of an engine share: the blame for deaths, and news for whoever routes requests."""
+"""What the clients of all cores of an engine share: the blame for deaths, and news for the part that routes requests."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -23,14 +23,14 @@ class Peers:
         self.on_change: Callable[[], None] = lambda: None
         """Called after a core has died, has ended for good, or serves again."""
         self.on_sent: Callable[[RequestStream, int], None] | None = None
-        """Called with each new stream that is sent, and the rank of its core; None: nobody asks."""
+        """Called with each new stream that is sent, and the rank of its core; None: no part asks."""
         self.on_read: Callable[[Iterable[RequestStream]], None] | None = None
-        """Called with streams of which a core has read the prompt; None: nobody asks.
+        """Called with streams of which a core has read the prompt; None: no part asks.
 
         That is at the first token or vector of each of their completions, and at the first tokens of `moved_unread`.
         """
         self.moved_unread: set[RequestStream] = set()
-        """Live streams that have moved to another core, which has sent no token of them yet; empty if nobody asks."""
+        """Live streams that have moved to another core, which has sent no token of them yet; empty if no part asks."""
 
     @property
     def has_deaths(self) -> bool:

@@ -21,7 +21,7 @@ class PendingCall(NamedTuple):
     """In seconds of `time.monotonic()`."""
 
     def report_failure(self, reply: asyncio.Future[Any]) -> None:
-        """Log why the call failed, for a call that nobody waits for; called when it is settled."""
+        """Log why the call failed, for a call without a caller that waits; called when it is settled."""
         if not reply.cancelled() and (error := reply.exception()) is not None:
             logger.error("the core could not carry out %s when it was back: %s", self.name, error)
 

@@ -30,7 +30,7 @@ class VocabularyHead(Packable, RankModule):
     """The projection to logits; `weight` [vocab_size, hidden_size] may be the weight of the embedding.
 
     For a weight in block types, `dtype` is that of the hidden states. With a `shard`, the weight holds the rows of the
-    rank's tokens; logits and choices are complete on rank 0 only, and those of other ranks must not be used.
+    rank's tokens; logits and choices are complete on rank 0 only, and the results of other ranks must not be used.
     """
 
     def __init__(self, weight: nn.Parameter | BlockMatrix, dtype: torch.dtype, shard: Shard | None = None) -> None:

@@ -192,7 +192,7 @@ class WorkerProcesses:
             )
 
     def expect_progress(self) -> None:
-        """Begin to count the time without progress anew: the ranks get something to do."""
+        """Begin again to count the time without progress: the ranks get something to do."""
         self._last_look = time.monotonic()
         for worker in self._workers:
             worker.still_s = 0.0

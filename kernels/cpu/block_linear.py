@@ -28,7 +28,7 @@ LONGEST_REWRITTEN_ROW = 1152
 class BlockLinear:
     """`x @ weight.T + bias`, with weights in block types.
 
-    The rows of the weight are those of the parts, which may have different types. They are read where they lie, unless
+    The weight consists of the rows of the parts, which may have different types. They are read where they lie, unless
     they are so short that it pays to rewrite them in strips, with the same results. Rows of `x` are quantized to 8 bits
     with a scale for each 32 inputs, which adds an error of about 0.6 % to each product (relative, root mean square, for
     normally distributed values). Results are batch-invariant.

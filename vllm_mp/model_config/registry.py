@@ -40,7 +40,7 @@ class NativeEntry(NamedTuple):
     has_fp8: bool = False
     """True: the weights of its projections may be 8-bit floats, or have 4 bits (AWQ, GPTQ)."""
     has_separate_experts: bool = False
-    """True: checkpoints have a matrix for each projection of each expert; those of projections may have 4 bits."""
+    """True: checkpoints have a matrix for each projection of each expert, which may have 4 bits."""
 
 
 NATIVE_MODELS: Final[dict[str, NativeEntry]] = {

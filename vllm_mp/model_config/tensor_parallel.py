@@ -42,7 +42,7 @@ def check_tensor_parallel(arch: Architecture, size: int, model: str) -> None:
 def shard_of(arch: NativeArchitecture, rank: int, size: int) -> NativeArchitecture:
     """Return the architecture of the share of `rank` among `size` ranks, which `check_tensor_parallel` must allow.
 
-    Heads, inner sizes and vocabulary are those of the share; its `shard` holds the whole architecture.
+    Heads, inner sizes and vocabulary are sizes of the share; its `shard` holds the whole architecture.
     """
     if size == 1:
         return arch

@@ -1,4 +1,4 @@
-"""Steps as messages: the rows that other ranks keep are those of the core, also when rows change their requests."""
+"""Steps as messages: other ranks keep the same rows as the core, also when rows change their requests."""
 
 import random
 

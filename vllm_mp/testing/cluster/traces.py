@@ -1,4 +1,4 @@
-"""Requests of a simulated cluster: drawn ones, and those of traces in public formats.
+"""Requests of a simulated cluster: drawn ones, and requests of traces in public formats.
 
 A prefix is known by a hash for each whole chunk of the router's `CHUNK_TOKENS`.
 """
