@@ -1,12 +1,15 @@
 """Compare outcomes of disturbed requests with undisturbed ones. A fault must not have changed any output."""
 
+import dataclasses
 import math
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_mp.testing.differential import Case, FinalCompletion, Judge, Outcome
+from vllm_mp.testing.faults.baseline import Baseline
 from vllm_mp.testing.faults.load import AnyCase, AnyOutcome, PoolingCase
 
 ROUNDING = 1e-4
@@ -62,6 +65,26 @@ class Comparison:
             ]
             self._mismatches.clear()
         return self.broken
+
+
+@dataclasses.dataclass
+class ComparedAnswers:
+    """What a comparison found, and the promises that were broken. Times are in seconds."""
+
+    answers: int = 0
+    """Completions and vectors that were compared."""
+    tokens: int = 0
+    excused: int = 0
+    """Requests whose outcome differs by rounding only."""
+    broken: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+    def settle(self, comparison: Comparison, baseline: Baseline, problems: list[str], began: float) -> None:
+        """Take over what the comparison found, the `problems` at the end, and the time since `began`."""
+        self.broken += comparison.settle(baseline.folder, baseline.eos_token_ids) + problems
+        self.answers, self.tokens = comparison.num_answers, comparison.num_tokens
+        self.excused = comparison.num_excused
+        self.seconds = time.monotonic() - began
 
 
 def _is_same(got: FinalCompletion, expected: FinalCompletion) -> bool:

@@ -17,23 +17,18 @@ from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.testing.differential import Case
 from vllm_mp.testing.engines import eventually
 from vllm_mp.testing.faults.baseline import WAIT_S, Baseline
-from vllm_mp.testing.faults.comparison import Comparison
+from vllm_mp.testing.faults.comparison import ComparedAnswers, Comparison
 from vllm_mp.testing.faults.leaks import held_by_core, nothing_left_behind
 from vllm_mp.testing.faults.load import AnyCase, outcome_of
 
 
 @dataclasses.dataclass
-class ParallelSoakResult:
+class ParallelSoakResult(ComparedAnswers):
     """How a soak of several cores went. Times are in seconds."""
 
     kills: int = 0
     moved: int = 0
     """Streams that had an output when their core was killed."""
-    answers: int = 0
-    """Completions and vectors that were compared."""
-    tokens: int = 0
-    excused: int = 0
-    """Requests whose outcome differs by rounding only."""
     gap_s: list[float] = dataclasses.field(default_factory=list)
     """Of each of the `moved` streams, the time from the kill to its next output."""
     restart_s: list[float] = dataclasses.field(default_factory=list)
@@ -42,8 +37,6 @@ class ParallelSoakResult:
     """Time that an idle core takes to read a token, of many prompts at once."""
     excess_s: list[float] = dataclasses.field(default_factory=list)
     """The times of `gap_s`, each less the time of reading all tokens that moved at that kill."""
-    broken: list[str] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
 
     def gap_percentile(self, share: float) -> float:
         """Return the quantile `share` of `gap_s`, in seconds."""
@@ -212,8 +205,5 @@ def run_parallel_soak(
 
     with nothing_left_behind(problems):
         result, comparison = run()  # nothing here holds the engine
-    result.broken += comparison.settle(baseline.folder, baseline.eos_token_ids) + problems
-    result.answers, result.tokens = comparison.num_answers, comparison.num_tokens
-    result.excused = comparison.num_excused
-    result.seconds = time.monotonic() - began
+    result.settle(comparison, baseline, problems, began)
     return result

@@ -20,7 +20,7 @@ from vllm_mp.cli.load_generator import percentiles
 from vllm_mp.testing.differential import Case
 from vllm_mp.testing.engines import eventually
 from vllm_mp.testing.faults.baseline import WAIT_S, Baseline, children, core_address, core_page
-from vllm_mp.testing.faults.comparison import Comparison
+from vllm_mp.testing.faults.comparison import ComparedAnswers, Comparison
 from vllm_mp.testing.faults.leaks import held_by_core, nothing_left_behind, resident_mib
 from vllm_mp.testing.faults.load import AnyCase, PauseWatch, WatchedEngine, outcome_of
 from vllm_mp.testing.faults.scenarios import has_new_child
@@ -55,39 +55,28 @@ class Sample(NamedTuple):
 
 
 @dataclasses.dataclass
-class SoakResult:
+class SoakResult(ComparedAnswers):
     """How a soak went. Times are in seconds."""
 
     kills: int = 0
     """Kills of cores that served."""
     kills_while_loading: int = 0
     restarts: int = 0
-    answers: int = 0
-    """Completions and vectors that were compared."""
     aborted: int = 0
     """Requests whose consumer aborts them."""
-    tokens: int = 0
-    excused: int = 0
-    """Requests whose outcome differs by rounding only."""
     other_deaths: list[str] = dataclasses.field(default_factory=list)
     """Causes of deaths of a shared core that no kill explains."""
     next_token_s: list[float] = dataclasses.field(default_factory=list)
     """Time from each kill to the first token after it."""
     samples: list[Sample] = dataclasses.field(default_factory=list)
-    broken: list[str] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
 
     def percentile(self, share: float) -> float:
         """Return the quantile `share` of the times from a kill to the next token, in seconds."""
         return percentiles(self.next_token_s, (share,))[0]
 
     def settle(self, comparison: Comparison, baseline: Baseline, problems: list[str], began: float) -> None:
-        """Take over what the comparison found, the `problems` at the end, and the time since `began`."""
-        self.broken += comparison.settle(baseline.folder, baseline.eos_token_ids) + problems
-        self.answers, self.tokens = comparison.num_answers, comparison.num_tokens
-        self.excused = comparison.num_excused
+        super().settle(comparison, baseline, problems, began)
         self.note_growth()
-        self.seconds = time.monotonic() - began
 
     def note_growth(self) -> None:
         """Note the resources that grew from the first fifth of the samples to the last."""
