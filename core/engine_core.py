@@ -18,7 +18,6 @@ from vllm_mp.core.ipc.request_handler import Operation, OperatorCall, RequestHan
 from vllm_mp.core.lora.adapter_cache import AdapterCache
 from vllm_mp.core.lora.reader import adapter_reader
 from vllm_mp.core.parallel.followers import Followers, GroupMemory, GroupProfiler
-from vllm_mp.core.parallel.worker_processes import WorkerFailedError
 from vllm_mp.core.scheduler.adapter_turns import AdapterTurns
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.scheduler.invariants import check_invariants
@@ -236,15 +235,8 @@ class EngineCore:
 
     def _call_workers(self, method: Any, arguments: Any) -> Any:
         """Return the result of a method of the worker, or with several ranks the list of their results by rank."""
-        if self._followers is None:
-            return self._worker.call(method, arguments)
         own = self._worker.call(method, arguments)
-        try:
-            return [own, *self._followers.results(self._followers.call("collective_rpc", method, arguments))]
-        except WorkerFailedError:
-            raise
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
+        return own if self._followers is None else [own, *self._followers.run("collective_rpc", method, arguments)]
 
     def _between_steps(self, call: Callable[P, T]) -> Callable[P, T]:
         """Return a function that processes all pending steps, then calls `call`."""

@@ -27,7 +27,7 @@ _KINDS = {kind: int(kind).to_bytes(8, "little") for kind in Kind}
 
 
 class Followers:
-    """Tells the ranks 1 and up what to compute; it is a `vllm_mp.core.worker.model_runner.Leader`."""
+    """Tells the ranks 1 and up what to compute; it is a `vllm_mp.core.parallel.leader.Leader`."""
 
     def __init__(self, processes: WorkerProcesses, max_num_seqs: int) -> None:
         self._processes = processes
@@ -69,7 +69,7 @@ class Followers:
         self.call("load_adapter", slot, msgspec.to_builtins(table))
 
     def call(self, method: str, *arguments: Any) -> int:
-        """Have all ranks run a method of `core.parallel.worker_main`; return the number of the call."""
+        """Have the other ranks run a method of `core.parallel.follower`; return the number of the call."""
         self._num_calls += 1
         call = Call(number=self._num_calls, method=method, arguments=list(arguments))
         self._write(Kind.CALL, msgspec.msgpack.encode(call))
@@ -82,6 +82,15 @@ class Followers:
             if reply.error is not None:
                 raise RuntimeError(f"rank {rank}: {reply.error}")
         return [reply.result for reply in replies]
+
+    def run(self, method: str, *arguments: Any) -> list[Any]:
+        """Return the results of a method by rank; raise ValueError, naming the rank, if it has failed on one."""
+        try:
+            return self.results(self.call(method, *arguments))
+        except WorkerFailedError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
 
     def _write(self, kind: Kind, *parts: bytes) -> None:
         self._processes.expect_progress()
@@ -149,7 +158,7 @@ class GroupProfiler(Profiler):
     def start(self) -> None:
         super().start()
         try:
-            self._on_others("start_profile")
+            self.followers.run("start_profile")
         except ValueError:  # the ranks that did start must not stay on
             self.discard()
             raise
@@ -158,23 +167,14 @@ class GroupProfiler(Profiler):
         try:
             written = super().stop(folder)
         except Exception:
-            self._on_others("discard_profile")
+            self.followers.run("discard_profile")
             raise
-        self._on_others("stop_profile", written)
+        self.followers.run("stop_profile", written)
         return written
 
     def discard(self) -> None:
         super().discard()
-        self._on_others("discard_profile")
-
-    def _on_others(self, method: str, *arguments: Any) -> None:
-        """Run a method on the other ranks; raise ValueError, naming the rank, if it fails on one."""
-        try:
-            self.followers.results(self.followers.call(method, *arguments))
-        except WorkerFailedError:
-            raise
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
+        self.followers.run("discard_profile")
 
 
 def lead(

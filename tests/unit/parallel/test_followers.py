@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_mp.core.parallel.followers import GroupMemory, GroupProfiler
+from vllm_mp.core.parallel.followers import Followers, GroupMemory, GroupProfiler
 from vllm_mp.core.parallel.worker_processes import WorkerFailedError
 from vllm_mp.core.worker import model_runner, profiler
 from vllm_mp.core.worker.model_runner import ModelRunner
@@ -16,8 +16,8 @@ from vllm_mp.core.worker.sleep import MemoryLostError
 CPU = torch.device("cpu")
 
 
-class OneFollower:
-    """Stands in for `Followers` with one follower, rank 1, whose methods are given by name."""
+class OneFollower(Followers):
+    """One follower, rank 1, in this process; its methods are given by name."""
 
     def __init__(self, **methods):
         self._methods = methods
