@@ -18,7 +18,7 @@ import logging
 import operator
 import types
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -546,16 +546,23 @@ def unpack_tokens(output: StepOutput) -> tuple[list[int], list[int], list[int]]:
 def unpack_columns(slots: bytes, tokens: bytes, positions: bytes) -> tuple[list[int], list[int], list[int]]:
     """Return the values of the columns of a `StepOutput`. Raises ValueError if the columns disagree."""
     count = len(tokens) // 4
-    if len(tokens) != 4 * count or len(positions) != 2 * count or len(slots) not in (2 * count, 4 * count):
+    dtype = slot_dtype(slots, count)
+    if len(tokens) != 4 * count or len(positions) != 2 * count or dtype is None:
         raise ValueError(
             f"the columns disagree: {len(slots)} bytes of slots, {len(tokens)} of tokens, {len(positions)} of positions"
         )
-    slot_type = "<u2" if len(slots) == 2 * count else "<u4"
     return (
-        np.frombuffer(slots, slot_type).tolist(),
+        np.frombuffer(slots, dtype).tolist(),
         np.frombuffer(tokens, "<u4").tolist(),
         np.frombuffer(positions, "<u2").tolist(),
     )
+
+
+def slot_dtype(slots: bytes, count: int) -> Literal["<u2", "<u4"] | None:
+    """Return the dtype of the column of `count` slots of a `StepOutput`; None if the column has another length."""
+    if len(slots) == 2 * count:
+        return "<u2"
+    return "<u4" if len(slots) == 4 * count else None
 
 
 def pack_ids(token_ids: list[int]) -> bytes:

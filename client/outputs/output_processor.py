@@ -180,11 +180,8 @@ class OutputProcessor:
 
     def streams_in(self, message: wire.StepOutput) -> list[RequestStream]:
         """Return the streams, ended or not, of the tokens of a message; none if its columns disagree."""
-        num_tokens = len(message.tokens) // 4
-        if len(message.slots) not in (2 * num_tokens, 4 * num_tokens):
-            return []
-        slots = np.frombuffer(message.slots, "<u2" if len(message.slots) == 2 * num_tokens else "<u4")
-        return self.streams_at(slots.tolist())
+        dtype = wire.slot_dtype(message.slots, len(message.tokens) // 4)
+        return [] if dtype is None else self.streams_at(np.frombuffer(message.slots, dtype).tolist())
 
     def live(self) -> list[tuple[RequestStream, Awaited]]:
         """Return the completions and vectors that have not ended, with their streams, in the order of `streams`."""

@@ -356,13 +356,14 @@ class EngineStats(EngineCounters):
     def _note_other_slots(self, step: _LatestStep, slots: bytes, num_tokens: int, now: float) -> None:
         """Count the tokens of a step whose slots differ from the slots of the step before."""
         self._write_step(step)
-        if len(slots) not in (2 * num_tokens, 4 * num_tokens):
+        dtype = wire.slot_dtype(slots, num_tokens)
+        if dtype is None:
             return  # the streams refuse the message
         if num_tokens == 1:
             self._note_only_slot(step, slots, now)
             return
-        indexes: npt.NDArray[np.integer[Any]] = np.frombuffer(slots, "<u2" if len(slots) == 2 * num_tokens else "<u4")
-        if len(slots) == 4 * num_tokens:
+        indexes: npt.NDArray[np.integer[Any]] = np.frombuffer(slots, dtype)
+        if dtype == "<u4":
             indexes = indexes[indexes < wire.MAX_LIVE_REQUESTS]  # a core may name slots that cannot exist
         last = self._last_token.take(indexes)
         usual = last == step.time
