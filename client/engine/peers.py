@@ -1,4 +1,4 @@
-"""What the clients of all cores of an engine share: the blame for deaths, and news for the part that routes requests."""
+"""What the clients of all cores of an engine share: the blame for deaths, and news for the routing of requests."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
