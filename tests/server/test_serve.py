@@ -235,4 +235,4 @@ def test_client_that_reads_late_gets_the_whole_text_in_few_events(replay_address
         whole, lines = asyncio.run(late_lines(server.url))
     texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines]
     assert "".join(texts) == whole
-    assert 100 < len(lines) < 7000
+    assert 1 < len(lines) < 7000

@@ -77,6 +77,7 @@ class Core:
         )
         self.sent = []
         self.number = 0
+        self.memory = self  # of the runner, which this also stands in for
         self._model = lambda *_: torch.ones(3, 2)
         liveness = SimpleNamespace(fault_injection=text)
         launch = SimpleNamespace(
