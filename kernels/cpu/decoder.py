@@ -77,6 +77,8 @@ class DecoderOptions(NamedTuple):
     """True: the norms of queries and of keys run over all heads of a token, not over each."""
     rotates_pairs: bool = False
     """True: rotary embedding rotates neighbouring elements of a head instead of elements half a head apart."""
+    has_norm: bool = True
+    """False: the result is the residual stream after the layers, and the last norm is not used."""
 
 
 GATE_ACTIVATIONS: Final = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1}
@@ -104,7 +106,8 @@ class FusedDecoder(nn.Module):
         self._part_sizes: list[list[Sequence[int]]] = []
         interfaces: list[Any] = [self._packed(library, layer, options.dtype, quantization, arena) for layer in layers]
         self._layer_weights = max(map(_num_weights, interfaces))
-        self._norm = _in_float32(norm)
+        self._norm = _in_float32(norm if options.has_norm else torch.ones_like(norm))
+        self._has_norm = options.has_norm
         self._interfaces = (type(interfaces[0]) * len(interfaces))(*interfaces)
         decoder = ctypes.byref(
             CDecoder(
@@ -177,6 +180,8 @@ class FusedDecoder(nn.Module):
     ) -> Tensor:
         """Overwrite the embeddings `x` and return the normed hidden states, both [num_tokens, hidden_size].
 
+        Without the last norm, the result is `x`, which the layers leave as the residual stream.
+
         `cos_sin` is [num_tables, max_position, rotary_dim], contiguous.
         """
         out = torch.empty_like(x)
@@ -198,7 +203,7 @@ class FusedDecoder(nn.Module):
         layers_per_call = max(1, int(WORK_A_CALL / (self._layer_weights * max(_LEAST_ROWS, len(positions)))))
         for first in range(0, num_layers, layers_per_call):
             self.layers[first](min(num_layers, first + layers_per_call), *arguments)
-        return out
+        return out if self._has_norm else x
 
 
 def _projections(layer: LayerWeights) -> list[Projection]:

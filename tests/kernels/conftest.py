@@ -1,23 +1,54 @@
-"""Every build of the C++ kernels that this processor runs, and the build with a model of the tile instructions."""
+"""Every build of the C++ kernels that this processor runs, and those for tiles: with a model of the tile instructions,
+and with the instructions themselves, which are emulated on processors without tiles."""
 
 import shutil
 
 import pytest
 import torch
+from support.item_sample import sample
+from support.tile_emulation import IS_X86, TileEmulation
 
 from vllm_mp.cpu_info import runnable_builds
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import load
 
 _FASTEST, *_OTHERS = runnable_builds()
+_EMULATED = ["amx"] if IS_X86 and "amx" not in runnable_builds() else []
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in _OTHERS + _EMULATED]
 
 
-@pytest.fixture(params=[_FASTEST, *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHERS), "amx_model"])
+def pytest_collection_modifyitems(items):
+    """Of the tests with emulated instructions, each of which takes a microsecond or more, keep a sample."""
+    emulated = [item for item in items if hasattr(item, "callspec") and item.callspec.params.get("build") in _EMULATED]
+    dropped = set(emulated) - set(sample(emulated))
+    items[:] = [item for item in items if item not in dropped]
+
+
+@pytest.fixture(scope="session")
+def tile_emulation(tmp_path_factory):
+    return TileEmulation(tmp_path_factory.mktemp("tile_emulation"))
+
+
+@pytest.fixture
+def tiles(request):
+    """Make instructions on tiles run, on the processor or emulated; then every thread must have released its tiles."""
+    if not _EMULATED:
+        yield
+        return
+    emulation = request.getfixturevalue("tile_emulation")
+    with emulation:
+        yield
+    assert emulation.configured_threads == 0
+
+
+@pytest.fixture(params=[_FASTEST, *_SLOW, "amx_model"])
 def build(request, monkeypatch):
     found = load(request.param)
     if found is None and shutil.which("g++") is None:
         pytest.skip("no compiler is installed, so the kernels are not built")
     assert found is not None, "not built although a compiler is installed: VLLM_MP_TILE_MODEL=1 setup.py build_ext"
+    if request.param in _EMULATED:
+        request.getfixturevalue("tiles")
     monkeypatch.setattr(ops, "library", lambda: found)
     torch.manual_seed(0)
     return found

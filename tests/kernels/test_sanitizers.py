@@ -33,8 +33,7 @@ SANITIZERS = [
     *("--param", "asan-instrumentation-with-call-threshold=0"),
 ]
 
-# Puts the folder of the sanitized builds before the folder of the others, and keeps the first test of each function and
-# one of eleven of the others: eleven shares no factor with the numbers of values of parameters, so each value occurs.
+# Puts the folder of the sanitized builds before the folder of the others, and keeps a sample of the tests.
 PLUGIN = """
 import os
 import pytest
@@ -45,8 +44,8 @@ def pytest_configure():
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    first = {item.function: item for item in reversed(items)}
-    items[:] = [item for i, item in enumerate(items) if i % 11 == 0 or first[item.function] is item]
+    from support.item_sample import sample
+    items[:] = sample(items)
 """
 
 

@@ -1,8 +1,14 @@
-"""The model of the tile instructions computes and faults as Intel's manual says, and as processors with tiles do."""
+"""The model of the tile instructions computes and faults as Intel's manual says, and as processors with tiles do.
+
+Machine code with tile instructions computes what the model computes: on the processor, or emulated with the model.
+"""
 
 import ctypes
+import faulthandler
+import multiprocessing
+import shutil
+import signal
 import struct
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,29 +18,23 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.paged_batch import MIXED, PREFILLS, PagedBatch
+from support.random_blocks import random_weight
+from support.tile_emulation import IS_X86, TileEmulation, compiled
 
-from vllm_mp.cpu_info import runnable_builds
 from vllm_mp.kernels import ops
-from vllm_mp.kernels.cpu.library import load
+from vllm_mp.kernels.cpu.block_linear import BlockLinear
+from vllm_mp.kernels.cpu.library import Library, load
 from vllm_mp.kernels.cpu.packed import PackedLinear
 
-ROOT = Path(__file__).parents[2]
 LEAST_NORMAL = np.finfo(np.float32).tiny
 Multiply = Callable[..., str | None]
 
-on_tiles = pytest.mark.skipif("amx" not in runnable_builds(), reason="this process cannot use tiles")
+runs_machine_code = pytest.mark.skipif(not IS_X86, reason="the machine code is for x86-64")
 
 
-def compiled(folder: Path, *flags: str) -> Multiply:
+def multiply_of(folder: Path, *flags: str) -> Multiply:
     """Return `multiply` of tile_product.cpp, compiled with `flags`."""
-    library = folder / f"tile_product{len(flags)}.so"
-    source, include = ROOT / "tests/kernels/tile_product.cpp", ROOT / "kernels/cpu/csrc"
-    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{include}", *flags, source, "-o", library]
-    try:
-        subprocess.run(command, check=True)
-    except FileNotFoundError:
-        pytest.skip("no compiler is installed")
-    function = ctypes.CDLL(str(library)).multiply
+    function = compiled("tests/kernels/tile_product.cpp", folder, *flags).multiply
     function.restype = ctypes.c_char_p
 
     def multiply(
@@ -48,12 +48,12 @@ def compiled(folder: Path, *flags: str) -> Multiply:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Multiply:
-    return compiled(tmp_path_factory.mktemp("model"), "-DVMP_TILE_MODEL", "-march=native")
+    return multiply_of(tmp_path_factory.mktemp("model"), "-DVMP_TILE_MODEL", "-march=native")
 
 
 @pytest.fixture(scope="module")
-def processor(tmp_path_factory: pytest.TempPathFactory) -> Multiply:
-    return compiled(tmp_path_factory.mktemp("processor"), "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+def machine_code(tmp_path_factory: pytest.TempPathFactory) -> Multiply:
+    return multiply_of(tmp_path_factory.mktemp("machine_code"), "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
 
 def configuration(
@@ -160,9 +160,10 @@ def test_what_a_processor_refuses_is_a_fault(model: Multiply, config: bytes, mes
     assert message in fault
 
 
-@on_tiles
+@runs_machine_code
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("scale", [1, 2e-19, 3e-38])
-def test_processor_computes_what_the_model_computes(model: Multiply, processor: Multiply, scale: float) -> None:
+def test_machine_code_computes_what_the_model_computes(model: Multiply, machine_code: Multiply, scale: float) -> None:
     generator = np.random.default_rng(1)
     for rows, inputs, columns in ((16, 16, 16), (1, 16, 16), (7, 3, 5)):
         for is_bf16 in (True, False):
@@ -170,29 +171,64 @@ def test_processor_computes_what_the_model_computes(model: Multiply, processor: 
             expected = sums.copy()
             config = configuration(sizes_of(rows, inputs, columns))
             assert model(config, a, b, expected, is_bf16=is_bf16) is None
-            assert processor(config, a, b, sums, is_bf16=is_bf16) is None
+            assert machine_code(config, a, b, sums, is_bf16=is_bf16) is None
             assert np.array_equal(sums.view(np.int32), expected.view(np.int32))
 
 
-@on_tiles
-def test_kernels_on_tiles_compute_what_they_compute_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs: list[list[torch.Tensor]] = []
-    for name in ("amx", "amx_model"):
-        build = load(name)
-        assert build is not None
-        monkeypatch.setattr(ops, "library", lambda build=build: build)
-        generator = torch.Generator().manual_seed(0)
+def multiply_without_configuration(machine_code: Multiply, emulation: TileEmulation) -> None:
+    faulthandler.disable()
+    with emulation:
+        machine_code(configuration(GOOD, palette=0), *bf16_case(np.random.default_rng(0), 1))
+
+
+@runs_machine_code
+def test_emulated_instruction_that_a_processor_refuses_ends_the_process(
+    machine_code: Multiply, tile_emulation: TileEmulation, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (machine_code, tile_emulation)
+    process = multiprocessing.get_context("fork").Process(target=multiply_without_configuration, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGABRT
+    assert "a tile instruction faults: no configuration is loaded for tile 0" in capfd.readouterr().err
+
+
+def computed_by(build: Library, threads: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Return products and attention in random cases, for numbers of rows from one to several blocks."""
+    monkeypatch.setattr(ops, "library", lambda: build)
+    torch.manual_seed(0)
+    products: list[PackedLinear | BlockLinear] = []
+    for inputs in (576, 36):
+        weight = torch.randn(70, inputs).bfloat16()
+        products += [PackedLinear(build, weight, None, quantization) for quantization in (None, "int8")]
+    for name, inputs in (("Q4_0", 96), ("Q4_1", 256), ("Q2_K", 256), ("Q6_K", 256)):
+        parts = [random_weight(name, 40, inputs), random_weight("Q8_0", 30, inputs)]
+        products.append(BlockLinear(build, parts, None, torch.bfloat16))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
         computed = []
-        for inputs in (576, 36):
-            weight = torch.randn(70, inputs, generator=generator).bfloat16()
-            for quantization in (None, "int8"):
-                product = PackedLinear(build, weight, None, quantization)
-                x = torch.randn(100, inputs, generator=generator).bfloat16()
-                computed += [product(x[:rows]) for rows in (1, 16, 17, 33, 100)]
+        for product in products:
+            x = torch.randn(100, product.interface.inputs).bfloat16()
+            computed += [product(x[:rows]) for rows in (1, 5, 16, 17, 33, 100)]
         for steps in (MIXED, PREFILLS):
             batch = PagedBatch(steps, 6, 2, 72, 16)
             caches = (batch.k_cache.bfloat16(), batch.v_cache.bfloat16())
             computed.append(ops.paged_attention(batch.q.bfloat16(), *caches, batch.metadata, 0.125))
-        outputs.append(computed)
-    for got, expected in zip(*outputs, strict=True):
-        assert torch.equal(got, expected)
+        return computed
+    finally:
+        torch.set_num_threads(before)
+
+
+@runs_machine_code
+@pytest.mark.usefixtures("tiles")
+def test_kernels_compute_with_machine_code_what_they_compute_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_code, model = load("amx"), load("amx_model")
+    if (machine_code is None or model is None) and shutil.which("g++") is None:
+        pytest.skip("no compiler is installed, so the kernels are not built")
+    assert machine_code is not None
+    assert model is not None
+    expected = computed_by(model, 1, monkeypatch)
+    for threads in (1, 3):
+        for got, right in zip(computed_by(machine_code, threads, monkeypatch), expected, strict=True):
+            assert torch.equal(got, right)

@@ -1,5 +1,6 @@
 """Measure the builds of the CPU kernels: products, attention of prompts, and steps of a model with random weights."""
 
+import copy
 import functools
 import itertools
 import os
@@ -9,12 +10,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from vllm_mp.core.models import build_model
+from vllm_mp.core.models.block_matrix import BlockMatrix
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels import ops
+from vllm_mp.kernels.cpu.block_linear import BlockLinear
 from vllm_mp.kernels.cpu.library import Library, library
 from vllm_mp.kernels.cpu.packed import PackedLinear
 from vllm_mp.model_config.registry import read_architecture
@@ -42,7 +46,9 @@ SMOLLM2_135M: dict[str, Any] = {
     "rope_theta": 100_000,
     "tie_word_embeddings": True,
 }
-TINY = {**SMOLLM2_135M, "vocab_size": 500, "hidden_size": 36, "intermediate_size": 64, "num_hidden_layers": 2}
+TINY = {**SMOLLM2_135M, "vocab_size": 500, "hidden_size": 288, "intermediate_size": 64, "num_hidden_layers": 2}
+PRECISIONS = ("bfloat16", "int8", "int4")
+"""Of weights. Those of four bits are in block types, as in GGUF files."""
 
 
 class Sizes(NamedTuple):
@@ -81,13 +87,17 @@ def measure(builds: Sequence[str], sizes: Sizes) -> Iterator[list[dict[str, Any]
 
     The builds take turns in each round. `TORCH` may be among the builds, which only has products.
     """
-    model = build_model(read_architecture(sizes.config), torch.bfloat16, "cpu")
-    fill_with_dummy_weights(model, 0)
+    arch = read_architecture(sizes.config)
+    in_blocks = build_model(msgspec.structs.replace(arch, blocks="int4"), torch.bfloat16, "cpu")
+    in_floats = build_model(arch, torch.bfloat16, "cpu")
+    for model in (in_blocks, in_floats):
+        fill_with_dummy_weights(model, 0)
+    models = {precision: in_blocks if precision == "int4" else in_floats for precision in PRECISIONS}
     seconds: dict[tuple[str, Case], list[float]] = {}
     for number in range(1, sizes.rounds + 1):
         for build in builds:
             print(f"round {number} of {sizes.rounds}: {build}", file=sys.stderr)
-            _measure(build, model, sizes, seconds)
+            _measure(build, models, sizes, seconds)
         yield [
             {"build": build, **case._asdict(), "seconds": statistics.median(rounds), "rounds": rounds}
             for (build, case), rounds in seconds.items()
@@ -95,8 +105,8 @@ def measure(builds: Sequence[str], sizes: Sizes) -> Iterator[list[dict[str, Any]
 
 
 @torch.inference_mode()
-def _measure(build: str, model: Any, sizes: Sizes, seconds: dict[tuple[str, Case], list[float]]) -> None:
-    for cases in _kinds(build, model, sizes):
+def _measure(build: str, models: dict[str, Any], sizes: Sizes, seconds: dict[tuple[str, Case], list[float]]) -> None:
+    for cases in _kinds(build, models, sizes):
         for case, run in cases:
             spent = _seconds(run)
             seconds.setdefault((build, case), []).append(spent)
@@ -118,41 +128,62 @@ def _seconds(run: Callable[[], object]) -> float:
     return statistics.median(timed() for _ in range(repeats))
 
 
-def _kinds(build: str, model: Any, sizes: Sizes) -> Iterator[Timed]:
+def _kinds(build: str, models: dict[str, Any], sizes: Sizes) -> Iterator[Timed]:
     """Yield the cases of each kind; the memory of a kind is released with the next."""
     if build == TORCH:
-        yield _products(None, model, sizes, None)
+        yield _products(None, models["bfloat16"], sizes, "bfloat16")
         return
     try:
         os.environ[KERNELS_VARIABLE] = build
         library.cache_clear()
-        for quantization in (None, "int8"):
-            yield _products(library(), model, sizes, quantization)
+        for precision, model in models.items():
+            yield _products(library(), model, sizes, precision)
         yield _attention(sizes)
-        for quantization in (None, "int8"):
-            yield from _steps(model, sizes, quantization)
+        for precision, model in models.items():
+            yield from _steps(model, sizes, precision)
     finally:
         del os.environ[KERNELS_VARIABLE]
         library.cache_clear()
 
 
-def _products(kernels: Library | None, model: Any, sizes: Sizes, quantization: str | None) -> Timed:
+class Product(NamedTuple):
+    """The product of rows with a matrix."""
+
+    outputs: int
+    inputs: int
+    multiply: Callable[[torch.Tensor], object]
+
+
+def _linears(kernels: Library | None, model: Any, precision: str) -> Iterator[Product]:
+    """Yield the products with all matrices of `model`, computed by torch without `kernels`."""
+    if precision == "int4":
+        assert kernels is not None
+        for matrix in model.modules():
+            if isinstance(matrix, BlockMatrix):
+                outputs, inputs = sum(rows for rows, _ in matrix.shapes), matrix.shapes[0][1]
+                yield Product(outputs, inputs, BlockLinear(kernels, matrix.parts, None, torch.bfloat16))
+        return
+    quantization = "int8" if precision == "int8" else None
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            if kernels is None:
+                yield Product(*weight.shape, functools.partial(torch.nn.functional.linear, weight=weight))
+            else:
+                yield Product(*weight.shape, PackedLinear(kernels, weight, None, quantization))
+
+
+def _products(kernels: Library | None, model: Any, sizes: Sizes, precision: str) -> Timed:
     """Yield the products of all linear layers and the head; from 128 rows on, as in a prompt, the head has one row."""
-    matrices = [weight for weight in model.parameters() if weight.dim() == 2]
-    is_head = [len(weight) == sizes.config["vocab_size"] for weight in matrices]
-    products: list[Any]
-    if kernels is None:
-        products = [functools.partial(torch.nn.functional.linear, weight=weight) for weight in matrices]
-    else:
-        products = [PackedLinear(kernels, weight, None, quantization) for weight in matrices]
-    inputs = {weight.shape[1]: torch.randn(max(sizes.rows), weight.shape[1]).bfloat16() for weight in matrices}
+    products = list(_linears(kernels, model, precision))
+    x = {product.inputs: torch.randn(max(sizes.rows), product.inputs).bfloat16() for product in products}
 
     def run(rows: int) -> None:
-        for product, weight, needs_one in zip(products, matrices, is_head, strict=True):
-            product(inputs[weight.shape[1]][: 1 if needs_one and rows >= _PROMPT_ROWS else rows])
+        for product in products:
+            needs_one = product.outputs == sizes.config["vocab_size"] and rows >= _PROMPT_ROWS
+            product.multiply(x[product.inputs][: 1 if needs_one else rows])
 
     for rows in sizes.rows:
-        yield Case("linears", quantization or "bfloat16", rows), functools.partial(run, rows)
+        yield Case("linears", precision, rows), functools.partial(run, rows)
 
 
 def _attention(sizes: Sizes) -> Timed:
@@ -168,11 +199,10 @@ def _attention(sizes: Sizes) -> Timed:
         )
 
 
-def _steps(model: Any, sizes: Sizes, quantization: str | None) -> Iterator[Timed]:
+def _steps(model: Any, sizes: Sizes, precision: str) -> Iterator[Timed]:
     """Yield decodes and prompts of the whole model, without a client and a scheduler."""
-    packed: Any = build_model(read_architecture(sizes.config), torch.bfloat16, "cpu")
-    packed.load_state_dict(model.state_dict())
-    packed.pack(quantization, torch.bfloat16)
+    packed = copy.deepcopy(model)
+    packed.pack("int8" if precision == "int8" else None, torch.bfloat16)
 
     def step(rows: list[tuple[int, int]]) -> Callable[[], object]:
         metadata, num_blocks = scattered_step(rows, _BLOCK_SIZE, "cpu")
@@ -184,6 +214,5 @@ def _steps(model: Any, sizes: Sizes, quantization: str | None) -> Iterator[Timed
         ends = torch.tensor([*itertools.accumulate(queries for queries, _ in rows)]) - 1
         return lambda: packed.argmax(packed(positions % 100, positions, caches, metadata)[ends])
 
-    precision = quantization or "bfloat16"
     yield ((Case("decode", precision, batch), step([(1, sizes.context)] * batch)) for batch in sizes.batches)
     yield ((Case("prompt", precision, count), step([(count, count)])) for count in sizes.prompts)

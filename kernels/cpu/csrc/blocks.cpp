@@ -2,13 +2,16 @@
 
 #include "blocks.h"
 
+#include "block_tiles.h"
 #include "block_types.h"
 
 namespace vmp {
 namespace {
 
 // The most rows of a tile for unpacked weights.
-#if defined(__AVX512F__)
+#if defined(VMP_TILE_MODEL) || defined(__AMX_TILE__)
+constexpr int TILE_OF_ROWS = TILE_HEIGHT;
+#elif defined(__AVX512F__)
 constexpr int TILE_OF_ROWS = 6;
 #else
 constexpr int TILE_OF_ROWS = 3;
@@ -92,9 +95,7 @@ ALWAYS_INLINE vf add_group(vf total, const vi* words, vf scale, vf minimum, int 
         for (int i = 0; i < Kind::GROUP / 4; ++i)
             sum = dot<Kind::IS_WIDE>(sum, words[i], read<int32_t>(values + 4 * i));
     }
-    total += to_floats(sum) * (scale * x.scale);
-    if constexpr (Kind::HAS_MINIMUM) total -= minimum * x.sums[part];
-    return total;
+    return add_scaled<Kind::HAS_MINIMUM>(total, sum, scale, minimum, x, part);
 }
 
 // W rows of a matrix, where they lie. They are prefetched while they are multiplied, and then the rows that come `next`.
@@ -169,7 +170,14 @@ void multiply_blocks(const RowBlock* x, int64_t x_stride, vf* out, const uint8_t
     std::memcpy(out, totals, sizeof totals);
 }
 
-// Unpacks W rows of a matrix.
+// Subtracts 2^OFFSET from each byte, or nothing if OFFSET is negative.
+template <int OFFSET>
+ALWAYS_INLINE vi less_offset(vi words) {
+    typedef uint8_t vb4 __attribute__((vector_size(4 * W)));
+    return OFFSET < 0 ? words : (vi)((vb4)words - uint8_t(1 << std::max(OFFSET, 0)));
+}
+
+// Unpacks W rows of a matrix. For tiles, 2^OFFSET is subtracted from the integers, which makes signed bytes of them.
 template <class Source>
 void unpack_blocks(vf* out, const uint8_t* at, int64_t stride, int64_t inputs, const uint8_t* next) {
     using Type = typename Source::Type;
@@ -180,7 +188,7 @@ void unpack_blocks(vf* out, const uint8_t* at, int64_t stride, int64_t inputs, c
             constexpr int WORDS = Type::GROUP / 4;
             source.ask(k, place++);
 #pragma GCC unroll 8
-            for (int i = 0; i < WORDS; ++i) out[i] = (vf)words[i];
+            for (int i = 0; i < WORDS; ++i) out[i] = (vf)(HAS_TILES ? less_offset<Type::OFFSET>(words[i]) : words[i]);
             out[WORDS] = scale;
             if constexpr (Type::HAS_MINIMUM) out[WORDS + 1] = minimum;
             out += KindOf<Type>::VECTORS;
@@ -188,11 +196,14 @@ void unpack_blocks(vf* out, const uint8_t* at, int64_t stride, int64_t inputs, c
     }
 }
 
-// Multiplies ROWS rows with COLUMNS * W rows of a matrix, which `unpack_blocks` wrote to `panels`: writes [ROWS,
-// COLUMNS].
-template <class Kind, int ROWS, int COLUMNS>
-void multiply_unpacked(const vf* const* panels, int64_t inputs, int offset, const RowBlock* x, int64_t x_stride,
-                       vf* out) {
+// Multiplies `rows` rows, at most ROWS, with COLUMNS * W rows of a matrix, which `unpack_blocks` wrote to `panels`:
+// writes [rows, COLUMNS].
+template <class Kind, int COLUMNS, int ROWS>
+void multiply_unpacked(int64_t rows, const vf* const* panels, int64_t inputs, int offset, const RowBlock* x,
+                       int64_t x_stride, vf* out) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS)
+            return multiply_unpacked<Kind, COLUMNS, ROWS - 1>(rows, panels, inputs, offset, x, x_stride, out);
     constexpr int GROUP = Kind::GROUP;
     vf totals[ROWS][COLUMNS] = {};
     for (int64_t place = 0; place < inputs / GROUP; ++place) {
@@ -244,39 +255,46 @@ void multiply_unpacked(const vf* const* panels, int64_t inputs, int offset, cons
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
-            for (int c = 0; c < COLUMNS; ++c) {
-                totals[r][c] += to_floats(sums[r][c]) * (at[c][GROUP / 4] * block[r * x_stride].scale);
-                if constexpr (Kind::HAS_MINIMUM)
-                    totals[r][c] -= at[c][GROUP / 4 + 1] * block[r * x_stride].sums[part];
-            }
+            for (int c = 0; c < COLUMNS; ++c)
+                totals[r][c] = add_scaled<Kind::HAS_MINIMUM>(totals[r][c], sums[r][c], at[c][GROUP / 4],
+                                                             at[c][Kind::VECTORS - 1], block[r * x_stride], part);
     }
     std::memcpy(out, totals, sizeof totals);
 }
 
-// The functions above for a type of blocks, where they lie or in strips, and each number of rows.
+using MultiplyUnpacked = void(int64_t, const vf* const*, int64_t, int, const RowBlock*, int64_t, vf*);
+
+template <class Kind, int COLUMNS>
+constexpr MultiplyUnpacked* fastest_for_unpacked() {
+    if constexpr (HAS_TILES)
+        return multiply_on_tiles<Kind::GROUP, Kind::HAS_MINIMUM, COLUMNS>;
+    else
+        return multiply_unpacked<Kind, COLUMNS, TILE_OF_ROWS>;
+}
+
+// The functions above for a type of blocks, where they lie or in strips.
 struct BlockFunctions {
     int offset;
     void (*unpack)(vf*, const uint8_t*, int64_t, int64_t, const uint8_t*);
     void (*multiply[FEW_ROWS])(const RowBlock*, int64_t, vf*, const uint8_t*, int64_t, int64_t, const uint8_t*);
-    void (*unpacked[2][TILE_OF_ROWS])(const vf* const*, int64_t, int, const RowBlock*, int64_t, vf*);
+    MultiplyUnpacked* multiply_unpacked[2];
 };
 
-template <class Source, int... FEW, int... ROWS>
-constexpr BlockFunctions block_functions(std::integer_sequence<int, FEW...>, std::integer_sequence<int, ROWS...>) {
+template <class Source, int... FEW>
+constexpr BlockFunctions block_functions(std::integer_sequence<int, FEW...>) {
     using Kind = KindOf<typename Source::Type>;
     return {Source::Type::OFFSET,
             unpack_blocks<Source>,
             {multiply_blocks<Source, FEW + 1>...},
-            {{multiply_unpacked<Kind, ROWS + 1, 1>...}, {multiply_unpacked<Kind, ROWS + 1, 2>...}}};
+            {fastest_for_unpacked<Kind, 1>(), fastest_for_unpacked<Kind, 2>()}};
 }
 
 inline const BlockFunctions& block_functions(int64_t number, bool is_strip) {
     const BlockFunctions* found = nullptr;
     with_block_type(number, [&](auto type) {
         constexpr auto few = std::make_integer_sequence<int, FEW_ROWS>{};
-        constexpr auto rows = std::make_integer_sequence<int, TILE_OF_ROWS>{};
-        static constexpr BlockFunctions OF_ROWS = block_functions<Rows<decltype(type)>>(few, rows);
-        static constexpr BlockFunctions OF_STRIPS = block_functions<Strip<decltype(type)>>(few, rows);
+        static constexpr BlockFunctions OF_ROWS = block_functions<Rows<decltype(type)>>(few);
+        static constexpr BlockFunctions OF_STRIPS = block_functions<Strip<decltype(type)>>(few);
         found = is_strip ? &OF_STRIPS : &OF_ROWS;
     });
     return *found;
@@ -357,8 +375,8 @@ void multiply_tiles(const BlockFunctions& functions, const vf* const (&panels)[C
     for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
         const int64_t end = rows * (tile + 1) / tiles;
         vf out[TILE_OF_ROWS][COLUMNS];
-        functions.unpacked[COLUMNS - 1][end - row - 1](panels, inputs, functions.offset, x + row * stride, stride,
-                                                       out[0]);
+        functions.multiply_unpacked[COLUMNS - 1](end - row, panels, inputs, functions.offset, x + row * stride, stride,
+                                                 out[0]);
         for (int64_t r = row; r < end; ++r) take(r, out[r - row]);
         row = end;
     }

@@ -55,6 +55,15 @@ inline void quantize_block(const T* x, RowBlock& block) {
     }
 }
 
+// Adds to `total` the product of W rows of a matrix and a group of a row's inputs: `sum` has the sums of their integers,
+// and `part` is the half of the 32 inputs, or 2 for all.
+template <bool HAS_MINIMUM>
+ALWAYS_INLINE vf add_scaled(vf total, vi sum, vf scale, vf minimum, const RowBlock& x, int part) {
+    total += to_floats(sum) * (scale * x.scale);
+    if constexpr (HAS_MINIMUM) total -= minimum * x.sums[part];
+    return total;
+}
+
 // Rows to multiply, and the same rows quantized, `stride` blocks each.
 template <class T>
 struct BlockRows {

@@ -1,6 +1,6 @@
 // A model of the tile instructions of Intel AMX in plain C++: their arithmetic to the bit, and their faults as exceptions.
 // Tests run the kernels with it on processors without tiles. The rules are those of Intel's Software Developer's Manual,
-// volume 2 (LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS, TDPBUSD, and the exception classes AMX-E1 to AMX-E6).
+// volume 2 (LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS, TDPBSSD, TDPBUSD, and the exception classes AMX-E1 to AMX-E6).
 #pragma once
 
 #include <cfloat>
@@ -36,6 +36,8 @@ class TileModel {
         configured_ = true;
         for (int i = 0; i < TILES; ++i) tiles_[i] = {bytes[48 + i], row_bytes[i], {}};
     }
+
+    bool is_configured() const { return configured_; }
 
     void release() {
         configured_ = false;
@@ -80,8 +82,9 @@ class TileModel {
         }
     }
 
-    // Adds to each integer of `sums` the products of the unsigned bytes of `a` with the signed bytes of `b`, by fours.
-    void product_u8s8(int sums, int a, int b) {
+    // Adds to each integer of `sums` the products of the bytes of `a`, of type A, and the signed bytes of `b`, by fours.
+    template <class A>
+    void product_of_bytes(int sums, int a, int b) {
         check_product(sums, a, b);
         for (int m = 0; m < tiles_[sums].rows; ++m) {
             uint32_t row[MOST_ROWS];
@@ -89,7 +92,7 @@ class TileModel {
             for (int k = 0; k < tiles_[b].rows; ++k)
                 for (int n = 0; n < MOST_ROWS; ++n)
                     for (int i = 4 * n; i < 4 * n + 4; ++i)
-                        row[n] += uint32_t(tiles_[a].bytes[m][4 * k + i % 4] * int8_t(tiles_[b].bytes[k][i]));
+                        row[n] += uint32_t(A(tiles_[a].bytes[m][4 * k + i % 4]) * int8_t(tiles_[b].bytes[k][i]));
             std::memcpy(tiles_[sums].bytes[m], row, tiles_[sums].row_bytes);
         }
     }
@@ -148,6 +151,7 @@ inline TileModel& tile_model() {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbssd
 #undef _tile_dpbusd
 #define _tile_loadconfig(config) vmp::tile_model().configure(config)
 #define _tile_release() vmp::tile_model().release()
@@ -155,4 +159,5 @@ inline TileModel& tile_model() {
 #define _tile_loadd(tile, at, stride) vmp::tile_model().load(tile, at, stride)
 #define _tile_stored(tile, at, stride) vmp::tile_model().store(tile, at, stride)
 #define _tile_dpbf16ps(sums, a, b) vmp::tile_model().product_bf16(sums, a, b)
-#define _tile_dpbusd(sums, a, b) vmp::tile_model().product_u8s8(sums, a, b)
+#define _tile_dpbssd(sums, a, b) vmp::tile_model().product_of_bytes<int8_t>(sums, a, b)
+#define _tile_dpbusd(sums, a, b) vmp::tile_model().product_of_bytes<uint8_t>(sums, a, b)

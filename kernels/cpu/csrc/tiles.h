@@ -45,37 +45,37 @@ inline void multiply_block(int rows, const T* x, int64_t stride, const void* pan
 // Makes the compiler write `memory` before the next instruction on tiles, whose intrinsics do not say that they read it.
 inline void finish_writes(const void* memory) { asm volatile("" : : "r"(memory) : "memory"); }
 
-// The rows for which this thread's tiles are configured; 0: none.
-inline int& configured_rows() {
-    thread_local int rows = 0;
-    return rows;
+// What this thread's tiles are configured for; 0: nothing.
+inline uint32_t& configuration() {
+    thread_local uint32_t key = 0;
+    return key;
 }
 
 inline void release_tiles() {
-    if (configured_rows() == 0) return;
+    if (configuration() == 0) return;
     _tile_release();
-    configured_rows() = 0;
+    configuration() = 0;
 }
 
-// Configures the tiles of a block: 0 to 3 for sums, 4 and 5 for rows, 6 and 7 for a panel. Tiles 2, 3 and 5 have the rows
-// past TILE_HEIGHT.
-inline void configure_tiles(int rows) {
-    if (configured_rows() == rows) return;
+// Configures tiles 0 to 3 for sums, 4 and 5 for `row_bytes` bytes of rows, 6 and 7 for a panel. Tiles 0, 1 and 4 have
+// `first` rows, tiles 2, 3 and 5 `second`, and the tiles of the panel a row for each 32-bit word of the other rows.
+inline void configure_tiles(int first, int second, int row_bytes) {
+    const uint32_t key = uint32_t(first | second << 8 | row_bytes << 16);
+    if (configuration() == key) return;
     struct alignas(64) {
         uint8_t palette = 1, start_row = 0, reserved0[14] = {};
         uint16_t row_bytes[8] = {}, reserved1[8] = {};
         uint8_t rows[8] = {}, reserved2[8] = {};
     } config;
     static_assert(sizeof config == 64);
-    const int first = std::min(rows, TILE_HEIGHT), second = rows - first;
-    const int rows_of[8] = {first, first, second, second, first, second, TILE_HEIGHT, TILE_HEIGHT};
+    const int rows_of[8] = {first, first, second, second, first, second, row_bytes / 4, row_bytes / 4};
     for (int i = 0; i < 8; ++i) {
         config.rows[i] = uint8_t(rows_of[i]);
-        config.row_bytes[i] = rows_of[i] ? TILE_BYTES : 0;
+        config.row_bytes[i] = uint16_t(rows_of[i] == 0 ? 0 : i == 4 || i == 5 ? row_bytes : TILE_BYTES);
     }
     finish_writes(&config);
     _tile_loadconfig(&config);
-    configured_rows() = rows;
+    configuration() = key;
 }
 
 // Multiplies TILE_BYTES of each row; strides are in bytes.
@@ -108,7 +108,8 @@ inline void multiply_block(int rows, const T* x, int64_t stride, const char* pan
                            int64_t out_stride, bool adds) {
     constexpr int64_t INPUTS = TILE_BYTES / sizeof(T), STEP = 2 * TILE_BYTES;
     char* const lower = out + TILE_HEIGHT * out_stride;
-    configure_tiles(rows);
+    const int first = std::min(rows, TILE_HEIGHT);
+    configure_tiles(first, rows - first, TILE_BYTES);
     finish_writes(x);
     if (adds) {
         _tile_loadd(0, out, out_stride);

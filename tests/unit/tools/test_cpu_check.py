@@ -30,10 +30,10 @@ def test_each_build_has_a_figure_for_each_case(cpu_check, monkeypatch, tmp_path,
     builds = runnable_builds()
     assert found["builds"] == [*builds, "torch"]
     assert found["cannot_run"] == [reason for name in KERNEL_BUILDS if (reason := obstacle(name))]
-    linears = [("linears", precision, rows) for precision in ("bfloat16", "int8") for rows in (1, 40)]
+    linears = [("linears", precision, rows) for precision in ("bfloat16", "int8", "int4") for rows in (1, 40)]
     steps = [
         (kind, precision, size)
-        for precision in ("bfloat16", "int8")
+        for precision in ("bfloat16", "int8", "int4")
         for kind, size in (("decode", 1), ("decode", 4), ("prompt", 33))
     ]
     cases = [*linears, ("attention in one layer", "bfloat16", 33), *steps]
