@@ -33,7 +33,7 @@ from vllm_mp.kernels.cpu.decoder import GATE_ACTIVATIONS, DecoderOptions, FusedD
 from vllm_mp.kernels.cpu.experts import ExpertBlocks, PackedExperts
 from vllm_mp.kernels.cpu.library import DTYPES, library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
-from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP
+from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, QuantizedRows
 from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams, TokenMasks
 from vllm_mp.kernels.triton import available as triton
 
@@ -44,6 +44,7 @@ __all__ = [
     "FLOAT8_GROUP",
     "NO_PLACE",
     "SAMPLING_FILTERS",
+    "SILU",
     "AdapterStack",
     "AnyAdapterStack",
     "AnyBlockExperts",
@@ -59,9 +60,11 @@ __all__ = [
     "PackedAdapterStack",
     "PackedExperts",
     "PackedLinear",
+    "QuantizedRows",
     "TokenMasks",
     "add_adapters",
     "add_rms_norm",
+    "add_rms_norm_rows",
     "apply_token_masks",
     "argmax",
     "block_embedding",
@@ -87,6 +90,7 @@ __all__ = [
     "rotary_write_kv",
     "sample",
     "silu_and_mul",
+    "silu_and_mul_rows",
     "write_kv",
 ]
 
@@ -113,6 +117,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return `(rms_norm(x + residual), x + residual)`, the sum rounded to `x.dtype`. Both inputs [..., dim]."""
     normed: tuple[Tensor, Tensor] = _operations(x).add_rms_norm(x, residual, weight, eps)
+    return normed
+
+
+def add_rms_norm_rows(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, num_groups: int
+) -> tuple[QuantizedRows, Tensor]:
+    """Return what `add_rms_norm` returns for `x` [n, dim], the norm quantized by `quantize_rows`."""
+    normed: tuple[QuantizedRows, Tensor] = _operations(x).add_rms_norm_rows(x, residual, weight, eps, num_groups)
     return normed
 
 
@@ -203,6 +215,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return product
 
 
+def silu_and_mul_rows(x: Tensor, num_groups: int) -> QuantizedRows:
+    """Return `silu_and_mul` of `x` [n, 2 * dim], quantized by `quantize_rows`."""
+    product: QuantizedRows = _operations(x).silu_and_mul_rows(x, num_groups)
+    return product
+
+
 def gelu(x: Tensor) -> Tensor:
     """Return the Gaussian error linear unit by the exact error function (Hendrycks & Gimpel 2016), elementwise."""
     activated: Tensor = _operations(x).gelu(x)
@@ -217,7 +235,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 def gated_product(x: Tensor, activation: str) -> Tensor:
     """Return `f(x[..., :dim]) * x[..., dim:]` for `x` [..., 2 * dim] and the function f = `ACTIVATIONS[activation]`."""
-    if activation in ("silu", "swish"):
+    if activation in SILU:
         return silu_and_mul(x)
     gate, up = x.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * up
@@ -238,6 +256,8 @@ def experts(
     return total
 
 
+SILU = ("silu", "swish")
+"""The names that a Hugging Face configuration gives the sigmoid linear unit."""
 # Keyed by the name that a Hugging Face configuration gives the function.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -297,14 +317,14 @@ def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return quantized
 
 
-def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp8_linear(x: Tensor | QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ (weight * scale).T + bias`, with `x` quantized by `quantize_rows`; sums are float32.
 
     `x` [..., inputs]; `weight` `FLOAT8` [outputs, inputs], contiguous; `bias` [outputs] or None; the result is
     [..., outputs] in the dtype of `x`. `scale` float32 [outputs / r, groups] has a row for each r outputs, and a column
     for all inputs or, with groups = ceil(inputs / 128), for each 128; `x` gets as many scales per row.
     """
-    product: Tensor = _operations(x).fp8_linear(x, weight, scale, bias)
+    product: Tensor = _operations(weight).fp8_linear(x, weight, scale, bias)
     return product
 
 

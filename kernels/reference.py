@@ -7,6 +7,7 @@ Nothing in this file looks at the device: the same lines run on CPU and CUDA.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,14 @@ MASK_WORD = 32
 """The number of tokens of a word of a token mask."""
 
 
+class QuantizedRows(NamedTuple):
+    """Rows that `ops.quantize_rows` has quantized, in place of the rows themselves."""
+
+    values: Tensor  # FLOAT8 [n, inputs]
+    scale: Tensor  # float32 [n, num_groups]
+    dtype: torch.dtype  # of the rows before, and of their products
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `ops.rms_norm`."""
     if weight.dtype != x.dtype:
@@ -41,6 +50,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """See `ops.add_rms_norm`."""
     residual = residual + x
     return rms_norm(residual, weight, eps), residual
+
+
+def add_rms_norm_rows(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, num_groups: int
+) -> tuple[QuantizedRows, Tensor]:
+    """See `ops.add_rms_norm_rows`."""
+    normed, residual = add_rms_norm(x, residual, weight, eps)
+    return QuantizedRows(*quantize_rows(normed, num_groups), x.dtype), residual
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -153,13 +170,22 @@ def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return quantized.contiguous(), scale
 
 
-def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp8_linear(x: Tensor | QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `ops.fp8_linear`."""
-    rows = x.reshape(-1, x.shape[-1])
-    product = _scaled(*quantize_rows(rows, scale.shape[1])) @ _scaled(weight, scale).T
+    rows, shape = rows_of_product(x, scale.shape[1], quantize_rows)
+    product = _scaled(rows.values, rows.scale) @ _scaled(weight, scale).T
     if bias is not None:
         product += bias.float()
-    return product.to(x.dtype).view(*x.shape[:-1], len(weight))
+    return product.to(rows.dtype).view(*shape, len(weight))
+
+
+def rows_of_product(
+    x: Tensor | QuantizedRows, num_groups: int, quantize: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+) -> tuple[QuantizedRows, torch.Size]:
+    """Return `x` [..., inputs] as quantized rows, and its shape without the last dimension."""
+    if isinstance(x, QuantizedRows):
+        return x, x.values.shape[:-1]
+    return QuantizedRows(*quantize(x.reshape(-1, x.shape[-1]), num_groups), x.dtype), x.shape[:-1]
 
 
 def _scaled(quantized: Tensor, scale: Tensor) -> Tensor:
@@ -196,6 +222,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """See `ops.silu_and_mul`."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def silu_and_mul_rows(x: Tensor, num_groups: int) -> QuantizedRows:
+    """See `ops.silu_and_mul_rows`."""
+    return QuantizedRows(*quantize_rows(silu_and_mul(x), num_groups), x.dtype)
 
 
 def experts(

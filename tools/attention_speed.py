@@ -7,13 +7,12 @@ operations that it needs. Heads have the shapes of Llama-3.1-8B. On a GPU, captu
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from shared.graph_timing import seconds
 from torch import Tensor
 
 from vllm_mp.kernels import ops
@@ -21,8 +20,6 @@ from vllm_mp.testing.attention_steps import scattered_step
 
 BLOCK_SIZE = 16
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-_ROUNDS = 5
-"""The rounds on a CPU, after one to warm up."""
 
 
 class Case(NamedTuple):
@@ -69,21 +66,6 @@ def contiguous(case: Case, dtype: torch.dtype, device: torch.device) -> Callable
     q = torch.randn(case.num_rows, HEADS, case.queries, HEAD_DIM, dtype=dtype, device=device)
     k, v = torch.randn(2, case.num_rows, KV_HEADS, case.context, HEAD_DIM, dtype=dtype, device=device).unbind()
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=case.queries > 1, enable_gqa=True)
-
-
-def seconds(run: Callable[[], Tensor], device: torch.device) -> float:
-    """Return the seconds of one run, the median of many."""
-    if device.type == "cuda":
-        from triton.testing import do_bench_cudagraph
-
-        run()  # compiles, which a capture does not allow
-        return float(do_bench_cudagraph(run, rep=100, return_mode="median")) / 1e3
-    spent = []
-    for _ in range(1 + _ROUNDS):
-        started = time.perf_counter()
-        run()
-        spent.append(time.perf_counter() - started)
-    return statistics.median(spent[1:])
 
 
 @torch.inference_mode()

@@ -3,24 +3,31 @@
 
 The file lies beside kernels/triton/launch.py, is named after the compute capability, and is read by the kernels from
 then on. For each entry of the launch table, every candidate is timed over the shapes of some models, and the candidate
-with the least geometric mean of its times is kept. Candidates that do not fit into the GPU's memory are skipped.
-Float32, which is rarely used on a GPU, keeps its options. Most of the time is compilation; `--only` tunes some kernels
-and adds to the file.
+with the least geometric mean of its times is kept. All candidates of an entry are compiled first, in several processes,
+and those that cannot be fast are dropped: that do not compile or fit, that spill registers, of which a multiprocessor
+holds too few programs, or whose code is that of another candidate. Float32, which is rarely used on a GPU, keeps its
+options. `--only` tunes some kernels and adds to the file.
 """
 
 import argparse
+import functools
+import hashlib
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import TritonError
 
 from vllm_mp.kernels.reference import FLOAT8
 from vllm_mp.kernels.triton import launch, operations
@@ -44,9 +51,11 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "elementwise": {"ELEMENTS": [512, 1024, 2048, 4096], "num_warps": [2, 4, 8]},
     "heads": {"ELEMENTS": [512, 1024, 2048, 4096], "num_warps": [1, 2, 4, 8]},
     "argmax": {"ELEMENTS": [1024, 2048, 4096, 8192], "num_warps": [4, 8, 16]},
-    "sample": {"ELEMENTS": [2048, 4096, 8192], "num_warps": [8, 16, 32]},
+    "sample": {"ELEMENTS": [512, 1024, 2048], "num_warps": [4, 8, 16]},
 }
 """The values to try, by kind of kernel: the first part of the keys of its entries."""
+LEAST_PROGRAMS = {"prefill": 1, "fp8": 1}
+"""Programs that a multiprocessor must hold at a time; 2 for other kinds, which wait for memory."""
 
 
 def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
@@ -99,7 +108,9 @@ def _attention_rows(kind: str, quick: bool) -> list[list[tuple[int, int]]]:
 
 
 def _random(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.randn(shape, device=device).bfloat16()
+    """Return random numbers; zeros on the CPU, which only compiles or tries this tool."""
+    values = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    return values if device.type == "cpu" else values.normal_()
 
 
 def _fp8_product(rows: int, outputs: int, inputs: int, has_blocks: bool, device: torch.device) -> Run:
@@ -155,21 +166,69 @@ def seconds(run: Run, device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def best(key: str, device: torch.device, quick: bool) -> tuple[launch.Options, float]:
-    """Return the fastest options of an entry, and their time as a share of the time with the options before."""
+def candidates(key: str, before: launch.Options, quick: bool) -> list[launch.Options]:
+    """Return the options to try for an entry, the present ones first; options without candidates stay."""
+    # Entries of the interpreter have fewer options.
+    values = {name: tried for name, tried in CANDIDATES[key.split("/")[0]].items() if name in before}
+    found = [{**before, **dict(zip(values, chosen, strict=True))} for chosen in itertools.product(*values.values())]
+    return [before, *(options for options in (found[:2] if quick else found) if options != before)]
+
+
+def compiled(options: launch.Options, key: str, capability: tuple[int, int], table: dict[str, Any]) -> tuple[str, str]:
+    """Return a hash of the code that an entry compiles with `options`, and why it cannot be fast, or ""."""
+    from vllm_mp.testing.compiled_kernels import compiling, read_code
+
+    try:
+        with compiling(capability, {**table, key: options}) as compiler:
+            for run in cases(key, torch.device("cpu"), quick=False):
+                run()
+        codes = [read_code(kernel, capability) for kernel in compiler.kernels.values()]
+    except Exception as error:  # the compiler raises many types, and other candidates may compile
+        return "", f"{type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}"
+    digest = hashlib.sha256(b"".join(kernel.asm["cubin"] for kernel in compiler.kernels.values())).hexdigest()
+    spills, programs = sum(code.spills for code in codes), min(code.programs for code in codes)
+    if spills:
+        return digest, f"{spills} spills"
+    if programs < LEAST_PROGRAMS.get(key.split("/")[0], 2):
+        return digest, f"{programs} programs per multiprocessor"
+    return digest, ""
+
+
+def worth_timing(
+    key: str, tried: list[launch.Options], table: dict[str, launch.Options], device: torch.device, pool: Pool
+) -> Iterable[launch.Options]:
+    """Yield the first of `tried`, with which the others are compared, and those that may be faster."""
+    capability = torch.cuda.get_device_capability(device)
+    compile_with = functools.partial(compiled, key=key, capability=capability, table=dict(table))
+    known: set[str] = set()
+    for i, (options, (digest, problem)) in enumerate(zip(tried, pool.map(compile_with, tried), strict=True)):
+        problem = problem or ("same code as another candidate" if digest in known else "")
+        known.add(digest)
+        if i == 0 or not problem:
+            yield options
+        else:
+            print(f"{key}: {dict(options)} dropped: {problem}", file=sys.stderr, flush=True)
+
+
+def best(key: str, device: torch.device, quick: bool, pool: Pool | None) -> tuple[launch.Options, float]:
+    """Return the fastest options of an entry, and their time as a share of the time with the options before.
+
+    `pool` compiles the candidates; None: none is dropped before it is timed.
+    """
     table = launch.table(device)
     before = table[key]
+    tried: Iterable[launch.Options] = candidates(key, before, quick)
+    # Options of the grid do not change the code.
+    if pool is not None and "num_warps" in before:
+        tried = list(worth_timing(key, list(tried), table, device, pool))
     runs = list(cases(key, device, quick))
-    values = CANDIDATES[key.split("/")[0]]
-    candidates = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
-    # An entry keeps its own option names; entries of the interpreter have fewer.
-    candidates = [{name: value for name, value in candidate.items() if name in before} for candidate in candidates]
     times: list[tuple[float, launch.Options]] = []
-    for options in [before, *(candidates[:2] if quick else candidates)]:
+    for options in tried:
         table[key] = options
         try:
             spent = [seconds(run, device) for run in runs]
-        except triton.OutOfResources:
+        except TritonError as error:
+            print(f"{key}: {dict(options)} dropped: {error}", file=sys.stderr, flush=True)
             continue
         times.append((math.exp(sum(map(math.log, spent)) / len(spent)), options))
     if not times:
@@ -183,21 +242,31 @@ def best(key: str, device: torch.device, quick: bool) -> tuple[launch.Options, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to save (default: where the kernels look)")
-    parser.add_argument("--only", nargs="+", metavar="KIND", choices=CANDIDATES, help="kinds of kernels to tune")
+    parser.add_argument("--only", nargs="+", metavar="ENTRY", help="entries to tune, or kinds: decode/8/128, or decode")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try this tool in the interpreter")
     parser.add_argument("--quick", action="store_true", help="tiny shapes and two candidates, to try this tool")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: %(default)s)")
     arguments = parser.parse_args()
     device = torch.empty(0, device=arguments.device).device
+    unknown = {*(arguments.only or ())} - {*CANDIDATES, *launch.table(device)}
+    if unknown:
+        parser.error(f"--only: no such entry: {', '.join(sorted(unknown))}; kinds are {', '.join(CANDIDATES)}")
     out = arguments.out or launch.tuned_file(torch.cuda.get_device_capability(device))
     tuned: dict[str, launch.Options] = json.loads(out.read_text()) if out.exists() else {}
     has_float8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    is_cuda = device.type == "cuda"
+    pool = multiprocessing.get_context("spawn").Pool(arguments.processes) if is_cuda else None
     for key in list(launch.table(device)):
         kind, *details = key.split("/")
         if not has_float8 and (kind.startswith("fp8") or "8" in details):
             continue
-        if (arguments.only and kind not in arguments.only) or (kind in ("prefill", "decode") and details[0] == "32"):
+        if arguments.only is None:
+            is_chosen = kind not in ("prefill", "decode") or details[0] != "32"
+        else:
+            is_chosen = key in arguments.only or kind in arguments.only
+        if not is_chosen:
             continue
-        options, share = best(key, device, arguments.quick)
+        options, share = best(key, device, arguments.quick, pool)
         tuned[key] = dict(options)
         print(f"{key}: {dict(options)}, {share:.0%} of the time before", file=sys.stderr, flush=True)
         out.write_text(json.dumps(tuned, indent=1) + "\n")

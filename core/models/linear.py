@@ -138,7 +138,14 @@ class Linear(Packable):
         self._adapters = stack
         return stack
 
-    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
+    @property
+    def input_groups(self) -> int | None:
+        """The number of scales of a row of `ops.QuantizedRows`; None if `forward` takes only a tensor."""
+        if self.weight_scale is None or self._adapters is not None:
+            return None
+        return self.weight_scale.shape[1]
+
+    def forward(self, x: Tensor | ops.QuantizedRows, adapter_slots: Tensor | None = None) -> Tensor:
         """Return the product; `adapter_slots` as in `AttentionMetadata`."""
         adapters = self._adapters
         out: Tensor
@@ -147,7 +154,9 @@ class Linear(Packable):
             return out
         if self.weight_scale is not None:
             out = ops.fp8_linear(x, self.weight, self.weight_scale, self.bias)
-        else:
+        if isinstance(x, ops.QuantizedRows):
+            return out
+        if self.weight_scale is None:
             out = F.linear(x, self.weight, self.bias)
         if isinstance(adapters, ops.AdapterStack) and adapter_slots is not None:
             ops.add_adapters(out, x, adapter_slots, adapters.a, adapters.b, adapters.part_sizes)

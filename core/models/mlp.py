@@ -25,8 +25,13 @@ class MLP(nn.Module):
         self._gate_up_names = ["gate_up_proj"] if arch.has_fused_projections else ["gate_proj", "up_proj"]
         self._activation = arch.activation
 
-    def forward(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
-        product = ops.gated_product(self.gate_up_proj(x, adapter_slots), self._activation)
+    def forward(self, x: Tensor | ops.QuantizedRows, adapter_slots: Tensor | None = None) -> Tensor:
+        gate_up, groups = self.gate_up_proj(x, adapter_slots), self.down_proj.input_groups
+        product: Tensor | ops.QuantizedRows
+        if groups is not None and self._activation in ops.SILU:
+            product = ops.silu_and_mul_rows(gate_up, groups)
+        else:
+            product = ops.gated_product(gate_up, self._activation)
         out: Tensor = self.down_proj(product, adapter_slots)
         return out
 

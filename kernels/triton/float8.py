@@ -5,7 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, FLOAT8_MAX, LEAST_HIGHEST
+from vllm_mp.kernels.reference import (
+    FLOAT8,
+    FLOAT8_GROUP,
+    FLOAT8_MAX,
+    LEAST_HIGHEST,
+    QuantizedRows,
+    rows_of_product,
+)
 from vllm_mp.kernels.triton.interpreter import interpreted
 from vllm_mp.kernels.triton.launch import norm_options, num_parts, options
 
@@ -13,6 +20,15 @@ _INTERPRETED = tl.constexpr(interpreted())
 """Triton's interpreter neither rounds to 8-bit floats nor knows their NaN, so the kernels do both themselves."""
 _MAX = tl.constexpr(FLOAT8_MAX)
 _LEAST_HIGHEST = tl.constexpr(LEAST_HIGHEST)
+_TO_FLOAT16 = """{{
+    .reg .b32 bytes;
+    .reg .b16 pair, rest;
+    prmt.b32 bytes, $1, 0, {};
+    mov.b32 {{pair, rest}}, bytes;
+    cvt.rn.f16x2.e4m3x2 $0, pair;
+}}"""
+_LOW_BYTES, _HIGH_BYTES = tl.constexpr(_TO_FLOAT16.format("0x4420")), tl.constexpr(_TO_FLOAT16.format("0x4431"))
+"""PTX that converts the low, or the high, bytes of two 16-bit integers from 8-bit floats to float16."""
 _ROW_TILES = (16, 64, 128)
 _LIBRARY_UNIT = 16
 """torch's product needs numbers of inputs and outputs that are multiples of this."""
@@ -40,31 +56,36 @@ def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return quantized, scale
 
 
-def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp8_linear(x: Tensor | QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `ops.fp8_linear`; torch computes products of many rows if each output has a scale of its own."""
-    outputs, inputs = weight.shape
-    quantized, x_scale = quantize_rows(x.reshape(-1, inputs), scale.shape[1])
-    rows = len(quantized)
-    if rows > options("fp8_library", x.device)["ROWS"] and _library_multiplies(x, weight, scale):
+    (quantized, x_scale, dtype), shape = rows_of_product(x, scale.shape[1], quantize_rows)
+    rows, outputs, device = len(quantized), len(weight), weight.device
+    if rows > options("fp8_library", device)["ROWS"] and _library_multiplies(dtype, weight, scale):
         out = torch._scaled_mm(quantized, weight.t(), x_scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
         if bias is not None:
             out += bias
     else:
-        out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+        out = torch.empty((rows, outputs), dtype=dtype, device=device)
         if rows:
             _multiply(quantized, x_scale, weight, scale, bias, out)
-    return out.view(*x.shape[:-1], outputs)
+    return out.view(*shape, outputs)
 
 
-def _library_multiplies(x: Tensor, weight: Tensor, scale: Tensor) -> bool:
+def _library_multiplies(dtype: torch.dtype, weight: Tensor, scale: Tensor) -> bool:
     """Tell whether `torch._scaled_mm` takes these: on CUDA, bfloat16, and with a scale for each output."""
     outputs, inputs = weight.shape
     return (
-        x.device.type == "cuda"
-        and x.dtype == torch.bfloat16
+        weight.device.type == "cuda"
+        and dtype == torch.bfloat16
         and scale.shape == (outputs, 1)
         and inputs % _LIBRARY_UNIT == outputs % _LIBRARY_UNIT == 0
+        and _library_keeps_stream(weight.device)
     )
+
+
+def _library_keeps_stream(device: torch.device) -> bool:
+    """Tell whether torch multiplies rows on the current stream; before 2.12 it did not on compute capability 8.9."""
+    return torch.__version__ >= "2.12" or torch.cuda.get_device_capability(device) != (8, 9)
 
 
 def _multiply(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -147,12 +168,48 @@ def from_float8(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def from_float8_pairs(pairs, DTYPE: tl.constexpr):
+    """Return the 8-bit floats in the low bytes of `pairs`, 16-bit integers, and in the high bytes, both in DTYPE."""
+    if _INTERPRETED:
+        low, high = (pairs & 0xFF).to(tl.uint8), ((pairs >> 8) & 0xFF).to(tl.uint8)
+        return (
+            from_float8(low.to(tl.float8e4nv, bitcast=True), DTYPE),
+            from_float8(high.to(tl.float8e4nv, bitcast=True), DTYPE),
+        )
+    else:
+        # Two pairs lie in a register: one instruction selects the bytes, and one converts both.
+        return _selected(pairs, _LOW_BYTES).to(DTYPE), _selected(pairs, _HIGH_BYTES).to(DTYPE)
+
+
+@triton.jit
+def _selected(pairs, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(ASM, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
 def stored(x, pointer):
     """Return `x` converted for a store at `pointer`, which may point to 8-bit floats."""
     if pointer.dtype.element_ty == tl.float8e4nv:
         return to_float8(x)
     else:
         return x
+
+
+@triton.jit
+def store_quantized(values, quantized, scale, row, column, mask, DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Quantize `values` float32 [ROWS, TILE], zero where not in `mask`, and store them with their scales.
+
+    `row` [ROWS] and `column` [TILE], whole groups of GROUP columns, are their places in `quantized` [rows, DIM];
+    `scale` is [rows, ceil(DIM / GROUP)].
+    """
+    groups: tl.constexpr = (DIM + GROUP - 1) // GROUP
+    grouped = tl.reshape(values, [values.shape[0], values.shape[1] // GROUP, GROUP])
+    of_group = tl.maximum(tl.max(tl.abs(grouped), 2), _LEAST_HIGHEST) / _MAX
+    group = tl.min(tl.reshape(column, [values.shape[1] // GROUP, GROUP]), 1) // GROUP
+    in_row = tl.max(tl.reshape(mask.to(tl.int32), grouped.shape), 2) > 0
+    tl.store(scale + row[:, None] * groups + group[None, :], of_group, mask=in_row)
+    bytes = to_float8(tl.reshape(grouped / of_group[:, :, None], values.shape))
+    tl.store(quantized + row[:, None] * DIM + column[None, :], bytes, mask=mask)
 
 
 @triton.jit

@@ -17,15 +17,16 @@ import torch
 import triton
 
 Options = Mapping[str, int]
-"""Keyword arguments of one launch: tile sizes (capitals), num_warps and num_stages."""
+"""Keyword arguments of one launch: tile sizes (capitals), num_warps, num_stages and maxnreg."""
 
 MAX_HEAD_DIM: Final = 256
 """The longest head that attention takes."""
 MIN_HEAD_TILE: Final = 16
 """The least side of a tile in a matrix product."""
-MAX_SPLIT_TOKENS: Final = 8192
-"""The longest part of a decode's context, in tokens; the rest of the batch would wait for a longer part."""
-MAX_SPLITS: Final = 64
+MAX_PARTS: Final = 64
+"""The most parts of a decode's context."""
+_MAX_PARTS_OF_ROWS: Final = 16_384
+"""The same for all rows of a step, which bounds the memory: with 32 heads of 128 elements, a part takes 16 KiB."""
 
 _HOPPER: Final[dict[str, Options]] = {
     # ROWS are queries times heads; KEYS is the number of keys per step of the loop. A warp group of four warps
@@ -41,15 +42,17 @@ _HOPPER: Final[dict[str, Options]] = {
     "decode/16/128": {"KEYS": 64, "num_warps": 4, "num_stages": 3},
     "decode/16/256": {"KEYS": 32, "num_warps": 4, "num_stages": 3},
     "decode/8/64": {"KEYS": 128, "num_warps": 4, "num_stages": 4},
-    "decode/8/128": {"KEYS": 128, "num_warps": 4, "num_stages": 3},
+    # With more registers only two programs would fit on a multiprocessor.
+    "decode/8/128": {"KEYS": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 168},
     "decode/8/256": {"KEYS": 64, "num_warps": 4, "num_stages": 3},
     "decode/32/64": {"KEYS": 64, "num_warps": 4, "num_stages": 2},
     "decode/32/128": {"KEYS": 32, "num_warps": 4, "num_stages": 2},
     "decode/32/256": {"KEYS": 16, "num_warps": 4, "num_stages": 2},
     "merge": {"num_warps": 4},
     # A decode's context is cut until each multiprocessor has PROGRAMS programs, but no finer than TOKENS tokens:
-    # merging smaller parts would cost more than they save.
-    "splits": {"PROGRAMS": 2, "TOKENS": 256},
+    # merging smaller parts would cost more than they save. The rest of the batch would wait for a part of more than
+    # MAX_TOKENS. Of ROWS rows, one program computes the further parts of the long ones.
+    "splits": {"PROGRAMS": 2, "TOKENS": 64, "MAX_TOKENS": 2048, "ROWS": 128},
     # Products with 8-bit floats: up to 16 rows, up to 64 rows, and more. Few rows wait for the weights.
     "fp8/16": {"ROWS": 16, "OUTPUT_TILE": 32, "num_warps": 4, "num_stages": 6},
     "fp8/64": {"ROWS": 64, "OUTPUT_TILE": 64, "num_warps": 4, "num_stages": 4},
@@ -71,7 +74,8 @@ _HOPPER: Final[dict[str, Options]] = {
     "elementwise": {"ELEMENTS": 1024, "num_warps": 4},
     "heads": {"ELEMENTS": 1024, "num_warps": 4},
     "argmax": {"ELEMENTS": 4096, "num_warps": 8},
-    "sample": {"ELEMENTS": 8192, "num_warps": 16},
+    # A row of which more than LIST tokens may pass its first filter is gone through as a whole.
+    "sample": {"ELEMENTS": 1024, "LIST": 4096, "num_warps": 8},
 }
 
 _SMALL: Final[dict[str, Options]] = {
@@ -93,14 +97,14 @@ _INTERPRETED: Final[dict[str, Options]] = {
         if f"{kernel}/{bits}/64" in _HOPPER
         for dim in (64, 128, 256)
     },
-    "splits": {"PROGRAMS": 2, "TOKENS": 16},
+    "splits": {"PROGRAMS": 2, "TOKENS": 16, "MAX_TOKENS": 32, "ROWS": 2},
     **{f"fp8/{rows}": {"ROWS": 16, "OUTPUT_TILE": 32} for rows in (16, 64, 128)},
     "fp8_parts": {"PROGRAMS": 2, "TILES": 1},
     **{f"lora_shrink/{rows}": {"ROWS": 16, "INPUT_TILE": 32} for rows in (16, 64)},
     **{f"lora_expand/{rows}": {"ROWS": 16, "OUTPUT_TILE": 32} for rows in (16, 64)},
     "elementwise": {"ELEMENTS": 64},
     "argmax": {"ELEMENTS": 64},
-    "sample": {"ELEMENTS": 64},
+    "sample": {"ELEMENTS": 32, "LIST": 64},
 }
 """The options for the interpreter: small tiles, so that even the small shapes that it has time for need several."""
 
@@ -131,15 +135,20 @@ def norm_options(dim: int, device: torch.device) -> Options:
 
 
 def num_splits(num_programs: int, context: int, device: torch.device) -> int:
-    """Return the number of parts into which a decode's context of at most `context` tokens is cut.
+    """Return the number of parts of a decode's context of at most `context` tokens that keeps the device busy.
 
-    With it, `num_programs` programs per part keep the whole device busy.
+    Each part takes `num_programs` programs.
     """
     splits = options("splits", device)
     for_device = -(-splits["PROGRAMS"] * _num_processors(device.type, device.index) // num_programs)
     at_most = -(-context // splits["TOKENS"])
-    at_least = -(-context // MAX_SPLIT_TOKENS)
-    return min(max(1, at_least, min(for_device, at_most)), MAX_SPLITS)
+    return min(max(1, min(for_device, at_most)), MAX_PARTS)
+
+
+def num_slots(num_rows: int, splits: int, context: int, device: torch.device) -> int:
+    """Return the most parts into which a decode's context of at most `context` tokens is cut, `splits` or more."""
+    for_context = -(-context // options("splits", device)["MAX_TOKENS"])
+    return max(splits, min(for_context, MAX_PARTS, _MAX_PARTS_OF_ROWS // num_rows))
 
 
 def num_parts(num_programs: int, num_tiles: int, device: torch.device) -> int:
@@ -152,6 +161,11 @@ def num_parts(num_programs: int, num_tiles: int, device: torch.device) -> int:
     return max(1, min(for_device, num_tiles // parts["TILES"]))
 
 
+def reasoned(capability: tuple[int, int]) -> Mapping[str, Options]:
+    """Return all options for GPUs of that compute capability without what was measured on one."""
+    return _HOPPER if capability in ((9, 0), (10, 0)) else _SMALL
+
+
 def tuned_file(capability: tuple[int, int]) -> Path:
     """Return the path of the measured options for GPUs of that compute capability."""
     return Path(__file__).with_name(f"sm_{capability[0]}{capability[1]}.json")
@@ -162,10 +176,9 @@ def _table(device_type: str, index: int | None) -> dict[str, Options]:
     if device_type != "cuda":
         return dict(_INTERPRETED)
     capability = torch.cuda.get_device_capability(index)
-    reasoned = _HOPPER if capability == (9, 0) or capability == (10, 0) else _SMALL
     file = tuned_file(capability)
     measured: dict[str, Options] = json.loads(file.read_text()) if file.exists() else {}
-    return {**reasoned, **measured}
+    return {**reasoned(capability), **measured}
 
 
 @functools.cache

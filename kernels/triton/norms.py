@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, QuantizedRows
+from vllm_mp.kernels.triton.float8 import store_quantized
 from vllm_mp.kernels.triton.launch import norm_options
 from vllm_mp.kernels.triton.rows import Rows, rows_of
 
@@ -24,6 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             weight,
             out,
             out,
+            out,
             eps,
             rows.num_rows,
             rows.outer_stride,
@@ -31,6 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             DIM=rows.dim,
             INNER=rows.inner,
             ADDS=False,
+            GROUP=0,
             **options,
         )
     return out
@@ -38,10 +42,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `ops.add_rms_norm`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return out, _add_rms_norm(x, residual, weight, eps, out, None)
+
+
+def add_rms_norm_rows(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, num_groups: int
+) -> tuple[QuantizedRows, Tensor]:
+    """See `ops.add_rms_norm_rows`."""
+    out = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
+    scale = torch.empty((x.shape[0], num_groups), dtype=torch.float32, device=x.device)
+    total = _add_rms_norm(x, residual, weight, eps, out, scale)
+    return QuantizedRows(out, scale, x.dtype), total
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor | None) -> Tensor:
+    """Fill `out` with the norm, quantized if there is a `scale` to fill too; return the sum."""
     rows = rows_of(x)
-    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.num_rows:
         grid, options = _launch(rows)
+        group = 0 if scale is None else options["TILE"] if scale.shape[1] == 1 else FLOAT8_GROUP
         others = rows_of(residual)
         if others[1:] != rows[1:]:
             rows, others = rows_of(x.contiguous()), rows_of(residual.contiguous())
@@ -51,6 +72,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
             weight,
             out,
             total,
+            total if scale is None else scale,
             eps,
             rows.num_rows,
             rows.outer_stride,
@@ -58,9 +80,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
             DIM=rows.dim,
             INNER=rows.inner,
             ADDS=True,
+            GROUP=group,
             **options,
         )
-    return out, total
+    return total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -103,6 +126,7 @@ def _rms_norm_kernel(
     weight,
     out,
     total,
+    scale,  # float32 [count, ceil(DIM / GROUP)] if GROUP
     eps,
     count,
     outer_stride,
@@ -110,15 +134,19 @@ def _rms_norm_kernel(
     DIM: tl.constexpr,
     INNER: tl.constexpr,
     ADDS: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Normalise ROWS of the `count` rows of `x`, or of `x + residual` if ADDS; `out` and `total` are contiguous."""
+    """Normalise ROWS of the `count` rows of `x`, or of `x + residual` if ADDS; `out` and `total` are contiguous.
+
+    If GROUP is not 0, the norm is quantized with a scale for each GROUP elements.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = (row < count)[:, None] & (column < DIM)[None, :]
     start = row // INNER * outer_stride + row % INNER * inner_stride
-    dtype = out.dtype.element_ty
+    dtype = x.dtype.element_ty
     value = tl.load(x + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if ADDS:
         added = tl.load(residual + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -131,7 +159,10 @@ def _rms_norm_kernel(
         # Rounded before the weight multiplies it, as in kernels/reference.py.
         normed = normed.to(dtype).to(tl.float32)
     scaled = normed * tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + row[:, None] * DIM + column[None, :], scaled.to(dtype), mask=mask)
+    if GROUP:
+        store_quantized(scaled.to(dtype).to(tl.float32), out, scale, row, column, mask, DIM, GROUP)
+    else:
+        tl.store(out + row[:, None] * DIM + column[None, :], scaled.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])

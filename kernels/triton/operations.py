@@ -1,11 +1,11 @@
 """All operations that Triton computes, under their names in kernels/ops.py."""
 
 from vllm_mp.kernels.reference import experts
-from vllm_mp.kernels.triton.activations import gelu, gelu_tanh, silu_and_mul
+from vllm_mp.kernels.triton.activations import gelu, gelu_tanh, silu_and_mul, silu_and_mul_rows
 from vllm_mp.kernels.triton.attention import paged_attention
 from vllm_mp.kernels.triton.float8 import fp8_linear, quantize_rows
 from vllm_mp.kernels.triton.lora import add_adapters
-from vllm_mp.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
+from vllm_mp.kernels.triton.norms import add_rms_norm, add_rms_norm_rows, layer_norm, rms_norm
 from vllm_mp.kernels.triton.rotary import rotary, rotary_write_kv, write_kv
 from vllm_mp.kernels.triton.sampling import argmax, sample
 from vllm_mp.kernels.triton.token_masks import apply_token_masks
@@ -13,6 +13,7 @@ from vllm_mp.kernels.triton.token_masks import apply_token_masks
 __all__ = [
     "add_adapters",
     "add_rms_norm",
+    "add_rms_norm_rows",
     "apply_token_masks",
     "argmax",
     "experts",
@@ -27,5 +28,6 @@ __all__ = [
     "rotary_write_kv",
     "sample",
     "silu_and_mul",
+    "silu_and_mul_rows",
     "write_kv",
 ]

@@ -3,9 +3,11 @@
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels import ops, reference
@@ -72,3 +74,15 @@ def test_cpu_uses_torch_for_single_operations():
     assert available.operations("cpu") is None
     x = torch.randn(3, 8)
     assert torch.equal(ops.rms_norm(x, x[0], 1e-5), reference.rms_norm(x, x[0], 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "expected"),
+    [("2.11.0", (8, 9), False), ("2.11.0", (9, 0), True), ("2.12.0", (8, 9), True)],
+)
+def test_torch_multiplies_8_bit_floats_only_where_it_stays_on_the_stream(monkeypatch, version, capability, expected):
+    float8 = pytest.importorskip("vllm_mp.kernels.triton.float8")
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    weight = SimpleNamespace(device=torch.device("cuda", 0), shape=(64, 32))
+    assert float8._library_multiplies(torch.bfloat16, weight, torch.empty(64, 1)) == expected

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parents[1]
+REPORT = TESTS.parent / "tools" / "kernel_report.py"
 
 SHARED_BYTES = {(9, 0): 227 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024}
 """The shared memory of one program: on Hopper, on the smallest supported GPU, and on the smallest with 8-bit floats."""
@@ -21,6 +23,7 @@ KERNELS = {
     "_expand_kernel",
     "_highest_kernel",
     "_layer_norm_kernel",
+    "_list_kernel",
     "_merge_kernel",
     "_part_highest_kernel",
     "_prefill_kernel",
@@ -32,7 +35,7 @@ KERNELS = {
     "_token_mask_kernel",
     "_write_kernel",
 }
-FLOAT8_KERNELS = {"_add_kernel", "_product_kernel", "_quantize_kernel"}
+FLOAT8_KERNELS = {"_activation_kernel", "_add_kernel", "_product_kernel", "_quantize_kernel", "_rms_norm_kernel"}
 FLOAT8_CACHE_KERNELS = {"_decode_kernel", "_merge_kernel", "_prefill_kernel", "_rotary_write_kernel", "_write_kernel"}
 EXPECTED = {
     (9, 0): KERNELS | FLOAT8_KERNELS,
@@ -41,14 +44,27 @@ EXPECTED = {
 }
 
 
-ATTENTION_ON_HOPPER = """
-import torch
-from support import gpu_compiler
+class Bound(NamedTuple):
+    """What the code of a kernel may take of a GPU of compute capability 9.0."""
 
-gpu_compiler.TABLES, gpu_compiler.FLOAT8_TABLES = {(9, 0): gpu_compiler.TABLES[9, 0]}, {}
-gpu_compiler.call_floats = lambda: gpu_compiler.attend(torch.bfloat16, 128, 128, None, None)
-gpu_compiler.main()
-"""
+    registers: int
+    loop: int  # instructions
+    programs: int  # the least number that a multiprocessor must hold at a time
+
+
+BOUNDS = {
+    ("decode", "_decode_kernel"): Bound(registers=168, loop=470, programs=3),
+    ("decode", "_merge_kernel"): Bound(registers=40, loop=0, programs=16),
+    ("decode-fp8", "_decode_kernel"): Bound(registers=168, loop=760, programs=3),
+    ("decode-fp8", "_merge_kernel"): Bound(registers=40, loop=0, programs=16),
+    ("prefill", "_prefill_kernel"): Bound(registers=245, loop=1080, programs=1),
+    ("sample", "_part_highest_kernel"): Bound(registers=48, loop=0, programs=5),
+    ("sample", "_highest_kernel"): Bound(registers=32, loop=0, programs=16),
+    ("sample", "_depth_kernel"): Bound(registers=48, loop=0, programs=5),
+    ("sample", "_list_kernel"): Bound(registers=128, loop=0, programs=2),
+    ("sample", "_sample_kernel"): Bound(registers=128, loop=240, programs=2),
+}
+"""By launch of tools/kernel_report.py and kernel."""
 
 
 def run_compiler(*arguments):
@@ -61,10 +77,17 @@ def run_compiler(*arguments):
     return json.loads(found.stdout)
 
 
-def test_attention_compiles_for_hopper_and_fits_into_shared_memory():
-    compiled = run_compiler("-c", ATTENTION_ON_HOPPER)
-    assert {kernel for *_, kernel, _ in compiled} == {"_decode_kernel", "_merge_kernel", "_prefill_kernel"}
-    assert max(size for *_, size in compiled) <= SHARED_BYTES[9, 0]
+def test_code_for_hopper_stays_within_its_bounds():
+    found = run_compiler(str(REPORT), "--json", "--processes", "1", "--only", *{launch for launch, _ in BOUNDS})
+    assert {(code["launch"], code["kernel"]) for code in found} == set(BOUNDS)
+    for code in found:
+        bound = BOUNDS[code["launch"], code["kernel"]]
+        assert code["spills"] == 0, code
+        assert "8" not in code["shared_loads"], code
+        assert code["shared"] <= SHARED_BYTES[9, 0], code
+        assert code["registers"] <= bound.registers, code
+        assert code["loop"] <= bound.loop, code
+        assert code["programs"] >= bound.programs, code
 
 
 @pytest.mark.timeout(900)  # it compiles for minutes, and longer beside other tests

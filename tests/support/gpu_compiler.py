@@ -6,65 +6,18 @@ off.
 """
 
 import json
-from typing import Any
 
 import torch
-from triton import compile as compile_kernel
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
 from support.paged_batch import MIXED, PagedBatch
 from vllm_mp.kernels.reference import FLOAT8
-from vllm_mp.kernels.triton import launch, operations
+from vllm_mp.kernels.triton import operations
+from vllm_mp.testing.compiled_kernels import compiling
 from vllm_mp.testing.sampling_cases import draw_params
 
-TABLES = {(9, 0): launch._HOPPER, (8, 6): launch._SMALL}
-FLOAT8_TABLES = {(9, 0): launch._HOPPER, (8, 9): launch._SMALL}
-"""The launch tables of GPUs that have 8-bit floats."""
-NAMES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    FLOAT8: "fp8e4nv",
-    torch.float64: "fp64",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
-ALIGNED = [["tt.divisibility", 16]]
-
-
-class Compiler:
-    """Compiles a launch in place of `JITFunction.run`, and keeps its shared memory in bytes."""
-
-    def __init__(self, capability: tuple[int, int]) -> None:
-        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-        self.shared: dict[Any, int] = {}
-
-    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        """Compile `kernel` as Triton would for these arguments, unless that was done before."""
-        values = {**dict(zip(kernel.arg_names, args, strict=False)), **named}
-        signature: dict[str, str] = {}
-        constants: dict[str, Any] = {}
-        attributes = {}
-        for i, parameter in enumerate(kernel.params):
-            name, value = parameter.name, values[parameter.name]
-            specialized = not parameter.do_not_specialize
-            if parameter.is_constexpr or (specialized and isinstance(value, int) and value == 1):
-                signature[name], constants[name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[name], attributes[i,] = f"*{NAMES[value.dtype]}", ALIGNED
-            elif isinstance(value, int):
-                signature[name] = "i32"
-                if specialized and value % 16 == 0:
-                    attributes[i,] = ALIGNED
-            else:
-                signature[name] = "fp32"
-        options = {name: named[name] for name in ("num_warps", "num_stages") if name in named}
-        key = (kernel.__name__, *map(str, (signature, constants, options)))
-        if key not in self.shared:
-            source = ASTSource(kernel, signature, constants, attributes)
-            self.shared[key] = compile_kernel(source, target=self.target, options=options).metadata.shared
+CAPABILITIES = [(9, 0), (8, 6)]
+FLOAT8_CAPABILITIES = [(9, 0), (8, 9)]
+"""The compute capabilities of GPUs that have 8-bit floats."""
 
 
 def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -90,7 +43,7 @@ def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> No
         operations.add_adapters(torch.ones(tokens, sum(sizes), dtype=dtype), rows, slots, a, b, sizes)
     logits = torch.ones(4, 128_256, dtype=dtype)
     operations.apply_token_masks(logits, torch.ones(4, 4008, dtype=torch.int32), torch.arange(4))
-    operations.sample(logits, draw_params([{}] * len(logits), torch.zeros(4, dtype=torch.float64)))
+    operations.sample(logits, draw_params([{"top_k": 50}] * len(logits), torch.zeros(4, dtype=torch.float64)))
 
 
 def call_float8(dtype: torch.dtype) -> None:
@@ -100,6 +53,10 @@ def call_float8(dtype: torch.dtype) -> None:
         scale = torch.ones(outputs if groups == 1 else outputs // 128, groups)
         for rows in counts:
             operations.fp8_linear(torch.ones(rows, inputs, dtype=dtype), weight, scale, bias)
+    for groups in (1, 32):
+        x = torch.ones(8, 8192, dtype=dtype)
+        operations.add_rms_norm_rows(x[:, :4096], x[:, 4096:], x[0, :4096], 1e-5, groups)
+        operations.silu_and_mul_rows(x, groups)
     q, k, v = torch.ones(8, 48, 128, dtype=dtype).split((32, 8, 8), 1)
     caches = torch.empty(2, 4, 16, 8, 128, dtype=FLOAT8).unbind()
     positions, table = torch.zeros(8, dtype=torch.int64), torch.ones(64, 128, dtype=dtype)
@@ -135,14 +92,11 @@ def call_floats() -> None:
 
 def main() -> None:
     found = []
-    for tables, call in ((TABLES, call_floats), (FLOAT8_TABLES, lambda: call_float8(torch.bfloat16))):
-        for capability, table in tables.items():
-            compiler = Compiler(capability)
-            JITFunction.run = lambda kernel, *args, compiler=compiler, **named: compiler.run(kernel, *args, **named)
-            launch._table = lambda *_, table=table: table
-            launch._num_processors = lambda *_: 132
-            call()
-            found += [[*capability, key[0], shared] for key, shared in compiler.shared.items()]
+    for capabilities, call in ((CAPABILITIES, call_floats), (FLOAT8_CAPABILITIES, lambda: call_float8(torch.bfloat16))):
+        for capability in capabilities:
+            with compiling(capability) as compiler:
+                call()
+            found += [[*capability, key[0], kernel.metadata.shared] for key, kernel in compiler.kernels.items()]
     print(json.dumps(found))
 
 

@@ -42,7 +42,7 @@ SWEPT = torch.float32 if INTERPRETED else torch.bfloat16
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut even short contexts into parts, as the interpreter has no time for long ones, and fix the random numbers."""
     table = launch.table(torch.empty(0, device=DEVICE).device)
-    monkeypatch.setitem(table, "splits", {**table["splits"], "TOKENS": 16})
+    monkeypatch.setitem(table, "splits", {**table["splits"], "TOKENS": 16, "MAX_TOKENS": 32, "ROWS": 2})
     torch.manual_seed(0)
 
 
@@ -112,17 +112,35 @@ def test_attention_is_accurate_to_its_dtype(dtype: torch.dtype, rows: Any, head_
     assert_near(got, attend_by_reference(batch, 0.125, window, soft_cap), dtype)
 
 
+def attend_in_8_bits(batch: PagedBatch, dtype: torch.dtype, *options: Any) -> tuple[Tensor, Tensor]:
+    """Return the attention over a cache of 8-bit floats with queries of `dtype`, and the reference's."""
+    batch.round_to(dtype)
+    batch.k_cache, batch.v_cache = (reference.to_float8(cache) for cache in (batch.k_cache, batch.v_cache))
+    inputs = at(DEVICE, batch.q.to(dtype), batch.k_cache, batch.v_cache, batch.metadata)
+    got = operations.paged_attention(*inputs, *options)
+    assert got.dtype == dtype
+    return got, attend_by_reference(batch, *options)
+
+
 @FLOAT8_HERE
+@pytest.mark.parametrize("dtype", {SWEPT: 0, torch.float16: 0, torch.bfloat16: 0}, ids=str)
 @pytest.mark.parametrize("rows", [DECODES_RAGGED, MIXED], ids=str)
 @pytest.mark.parametrize(("head_dim", "window", "soft_cap"), [(64, None, None), (80, 20, 3.0)])
-def test_attention_over_a_cache_of_8_bit_floats(rows: Any, head_dim: int, window: Any, soft_cap: Any) -> None:
-    batch = PagedBatch(rows, 6, 2, head_dim, 16)
-    batch.round_to(SWEPT)
-    batch.k_cache, batch.v_cache = (reference.to_float8(cache) for cache in (batch.k_cache, batch.v_cache))
-    q, k_cache, v_cache = at(DEVICE, batch.q.to(SWEPT), batch.k_cache, batch.v_cache)
-    got = operations.paged_attention(q, k_cache, v_cache, *at(DEVICE, batch.metadata), 0.125, window, soft_cap)
-    assert got.dtype == SWEPT
-    assert_near(got, attend_by_reference(batch, 0.125, window, soft_cap), SWEPT)
+def test_attention_over_a_cache_of_8_bit_floats(
+    dtype: torch.dtype, rows: Any, head_dim: int, window: Any, soft_cap: Any
+) -> None:
+    got, expected = attend_in_8_bits(PagedBatch(rows, 6, 2, head_dim, 16), dtype, 0.125, window, soft_cap)
+    assert_near(got, expected, dtype)
+
+
+@FLOAT8_HERE
+@pytest.mark.parametrize("rows", [DECODES_RAGGED, MIXED], ids=str)
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_no_query_is_too_large_or_too_small_for_a_cache_of_8_bit_floats(rows: Any, size: float) -> None:
+    batch = PagedBatch(rows, 6, 2, 64, 16)
+    batch.q, batch.k_cache, batch.v_cache = batch.q * size, batch.k_cache * 200, batch.v_cache * 200
+    got, expected = attend_in_8_bits(batch, torch.bfloat16, 6e-4 / size)
+    assert_near(got, expected, torch.bfloat16)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 16])
@@ -391,6 +409,8 @@ def test_8_bit_products_agree_with_the_reference(rows: int, outputs: int, inputs
     for with_bias in (None, bias):
         got = operations.fp8_linear(*at(DEVICE, x, weight, scale, with_bias))
         assert got.dtype == SWEPT
+        quantized = reference.QuantizedRows(*operations.quantize_rows(x.to(DEVICE), scale.shape[1]), x.dtype)
+        assert torch.equal(operations.fp8_linear(quantized, *at(DEVICE, weight, scale, with_bias)), got)
         expected = reference.fp8_linear(x.float(), weight, scale, with_bias)
         # If a quotient is near the midpoint of two 8-bit floats, its last float32 bit decides.
         error = (got.cpu().float() - expected).norm() / expected.norm()
@@ -408,6 +428,25 @@ def test_quantized_rows_agree_with_the_reference(inputs: int, groups: int, dtype
     assert_near(scale, expected_scale, torch.float32)
     assert not quantized[2].float().any()
     assert (as_bits(quantized) != as_bits(expected)).float().mean() < (1e-3 if INTERPRETED else 1e-2)
+
+
+@FLOAT8_HERE
+@DTYPES
+@pytest.mark.parametrize(("dim", "groups"), [(300, 1), (300, 3), (48, 1), (2000, 16)])
+def test_norms_and_gated_products_are_quantized_as_their_results_would_be(
+    dim: int, groups: int, dtype: torch.dtype
+) -> None:
+    x, residual = torch.randn(2, 5, 2 * dim).to(dtype).to(DEVICE).unbind()
+    weight = torch.randn(dim).to(dtype).to(DEVICE)
+    x[2] = 0
+    normed, total = operations.add_rms_norm(x[:, :dim], residual[:, :dim], weight, 1e-5)
+    rows, total_beside_rows = operations.add_rms_norm_rows(x[:, :dim], residual[:, :dim], weight, 1e-5, groups)
+    assert torch.equal(total, total_beside_rows)
+    for got, result in ((rows, normed), (operations.silu_and_mul_rows(x, groups), operations.silu_and_mul(x))):
+        values, scale = operations.quantize_rows(result, groups)
+        assert got.dtype == dtype
+        assert_near(got.scale, scale.cpu(), torch.float32)
+        assert (as_bits(got.values) != as_bits(values)).float().mean() < (1e-3 if INTERPRETED else 1e-2)
 
 
 @FLOAT8_HERE

@@ -86,7 +86,7 @@ def test_choice_is_written_to_the_configuration_and_bound_to_every_layer(folder)
     assert engine.runner._config.attention_config.backend == "torch"
     runner = LocalEngine(folder, load_format="auto").runner
     assert runner._config.attention_config.backend == "torch"
-    layers = [module for module in runner._model.modules() if isinstance(module, AttentionLayer)]
+    layers = [module for module in runner.memory.model.modules() if isinstance(module, AttentionLayer)]
     assert len(layers) == CONFIGS["llama"].num_hidden_layers
     assert all(layer.attend is reference.paged_attention for layer in layers)
     with pytest.raises(ValueError, match="attention_backend='flash_attn': it needs a CUDA device"):
@@ -95,16 +95,16 @@ def test_choice_is_written_to_the_configuration_and_bound_to_every_layer(folder)
 
 def test_attention_is_bound_again_when_dropped_weights_are_loaded(folder):
     runner = LocalEngine(folder, load_format="auto").runner
-    runner.drop_weights()
-    runner.restore_weights()
-    layers = [module for module in runner._model.modules() if isinstance(module, AttentionLayer)]
+    runner.memory.drop_weights()
+    runner.memory.restore_weights()
+    layers = [module for module in runner.memory.model.modules() if isinstance(module, AttentionLayer)]
     assert layers
     assert all(layer.attend is reference.paged_attention for layer in layers)
 
 
 def test_reference_attention_is_not_captured(folder):
-    runner = LocalEngine(folder, load_format="auto").runner
-    runner._device = torch.device("cuda")
-    assert runner._default_capture() is None
-    runner._attention = runner._attention._replace(captures=True)
-    assert runner._default_capture() is not None
+    memory = LocalEngine(folder, load_format="auto").runner.memory
+    memory._device = torch.device("cuda")
+    assert memory._default_capture() is None
+    memory.attention = memory.attention._replace(captures=True)
+    assert memory._default_capture() is not None

@@ -1,10 +1,12 @@
 """tools/tune_kernels.py, run in Triton's interpreter, and the effect of its file on the kernels."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +31,30 @@ def test_tool_saves_options_of_every_kernel_that_serves_a_model(tmp_path):
 
 
 @pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    return importlib.import_module("tune_kernels")
+
+
+def test_candidates_that_cannot_be_faster_are_not_timed(tool, hopper, capsys):
+    tried = [{"num_warps": warps} for warps in (1, 2, 4, 8, 16)]
+    found = [("a", "2 spills"), ("b", ""), ("b", ""), ("", "CompilationError: no"), ("c", "")]
+    pool = Mock(map=lambda compiled, options: found)
+    kept = tool.worth_timing("merge", tried, launch._HOPPER, torch.device("cuda", 0), pool)
+    assert list(kept) == [tried[0], tried[1], tried[4]], "the options before are timed in any case"
+    errors = capsys.readouterr().err
+    assert "merge: {'num_warps': 4} dropped: same code as another candidate" in errors
+    assert "merge: {'num_warps': 8} dropped: CompilationError: no" in errors
+
+
+def test_entry_that_does_not_exist_is_named(tool, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tune_kernels.py", "--device", "cpu", "--only", "merge", "decode/8/12"])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "--only: no such entry: decode/8/12" in capsys.readouterr().err
+
+
+@pytest.fixture
 def hopper(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(launch, "tuned_file", lambda capability: tmp_path / "sm_{}{}.json".format(*capability))
@@ -49,10 +75,16 @@ def test_measured_options_replace_the_built_in_options(hopper):
 
 @pytest.mark.parametrize(
     ("num_programs", "context", "expected"),
-    [(8, 100, 1), (8, 1000, 4), (8, 100_000, 33), (8, 2**20, 64), (2048, 1000, 1), (2048, 32_768, 4)],
+    [(8, 60, 1), (8, 1000, 16), (8, 100_000, 33), (1, 2**20, 64), (2048, 1000, 1), (2048, 32_768, 1)],
 )
-def test_decode_is_split_so_that_the_gpu_is_busy_and_no_split_is_too_long(
-    hopper, monkeypatch, num_programs, context, expected
-):
+def test_decode_is_split_so_that_the_gpu_is_busy(hopper, monkeypatch, num_programs, context, expected):
     monkeypatch.setattr(launch, "_num_processors", lambda *_: 132)
     assert launch.num_splits(num_programs, context, torch.device("cuda", 0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "splits", "context", "expected"),
+    [(1, 33, 2**17, 64), (1, 33, 1000, 33), (128, 1, 2048, 1), (128, 1, 2049, 2), (512, 1, 2**17, 32)],
+)
+def test_long_context_has_more_parts_within_bounds_on_their_number(hopper, rows, splits, context, expected):
+    assert launch.num_slots(rows, splits, context, torch.device("cuda", 0)) == expected
