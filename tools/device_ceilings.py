@@ -25,6 +25,7 @@ def describe(device: str) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
     return {
         "name": properties.name,
+        "count": torch.cuda.device_count(),
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,

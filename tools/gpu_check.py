@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Test and measure the engine on this machine's GPU in one call, and write the results to one JSON file.
+"""Test and measure the engine on this machine's GPUs, and write the results to one JSON file.
 
     python tools/gpu_check.py --out results.json
+    python tools/gpu_check.py --out kernels.json --stage kernels
 
 It runs tests/gpu, then real engines with random weights in the shapes of known models, and compares their speed with
 the best rates of the device, which the same run measures. It needs no network, no model and no installation of this
-repository. A part that fails is recorded, and the others run. The exit code is 1 if any test or part failed.
+repository. A part that fails is recorded, and the others run; stages after one that fails do not. The exit code is 1 if
+any test or part failed.
 """
 
 import argparse
@@ -27,9 +29,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.engine_speed import FULL, QUICK, Cost, Workload, measure, measure_idle, measure_load, running_engine
+from shared.engine_speed import (
+    FULL,
+    QUICK,
+    Cost,
+    Subject,
+    Workload,
+    measure,
+    measure_idle,
+    measure_load,
+    running_engine,
+)
 from shared.gpu_report import PACKAGES, Report, table
-from shared.test_run import commit_of_tree, output_of, run_tests
+from shared.gpu_stages import STAGES, parts_of, test_files
+from shared.test_run import commit_of_tree, joined, output_of, run_tests
 
 if TYPE_CHECKING:
     from vllm_mp import AsyncLLM
@@ -37,8 +50,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 
 TOOL_LIMIT_S = 120
+TUNE_LIMIT_S = 560
 TESTS_SHARE = 0.6
 """Share of the budget that the tests may take if other parts follow."""
+TUNED_KINDS = ("decode", "splits", "fp8", "fp8_parts")
+"""The kernels that a step of decodes spends most of its time in."""
 
 
 def environment() -> dict[str, Any]:
@@ -65,13 +81,22 @@ def device_ceilings(workload: Workload, device: str, dtype: str) -> dict[str, An
 
 
 def _run_tool(name: str, *arguments: str) -> dict[str, Any]:
-    """Return the JSON that a tool prints. It runs in a separate process, whose end releases the device memory."""
+    """Return the JSON that a tool prints."""
+    result: dict[str, Any] = json.loads(_output_of_tool(TOOL_LIMIT_S, name, *arguments).splitlines()[-1])
+    return result
+
+
+def _output_of_tool(limit_s: float, name: str, *arguments: str) -> str:
+    """Return what a tool prints. It runs in a separate process, whose end releases the device memory."""
     command = [sys.executable, str(ROOT / "tools" / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT_S, check=False)
+    # Without a GPU the kernels run in Triton's interpreter.
+    environment = {"TRITON_INTERPRET": "0" if "cuda" in arguments else "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit_s, check=False, env=os.environ | environment
+    )
     if done.returncode:
         raise RuntimeError(f"{command[1]} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return done.stdout
 
 
 def attention_speed(report: Report, quick: bool, device: str, dtype: str) -> None:
@@ -83,9 +108,44 @@ def attention_speed(report: Report, quick: bool, device: str, dtype: str) -> Non
         report.found["attention"].append({**step, **cost.shares(step["seconds"], report.found["ceilings"])})
 
 
-def benchmark(report: Report, name: str, workload: Workload, device: str, dtype: str) -> None:
+def linear_speed(report: Report, quick: bool, device: str) -> None:
+    """Add the figures of tools/linear_speed.py to the report, with the share of the bandwidth that they reach."""
+    found = _run_tool("linear_speed.py", "--device", device, *["--quick"] * quick)
+    bandwidth = report.found["ceilings"]["copy_bytes_per_s"]
+    for product in found["products"]:
+        product["share_of_bandwidth"] = product["memory_bytes"] / bandwidth / product["torch_seconds"]
+        product["fp8_share_of_bandwidth"] = product["fp8_memory_bytes"] / bandwidth / product["fp8_seconds"]
+    report.found["linear"] = found["products"]
+
+
+def tune(report: Report, out: Path, quick: bool, device: str) -> None:
+    """Tune the most important kernels; their launches go into a file beside the report, and into the report."""
+    tuned = out.with_name(f"{out.stem}-launches.json")
+    options = ["--out", str(tuned), "--device", device, *["--quick"] * quick]
+    _output_of_tool(TUNE_LIMIT_S, "tune_kernels.py", *options, "--only", *(TUNED_KINDS[:1] if quick else TUNED_KINDS))
+    report.found["launches"] = json.loads(tuned.read_text())
+
+
+def several_devices(report: Report, workload: Workload, device: str, dtype: str) -> None:
+    """Measure one model on all devices, shared in each way, beside one device."""
+    count = report.found["ceilings"]["device"].get("count", 2)  # on a CPU, ranks share the processor
+    if count < 2:
+        raise RuntimeError("this machine has one device; run this stage on a machine with several")
+    name, whole = next(item for item in workload.models.items() if "bf16" in item[1].stages)
+    plain = whole._replace(loads={}, idle=False, beside=False, starts=1)
+    benchmark(report, name, plain, workload, device, dtype)
+    for option in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        shared = plain._replace(options={**plain.options, option: count})
+        benchmark(report, f"{name}, {option}={count}", shared, workload, device, dtype, count)
+
+
+def benchmark(
+    report: Report, name: str, subject: Subject, workload: Workload, device: str, dtype: str, num_devices: int = 1
+) -> None:
     """Measure one engine. Each start and each figure is a separate part of the report."""
-    subject = workload.models[name]
+    ceilings = {
+        rate: num_devices * value for rate, value in report.found["ceilings"].items() if rate.endswith("_per_s")
+    }
     record: dict[str, Any] = {"dtype": dtype, "options": subject.options, "start_s": None, "start_s_rounds": []}
     record |= {"decode": [], "prefill": [], "loads": {}, "idle": None, "transformers": None}
     report.found["benchmarks"][name] = record
@@ -108,7 +168,7 @@ def benchmark(report: Report, name: str, workload: Workload, device: str, dtype:
             return
 
         def add_figure(kind: str, size: int) -> None:
-            figure = asyncio.run(measure(kind, size, engine, workload, report.found["ceilings"]))
+            figure = asyncio.run(measure(kind, size, engine, workload, ceilings))
             record[kind].append(figure)
 
         def add_load(load_name: str) -> None:
@@ -137,7 +197,62 @@ def benchmark(report: Report, name: str, workload: Workload, device: str, dtype:
             report.attempt(f"{name} beside transformers", add_transformers)
 
 
-def main() -> int:
+class Check:
+    """The parts of one call, by name; what they find goes into the report."""
+
+    def __init__(self, args: argparse.Namespace, report: Report) -> None:
+        self.workload = workload = QUICK if args.quick else FULL
+        self._args = args
+        self._report = report
+        device, dtype = args.device, "bfloat16" if args.device == "cuda" else "float32"
+        self.parts: dict[str, Callable[[], None]] = {
+            "attention": lambda: attention_speed(report, args.quick, device, dtype),
+            **{
+                name: functools.partial(benchmark, report, name, subject, workload, device, dtype)
+                for name, subject in workload.models.items()
+            },
+            "linear": lambda: linear_speed(report, args.quick, device),
+            "devices": lambda: several_devices(report, workload, device, dtype),
+            "tune": lambda: tune(report, args.out, args.quick, device),
+        }
+        report.found["environment"] = environment()
+        ceilings = report.attempt("ceilings", lambda: device_ceilings(workload, device, dtype))
+        report.found["ceilings"] = ceilings or {}
+
+    def run_parts(self, names: list[str]) -> None:
+        """Run these parts; one that fails does not stop the next."""
+        for name in names:
+            if name == "tests":
+                share = 1.0 if names == ["tests"] else TESTS_SHARE
+                self._test(self._args.tests or ["tests/gpu"], share, 1)
+            else:
+                self._report.attempt(name, self.parts[name])
+
+    def run_stages(self, names: list[str]) -> None:
+        """Run the stages up to the first that fails; later ones are listed as skipped."""
+        for position, name in enumerate(names):
+            for part in parts_of(name, self.workload):
+                if part == "tests":
+                    num_processes = max(1, (os.cpu_count() or 1) - 4) if STAGES[name].is_parallel else 1
+                    self._test(self._args.tests or test_files(name), 1.0, num_processes)
+                else:
+                    self._report.attempt(part, self.parts[part])
+            if self._report.failed:
+                self._report.found["skipped"] += [f"stage {later}" for later in names[position + 1 :]]
+                return
+
+    def _test(self, targets: list[str], share: float, num_processes: int) -> None:
+        """Run tests for at most this share of the budget."""
+
+        def run() -> None:
+            limit_s = share * self._args.budget_s
+            results = run_tests(targets, limit_s, {"VLLM_MP_TEST_DEVICE": self._args.device}, num_processes)
+            self._report.found["tests"] = joined(self._report.found["tests"], results)
+
+        self._report.attempt("tests", run)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument(
@@ -148,54 +263,44 @@ def main() -> int:
         "--budget-s", type=float, default=480, help="seconds after which no measurement starts (%(default)s)"
     )
     parser.add_argument(
-        "--tests", nargs="+", default=["tests/gpu"], help="tests to run, relative to the repository (%(default)s)"
+        "--tests", nargs="+", help="tests to run, relative to the repository (tests/gpu, or those of the stages)"
     )
-    parser.add_argument(
-        "--only", nargs="+", metavar="PART", help="parts to run: tests, attention, or names of engines (all)"
+    names = [*(QUICK if "--quick" in sys.argv else FULL).models, "attention", "linear", "devices", "tune", "tests"]
+    wanted = parser.add_mutually_exclusive_group()
+    wanted.add_argument(
+        "--only", nargs="+", choices=names, metavar="PART", help=f"parts to run: {', '.join(names)} (tests to engines)"
     )
+    stages = "; ".join(f"{name}: {stage.purpose}" for name, stage in STAGES.items())
+    wanted.add_argument("--stage", nargs="+", choices=STAGES, metavar="STAGE", help=f"stages to run: {stages}")
     parser.add_argument("--commit", help="commit to report, for a copy of the tree without git")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
     # So this process, the tests and the cores find the repository, which need not be installed.
     sys.path.insert(0, str(ROOT))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ["HF_HUB_OFFLINE"] = "1"
-    workload = QUICK if args.quick else FULL
-    dtype = "bfloat16" if args.device == "cuda" else "float32"
-    report = Report(
-        args.out,
-        args.budget_s,
-        {
-            "command": shlex.join(sys.argv),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": args.commit or commit_of_tree(),
-            "device": args.device,
-            "quick": args.quick,
-        },
-    )
-    found = report.found
-    found["environment"] = environment()
-    found["ceilings"] = report.attempt("ceilings", lambda: device_ceilings(workload, args.device, dtype)) or {}
-
-    def tests() -> None:
-        share = 1.0 if wanted == ["tests"] else TESTS_SHARE
-        environment = {"VLLM_MP_TEST_DEVICE": args.device}
-        found["tests"] = run_tests(args.tests, share * args.budget_s, environment)
-
-    parts: dict[str, Callable[[], None]] = {
-        "tests": tests,
-        "attention": lambda: attention_speed(report, args.quick, args.device, dtype),
-        **{name: functools.partial(benchmark, report, name, workload, args.device, dtype) for name in workload.models},
+    if args.device == "cuda":
+        os.environ["TRITON_INTERPRET"] = "0"
+    facts = {
+        "command": shlex.join(sys.argv),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": args.commit or commit_of_tree(),
+        "device": args.device,
+        "quick": args.quick,
     }
-    wanted = args.only or list(parts)
-    if unknown := set(wanted) - set(parts):
-        parser.error(f"unknown part: --only {' '.join(sorted(unknown))}; choose from {', '.join(parts)}")
-    if "tests" not in wanted:
-        found["tests"] = None
-    for name in wanted:
-        report.attempt(name, parts[name])
+    report = Report(args.out, args.budget_s, facts)
+    check = Check(args, report)
+    if not report.failed:  # without the device there is nothing to run
+        if args.stage:
+            check.run_stages(args.stage)
+        else:
+            check.run_parts(args.only or ["tests", "attention", *check.workload.models])
     report.save()
     print(table(report.found))
-    return 1 if report.failed else 0
+    return 1 if report.failed or report.found["skipped"] else 0
 
 
 if __name__ == "__main__":

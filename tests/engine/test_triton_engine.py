@@ -75,7 +75,7 @@ def test_token_with_nan_embedding_does_not_spoil_blocks_before_it(tmp_path, kern
     def play(prompts):
         engine = LocalEngine(tmp_path, load_format="auto")
         called = []
-        engine.runner._model.register_forward_pre_hook(lambda *_: called.append(1))
+        engine.runner.memory.model.register_forward_pre_hook(lambda *_: called.append(1))
         for slot, prompt in enumerate(prompts):
             engine.add(slot, prompt, max_tokens=1)
             engine.run()

@@ -9,6 +9,7 @@ from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker import model_runner
 from vllm_mp.core.worker.cuda_graphs import cuda_capture
 from vllm_mp.core.worker.memory import free_cuda_memory
+from vllm_mp.core.worker.model_memory import ModelMemory
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.triton import available as triton
 from vllm_mp.testing.engines import running_engine
@@ -146,15 +147,15 @@ def test_graphs_fit_the_memory_kept_for_them_and_enforce_eager_makes_none(tmp_pa
     monkeypatch.setattr(model_runner, "cache_blocks", watch)
     save_random_model(CONFIGS["llama"], tmp_path)
     taken = []
-    make = model_runner.ModelRunner._make_graphs
+    make = ModelMemory._try_capture
 
-    def measure(runner, sizes):
-        before = free_cuda_memory(runner._device)
-        graphs = make(runner, sizes)
-        taken.append(before - free_cuda_memory(runner._device))
+    def measure(memory, sizes):
+        before = free_cuda_memory(memory._device)
+        graphs = make(memory, sizes)
+        taken.append(before - free_cuda_memory(memory._device))
         return graphs
 
-    monkeypatch.setattr(model_runner.ModelRunner, "_make_graphs", measure)
+    monkeypatch.setattr(ModelMemory, "_try_capture", measure)
     engine = running(tmp_path, enforce_eager=enforce_eager, max_num_seqs=64)
-    assert (engine.runner._graphs is None) == enforce_eager
+    assert (engine.runner.memory.graphs is None) == enforce_eager
     assert taken[-1] <= kept[0] + 64 * 2**20, "graphs took more memory than was kept, beyond the tolerance"

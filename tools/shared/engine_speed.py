@@ -86,6 +86,8 @@ class Load(NamedTuple):
 class Subject(NamedTuple):
     """An engine that is measured. Sizes are in tokens and requests."""
 
+    stages: tuple[str, ...]
+    """The stages of tools/gpu_check.py that measure it."""
     config: dict[str, Any]
     """The model's config.json."""
     options: dict[str, Any]
@@ -130,6 +132,7 @@ _THROUGHPUT = {"max_model_len": 4096, "max_num_seqs": 512, "max_num_batched_toke
 FULL = Workload(
     models={
         "Llama-3.1-8B": Subject(
+            ("bf16",),
             LLAMA_3_1_8B,
             _THROUGHPUT,
             batches=(1, 16, 64, 256),
@@ -139,6 +142,7 @@ FULL = Workload(
             beside=True,
         ),
         "Llama-3.1-8B-FP8": Subject(
+            ("fp8",),
             LLAMA_3_1_8B,
             {**_THROUGHPUT, "quantization": "fp8", "kv_cache_dtype": "fp8"},
             batches=(1, 64, 256),
@@ -146,6 +150,7 @@ FULL = Workload(
             loads=_PUBLISHED,
         ),
         "Qwen3-0.6B": Subject(
+            ("small",),
             QWEN3_0_6B,
             _THROUGHPUT,
             batches=(1, 16, 64, 256),
@@ -166,6 +171,7 @@ FULL = Workload(
 QUICK = Workload(
     models={
         "tiny": Subject(
+            ("fp8", "bf16", "small"),
             TINY,
             {"max_model_len": 256, "kv_cache_memory_bytes": 2**26},
             batches=(1, 4),

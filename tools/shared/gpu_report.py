@@ -21,8 +21,10 @@ class Report:
             **facts,
             "environment": {},
             "ceilings": {},
-            "tests": {},
+            "tests": None,
             "attention": [],
+            "linear": [],
+            "launches": None,
             "benchmarks": {},
             "errors": [],
             "skipped": [],
@@ -56,13 +58,13 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether anything failed, or tests were requested but none passed."""
+        """Whether a part or a test failed, or tests ran of which none passed."""
         tests = self.found["tests"]
         if self.found["errors"]:
             return True
-        if tests is None:
-            return False
-        return not tests or not tests["passed"] or bool(tests["failed"] or tests["errors"] or tests["timed_out"])
+        return tests is not None and (
+            not tests["passed"] or bool(tests["failed"] or tests["errors"] or tests["timed_out"])
+        )
 
 
 def table(found: dict[str, Any]) -> str:
@@ -79,6 +81,7 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"tests: {counts}" + (", interrupted for lack of time" if tests["timed_out"] else ""))
         lines += [f"  {failure['test']}: {(failure['last_lines'] or ['?'])[-1]}" for failure in tests["failures"]]
     lines += _attention_lines(found["attention"])
+    lines += _linear_lines(found["linear"])
     if found["benchmarks"]:
         lines.append(_row("engine", "measurement", "tokens/s", "of bandwidth", "of matrix rate", "of others"))
     for name, record in found["benchmarks"].items():
@@ -95,6 +98,22 @@ def _attention_lines(steps: list[dict[str, Any]]) -> Iterator[str]:
     for step in steps:
         shares = (step["share_of_bandwidth"], step["share_of_matrix_rate"], step["of_sdpa"])
         yield _row(step["step"], "", f"{1e6 * step['seconds']:,.1f}", *map(_percent, shares))
+
+
+def _linear_lines(products: list[dict[str, Any]]) -> Iterator[str]:
+    if products:
+        yield _row("product", "rows", "µs, 16 bits", "of bandwidth", "µs, 8 bits", "of bandwidth", "of torch's")
+    for product in products:
+        theirs = product["fp8_torch_seconds"]
+        yield _row(
+            product["product"],
+            str(product["rows"]),
+            f"{1e6 * product['torch_seconds']:,.1f}",
+            _percent(product["share_of_bandwidth"]),
+            f"{1e6 * product['fp8_seconds']:,.1f}",
+            _percent(product["fp8_share_of_bandwidth"]),
+            _percent(theirs and theirs / product["fp8_seconds"]),
+        )
 
 
 def _benchmark_lines(name: str, record: dict[str, Any]) -> Iterator[str]:
@@ -115,7 +134,7 @@ def _benchmark_lines(name: str, record: dict[str, Any]) -> Iterator[str]:
 
 
 def _row(name: str, measurement: str, figure: str, *shares: str) -> str:
-    return f"{name:<28}{measurement:<26}{figure:>12}" + "".join(f"{share:>16}" for share in shares)
+    return f"{name:<40}{measurement:<26}{figure:>12}" + "".join(f"{share:>16}" for share in shares)
 
 
 def _percent(share: float | None) -> str:

@@ -1,5 +1,6 @@
 """A run of tests and the commit that it tests, for tools that check a machine."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -30,15 +31,20 @@ def output_of(*command: str) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def run_tests(targets: list[str], limit_s: float, environment: dict[str, str]) -> dict[str, Any]:
+def run_tests(
+    targets: list[str], limit_s: float, environment: dict[str, str], num_processes: int = 1
+) -> dict[str, Any]:
     """Run pytest on `targets` for at most `limit_s` seconds. Return counts, and each failure's name and last lines.
 
-    `environment` is added to the variables of this process.
+    `environment` is added to the variables of this process. The tests are spread over `num_processes` if pytest-xdist
+    is installed.
     """
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder) / "results.xml", Path(folder) / "log"
         command = [sys.executable, "-m", "pytest", "-q", "-c", "pyproject.toml", "-p", "no:cacheprovider"]
         command += [f"--junitxml={results}", *targets]
+        if num_processes > 1 and importlib.util.find_spec("xdist") is not None:
+            command += ["-n", str(num_processes)]
         with log.open("wb") as output:
             pytest = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=output, env={**os.environ, **environment}
@@ -56,6 +62,13 @@ def run_tests(targets: list[str], limit_s: float, environment: dict[str, str]) -
     record["timed_out"] = timed_out
     record["log_tail"] = tail
     return record
+
+
+def joined(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of two runs of tests as those of one."""
+    if first is None:
+        return second
+    return {key: first[key] + second[key] for key in second} | {"timed_out": first["timed_out"] or second["timed_out"]}
 
 
 def _interrupt(pytest: "subprocess.Popen[bytes]") -> int:

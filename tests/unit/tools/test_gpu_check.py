@@ -1,6 +1,6 @@
 """tools/gpu_check.py, run as a user runs it, on the CPU with a tiny model."""
 
-import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -91,25 +91,67 @@ def test_run_without_a_time_budget_measures_nothing_and_fails(tmp_path):
     assert found["skipped"] == ["ceilings", "tests", "attention", "tiny"]
     assert found["environment"]["torch"] == torch.__version__
     assert found["errors"] == []
+    assert found["tests"] is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_missing_device_is_an_error_that_ends_the_run(tmp_path):
+    code, found = run_tool(tmp_path / "results.json")
+    assert code == 1
+    assert [error["part"] for error in found["errors"]] == ["ceilings"]
+    assert found["tests"] is None
+    assert found["benchmarks"] == {}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_failure_of_some_parts_leaves_the_other_parts_and_the_report_complete(tmp_path):
+def test_every_stage_can_be_rehearsed_without_a_device(tmp_path):
+    stages = ("fp8", "bf16", "small", "linear", "devices", "tune")
     sample = tmp_path / "test_sample.py"
     sample.write_text("def test_good(): pass\n")
-    code, found = run_tool(tmp_path / "results.json", "--tests", str(sample))
+    code, found = run_tool(
+        tmp_path / "results.json", "--device", "cpu", "--tests", str(sample), "--stage", "kernels", *stages, "device"
+    )
+    assert found["errors"] == found["skipped"] == []
+    assert code == 0
+    assert found["tests"]["passed"] == 3, "three stages have tests"
+    assert len(found["attention"]) == 3
+    assert [(product["product"], product["rows"]) for product in found["linear"]] == [("o", 1), ("o", 8)]
+    assert all(product["share_of_bandwidth"] > 0 for product in found["linear"])
+    ways = [f"tiny, {way}_parallel_size=2" for way in ("tensor", "pipeline", "data")]
+    assert list(found["benchmarks"]) == ["tiny", *ways]
+    assert all(record["decode"] for record in found["benchmarks"].values())
+    assert found["launches"]
+    assert json.loads((tmp_path / "results-launches.json").read_text()) == found["launches"]
+    if importlib.util.find_spec("matplotlib") is not None:
+        page = tmp_path / "page.html"
+        command = [
+            sys.executable,
+            str(ROOT / "tools" / "gpu_page.py"),
+            str(tmp_path / "results.json"),
+            "--out",
+            str(page),
+        ]
+        subprocess.run(command, check=True, timeout=60)
+        assert page.read_text().count("<svg") == 2, "a plot of the engines and one of the products"
+
+
+def test_every_file_of_tests_belongs_to_a_stage(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    stages = importlib.import_module("shared.gpu_stages")
+    files = [file for name in stages.STAGES for file in stages.test_files(name)]
+    assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+
+
+def test_stages_after_one_that_fails_are_not_run(tmp_path):
+    sample = tmp_path / "test_sample.py"
+    sample.write_text("def test_bad(): assert False\n")
+    code, found = run_tool(
+        tmp_path / "results.json", "--device", "cpu", "--tests", str(sample), "--stage", "kernels", "linear", "device"
+    )
     assert code == 1
-    assert found["tests"]["passed"] == 1
-    assert {error["part"] for error in found["errors"]} == {"ceilings", "attention", "tiny start"}
-    assert any("finds no CUDA device" in error["error"] for error in found["errors"])
-    assert found["benchmarks"]["tiny"]["decode"] == []
-
-
-def test_only_requested_parts_are_begun(tmp_path):
-    _, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--only", "attention", "--budget-s", "0")
-    assert found["skipped"] == ["ceilings", "attention"]
-    assert found["tests"] is None
+    assert found["tests"]["failed"] == 1
+    assert found["skipped"] == ["stage linear", "stage device"]
+    assert found["linear"] == []
 
 
 @pytest.mark.slow
