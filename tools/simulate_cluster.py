@@ -63,9 +63,6 @@ def parser() -> argparse.ArgumentParser:
         "--fronts", type=_count, nargs="+", default=[1], help="numbers of clients that route on their own (1)"
     )
     made.add_argument("--chats-stay", action="store_true", help="let each chat stay with one front")
-    made.add_argument(
-        "--own-order", action="store_true", help="let each front look at the cores in an order of its own"
-    )
     made.add_argument("--rate", type=_positive, help="requests per second and core (0.2; with a trace, its own)")
     made.add_argument("--seed", type=int, default=0, help="seed of all that is drawn (%(default)s)")
     made.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -166,7 +163,6 @@ def simulate(args: argparse.Namespace, model: StepModel, budget: int) -> list[di
                     limits=limits,
                     num_fronts=num_fronts,
                     chats_stay=args.chats_stay,
-                    own_order=args.own_order,
                     mean_life_s=args.life,
                     spreads_exposed=args.spread,
                     seed=args.seed,

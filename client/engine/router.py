@@ -4,8 +4,12 @@ The cost of a core is the work that a new request would wait for there, in token
 are still to be read, its own tokens that are not in the prefix cache, a fixed number of tokens for each running
 completion, and tokens for which the KV cache has no room. Prefix hits are known to save exactly the tokens that need
 not be read, so that a prefix is copied to another core as soon as waiting would cost more than reading it again.
+
+Several clients of the same cores do not know what the others send. So each breaks ties in an order of its own; else all
+of them would send to the same core at the same time.
 """
 
+import random
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
@@ -54,9 +58,9 @@ class Placement(NamedTuple):
 class _Core:
     """What is known of a core."""
 
-    __slots__ = ("bit", "cache_tokens", "held", "num_placed", "prefixes", "running", "unread")
+    __slots__ = ("bit", "cache_tokens", "held", "num_placed", "prefixes", "running", "turn", "unread")
 
-    def __init__(self, bit: int, cache_tokens: int) -> None:
+    def __init__(self, bit: int, cache_tokens: int, turn: float) -> None:
         self.bit = bit
         """The core's bit in the masks of `Router`."""
         self.cache_tokens = cache_tokens
@@ -64,6 +68,8 @@ class _Core:
         self.running = 0
         self.held = 0
         self.num_placed = 0
+        self.turn = turn
+        """The place of the core among equal cores."""
         self.prefixes: OrderedDict[int, None] = OrderedDict()
         """The hashes that the core's cache is believed to hold, the least recently used first."""
 
@@ -75,11 +81,18 @@ class Router:
     """
 
     def __init__(
-        self, chunk_tokens: int = CHUNK_TOKENS, running_cost: float = RUNNING_COST, full_cost: float = FULL_COST
+        self,
+        chunk_tokens: int = CHUNK_TOKENS,
+        running_cost: float = RUNNING_COST,
+        full_cost: float = FULL_COST,
+        seed: int | None = None,
     ) -> None:
+        """`seed` draws the order of equal cores; None: it is the order in which they are added."""
         self._chunk_tokens = chunk_tokens
         self._running_cost = running_cost
         self._full_cost = full_cost
+        self._chance = None if seed is None else random.Random(seed)
+        self._num_added = 0
         self._cores: dict[int, _Core] = {}
         self._holders: dict[int, int] = {}
         """For each hash a mask of the cores whose cache is believed to hold it."""
@@ -89,7 +102,9 @@ class Router:
     def add_core(self, core: int, cache_tokens: int) -> None:
         """Add a core whose KV cache has room for `cache_tokens`."""
         bit = self._free_bits.pop() if self._free_bits else 1 << len(self._cores)
-        self._cores[core] = _Core(bit, cache_tokens)
+        turn = self._num_added if self._chance is None else self._chance.random()
+        self._cores[core] = _Core(bit, cache_tokens, turn)
+        self._num_added += 1
 
     def remove_core(self, core: int) -> None:
         """Forget a core; placements there need not end."""
@@ -106,12 +121,12 @@ class Router:
     def choose(self, request: RoutedRequest, cores: Collection[int]) -> int:
         """Return the one of `cores`, of which there must be one, where `request` waits least.
 
-        Of equal cores, the one that was sent the fewest requests is chosen.
+        Of equal cores, the one that was sent the fewest requests comes first; of these, this router's order decides.
         """
         known, num_tokens = self._cores, request.num_tokens
         hits = self._hits(request.hashes)
         running_cost, full_cost = self._running_cost, self._full_cost
-        best, best_cost, best_num = -1, float("inf"), 0
+        best, best_cost, best_order = -1, float("inf"), (0, 0.0)
         for core in cores:
             state = known[core]
             own = num_tokens - hits.get(state.bit, 0)
@@ -119,8 +134,10 @@ class Router:
             missing = state.held + own - state.cache_tokens
             if missing > 0:
                 cost += full_cost * missing
-            if cost < best_cost or (cost == best_cost and state.num_placed < best_num):
-                best, best_cost, best_num = core, cost, state.num_placed
+            if cost <= best_cost:
+                order = state.num_placed, state.turn
+                if cost < best_cost or order < best_order:
+                    best, best_cost, best_order = core, cost, order
         return best
 
     def place(self, request: RoutedRequest, core: int) -> Placement:

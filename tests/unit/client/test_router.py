@@ -12,8 +12,8 @@ from vllm_mp.client.engine.router import CHUNK_TOKENS, RUNNING_COST, RoutedReque
 CACHE_TOKENS = 100_000
 
 
-def make_router(num_cores=3, cache_tokens=CACHE_TOKENS):
-    router = Router()
+def make_router(num_cores=3, cache_tokens=CACHE_TOKENS, seed=None):
+    router = Router(seed=seed)
     for core in range(num_cores):
         router.add_core(core, cache_tokens)
     return router
@@ -32,6 +32,19 @@ def send(router, routed, cores=(0, 1, 2)):
 def test_equal_requests_without_a_common_prefix_go_round():
     router = make_router()
     assert [send(router, request(200, 1000 * i)).core for i in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_each_seed_gives_equal_cores_an_order_of_its_own():
+    orders = set()
+    for seed in range(20):
+        router = make_router(seed=seed)
+        chosen = [send(router, request(200, 1000 * i)).core for i in range(6)]
+        assert sorted(chosen[:3]) == [0, 1, 2]
+        assert chosen[3:] == chosen[:3]
+        orders.add(tuple(chosen))
+        again = make_router(seed=seed)
+        assert [send(again, request(200, 1000 * i)).core for i in range(6)] == chosen
+    assert len(orders) == 6
 
 
 def test_request_goes_where_the_fewest_tokens_are_left_to_read():

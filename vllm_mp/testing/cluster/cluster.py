@@ -36,9 +36,6 @@ class ClusterOptions(NamedTuple):
     spreads_exposed: bool = False
     """Choose a core for each request that was in the step of a death; else one core gets all of them, because one of
     them may be to blame for the death."""
-    own_order: bool = False
-    """Each front looks at the cores in a random order of its own, which decides between equal cores; else all fronts
-    look at them in the order of their numbers, as clients do in the order of the ranks."""
     running_cost: float = RUNNING_COST
     full_cost: float = FULL_COST
     """Constants of the router."""
@@ -69,11 +66,6 @@ class Cluster:
             SimulatedCore(number, options.limits, options.model, holders) for number in range(options.num_cores)
         ]
         self._serving = list(range(options.num_cores))
-        order = np.random.default_rng(options.seed + 2)
-        self._orders = [order.permutation(options.num_cores).tolist() for _ in range(options.num_fronts)]
-        self._choices: list[list[int]] = []
-        """For each front the cores that serve, in the order in which it looks at them."""
-        self._order_choices()
         self._oracle = Oracle(self.cores, holders) if options.policy == "oracle" else None
         self._fronts = [self._front(number) for number in range(options.num_fronts)]
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -88,10 +80,13 @@ class Cluster:
         options = self._options
         if self._oracle is not None:
             return self._oracle
+        # As in an engine, a client that is alone has no need of an order of its own.
+        seed = options.seed * options.num_fronts + number if options.num_fronts > 1 else None
         if options.policy == "router":
-            return RouterPolicy(options.num_cores, options.limits.cache_tokens, options.running_cost, options.full_cost)
+            costs = options.running_cost, options.full_cost
+            return RouterPolicy(options.num_cores, options.limits.cache_tokens, *costs, seed)
         if options.policy == "least-requests":
-            return LeastRequests(options.num_cores)
+            return LeastRequests(options.num_cores, seed)
         if options.policy == "round-robin":
             return RoundRobin(number * options.num_cores // options.num_fronts)
         raise ValueError(f"policy={options.policy!r}: must be one of {', '.join(POLICIES)}")
@@ -130,14 +125,6 @@ class Cluster:
         """Let a core die at `time`, beside the deaths that are drawn."""
         self._at(time, lambda now: self._die(self.cores[number], now))
 
-    def _order_choices(self) -> None:
-        """Give each front the cores that serve now."""
-        serving = set(self._serving)
-        if self._options.own_order:
-            self._choices = [[core for core in order if core in serving] for order in self._orders]
-        else:
-            self._choices = [self._serving] * len(self._orders)
-
     def _at(self, time: float, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), action))
 
@@ -147,7 +134,7 @@ class Cluster:
             self._stranded.append(job)
             return
         front = self._fronts[job.front]
-        chosen = self.cores[front.choose(job, self._choices[job.front], now) if core is None else core]
+        chosen = self.cores[front.choose(job, self._serving, now) if core is None else core]
         is_idle = chosen.segment is None
         is_changed = chosen.submit(job, now)
         front.note_sent(job)
@@ -198,7 +185,6 @@ class Cluster:
         if core.number not in self._serving:
             return
         self._serving.remove(core.number)
-        self._order_choices()
         wreck = core.die(now)
         for front in self._fronts:
             front.note_death(core.number)
@@ -226,7 +212,6 @@ class Cluster:
 
     def _return(self, core: SimulatedCore, now: float) -> None:
         self._serving = sorted([*self._serving, core.number])
-        self._order_choices()
         if self._options.mean_life_s:
             self._draw_death(core, now)
         stranded, self._stranded = self._stranded, []

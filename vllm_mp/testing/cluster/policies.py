@@ -17,7 +17,7 @@ class Policy(Protocol):
     """Chooses cores, and is told what happens to the requests of its front."""
 
     def choose(self, job: Job, cores: Sequence[int], now: float) -> int:
-        """Return one of `cores`, those that serve, of equal ones the first."""
+        """Return one of `cores`, those that serve."""
 
     def note_sent(self, job: Job) -> None:
         """Note that `job` was sent to `job.core`."""
@@ -35,8 +35,10 @@ class Policy(Protocol):
 class RouterPolicy:
     """The router that each client of several cores has."""
 
-    def __init__(self, num_cores: int, cache_tokens: int, running_cost: float, full_cost: float) -> None:
-        self._router = Router(running_cost=running_cost, full_cost=full_cost)
+    def __init__(
+        self, num_cores: int, cache_tokens: int, running_cost: float, full_cost: float, seed: int | None
+    ) -> None:
+        self._router = Router(running_cost=running_cost, full_cost=full_cost, seed=seed)
         for core in range(num_cores):
             self._router.add_core(core, cache_tokens)
         self._latest: tuple[Job, RoutedRequest] | None = None
@@ -89,15 +91,19 @@ class RoundRobin:
 
 
 class LeastRequests:
-    """Sends each request to the core with the fewest live requests of this front; of equals, the one sent fewest."""
+    """Sends each request to the core with the fewest live requests of this front; of equals, the one sent fewest.
 
-    def __init__(self, num_cores: int) -> None:
+    Of these it chooses the first in an order that is drawn from `seed`, or with None in the order of their numbers.
+    """
+
+    def __init__(self, num_cores: int, seed: int | None) -> None:
         self._num_live = np.zeros(num_cores, np.int64)
         self._num_sent = np.zeros(num_cores, np.int64)
+        self._turns = np.arange(num_cores) if seed is None else np.random.default_rng(seed).permutation(num_cores)
 
     def choose(self, job: Job, cores: Sequence[int], now: float) -> int:
         chosen = np.asarray(cores)
-        return int(chosen[np.lexsort((self._num_sent[chosen], self._num_live[chosen]))[0]])
+        return int(chosen[np.lexsort((self._turns[chosen], self._num_sent[chosen], self._num_live[chosen]))[0]])
 
     def note_sent(self, job: Job) -> None:
         self._num_live[job.core] += 1
