@@ -1,6 +1,6 @@
 """`python -m vllm_mp.core`: one core process, which reads its launch line on standard input.
 
-With `--worker` it is another rank of a core (`core.parallel`).
+With `--worker` it is another rank of a core, with `--rank-host` it runs the ranks of another machine (`core.parallel`).
 """
 
 import logging
@@ -9,6 +9,8 @@ import sys
 
 if "--worker" in sys.argv[1:]:
     from vllm_mp.core.parallel.worker_main import main
+elif "--rank-host" in sys.argv[1:]:
+    from vllm_mp.core.parallel.rank_host import main
 else:
     from vllm_mp.core.process import main
 

@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
+from socket import gethostname
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -51,7 +52,8 @@ class EngineCore:
     """Runs requests until it is told to stop; never waits while there is work, and blocks in poll without work.
 
     With `async_scheduling` one step stays pending while the next step is scheduled and launched, so that the device
-    never waits for the host. Without, each step is processed as soon as it is launched.
+    never waits for the host. Without, each step is processed as soon as it is launched. In a pipeline, as many steps
+    are under way as there are stages.
 
     Work means requests that may run now. Requests that a pause or a sleep holds back are no work: a paused core uses no
     processor time, and a core that is told to finish its work before it stops does not wait for a `resume` or `wake_up`
@@ -84,21 +86,23 @@ class EngineCore:
         self._batch = Batch(scheduler_config.max_num_seqs, model.max_model_len, cache.block_size, model.eos_token_ids)
         self._cache = KVCacheManager(self._batch, cache.num_blocks, cache.block_size)
         self._adapters, turns = _make_adapters(config, runner, page, adapters)
-        self._scheduler = Scheduler(scheduler_config, self._batch, self._cache, turns)
+        num_stages = config.parallel_config.pipeline_parallel_size
+        self._scheduler = Scheduler(scheduler_config, self._batch, self._cache, turns, num_stages)
         logs_activity = handler.is_shared and not config.observability_config.disable_log_stats
         self._activity = ActivityLog(self._scheduler, logs_activity)
         self._sampler = Sampler(self._batch, device, processors)
         self._suspension = record = SuspensionRecord(page, suspension, handler.tell_pause)
         self._pause = Pause(self._scheduler, handler.send_ends, record.note_pause)
         self._followers = followers
+        self._parallel = config.parallel_config
         self._profiler = Profiler(device) if followers is None else GroupProfiler(device, followers)
-        memory = runner if followers is None else GroupMemory(runner, followers)
+        memory = runner.memory if followers is None else GroupMemory(runner.memory, followers)
         self._sleep = Sleep(self._scheduler, memory, handler.send_ends, record.note_sleep)
         self._pause.enter(suspension.pause, suspension.num_draining)
         self._sleep.enter(suspension.sleep)
         self._grammars = grammar_compiler(model, config.decoding_config.backend)
         self._checks_invariants = scheduler_config.check_invariants
-        self._num_ahead = int(bool(scheduler_config.async_scheduling))
+        self._num_ahead = max(int(bool(scheduler_config.async_scheduling)), num_stages - 1)
         """Number of steps that stay pending while there is a next step to launch."""
         self._runner = runner
         self._handler = handler
@@ -169,6 +173,8 @@ class EngineCore:
             "num_dropped_messages": self._handler.num_dropped,
             "num_clients": self._handler.num_clients,
             "rank_pids": [os.getpid(), *([] if self._followers is None else self._followers.pids)],
+            "rank_nodes": [rank // self._parallel.ranks_per_node for rank in range(self._parallel.world_size)],
+            "node_names": [gethostname(), *([] if self._followers is None else self._followers.machines)],
         }
 
     @property
@@ -218,7 +224,8 @@ class EngineCore:
             if step.samples_after_update:
                 self._process_all_but(1)  # while the device computes the step
             output.sample()
-        self._process_all_but(self._num_ahead if step is not None else 0)
+        # Without a step, the oldest pending step must end before another can be scheduled.
+        self._process_all_but(self._num_ahead if step is not None else max(0, len(self._scheduler.pending_steps) - 1))
 
     def _process_all_but(self, count: int) -> None:
         """Wait for the pending steps except the last `count`, process their outputs and publish the updates."""
@@ -294,7 +301,7 @@ def _make_adapters(
     limits = config.lora_config
     if limits is None:
         return None, None
-    assert runner.adapters is not None
+    assert runner.memory.adapters is not None
     read = adapter_reader(config.model_config, limits.max_lora_rank)
     cache = AdapterCache(limits.max_cpu_loras, limits.max_loras, read, page.note_adapters)
     if known is None:

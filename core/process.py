@@ -30,7 +30,7 @@ from vllm_mp.status_page import CoreState, StatusPage
 
 if TYPE_CHECKING:
     from vllm_mp.core.engine_core import EngineCore
-    from vllm_mp.core.parallel.worker_processes import WorkerProcesses
+    from vllm_mp.core.parallel.ranks import Ranks
 
 logger = logging.getLogger("vllm_mp.core")
 
@@ -100,19 +100,19 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         predecessor=launch.predecessor,
         is_shared=launch.public is not None,
     )
-    core, page, workers = None, None, None
+    core, page, ranks = None, None, None
     try:
         page = StatusPage.create(launch.status_path, launch.incarnation)
         _note_signals(page)
         page.describe(_description(launch))
         page.note_suspension(launch.suspension)  # for the successor, in case this core dies before it serves
-        workers = _start_workers(launch, page)
-        core = _load(launch, page, handler, bound, stop, workers)
+        ranks = _start_ranks(launch, page)
+        core = _load(launch, page, handler, bound, stop, ranks)
         if core is not None:
             core.run()
             core.close()
-        if workers is not None:
-            workers.close()
+        if ranks is not None:
+            ranks.close()
         page.enter(CoreState.STOPPED)
         bound.close(_LINGER_MS)
         return False
@@ -131,18 +131,18 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
             page.enter(CoreState.STOPPED)
         return True
     finally:
-        if workers is not None:
-            workers.close(at_once=True)
+        if ranks is not None:
+            ranks.close(at_once=True)
         bound.close(_LINGER_MS if core is None else _FAILED_LINGER_MS)
 
 
-def _start_workers(launch: CoreLaunch, page: StatusPage) -> "WorkerProcesses | None":
+def _start_ranks(launch: CoreLaunch, page: StatusPage) -> "Ranks | None":
     """Start the processes of the other ranks, which import and load beside the core; None for a core of one rank."""
-    if launch.config.parallel_config.tensor_parallel_size == 1:
+    if launch.config.parallel_config.world_size == 1:
         return None
-    from vllm_mp.core.parallel.worker_processes import WorkerProcesses
+    from vllm_mp.core.parallel.ranks import Ranks
 
-    return WorkerProcesses(launch.config, Path(launch.runtime_dir or tempfile.gettempdir()), page.beat)
+    return Ranks(launch.config, Path(launch.runtime_dir or tempfile.gettempdir()), page.beat)
 
 
 def _description(launch: CoreLaunch) -> CoreDescription:
@@ -172,11 +172,11 @@ def _load(
     handler: RequestHandler,
     bound: BoundSocket,
     stop: StopSignal,
-    workers: "WorkerProcesses | None",
+    ranks: "Ranks | None",
 ) -> "EngineCore | None":
     """Return the core with its weights loaded; None if it was told to stop in the meantime.
 
-    `workers` are the processes of the other ranks; None if there are none.
+    `ranks` are the other ranks; None if there are none.
 
     Raises ValueError, with the remedy, if the configuration does not suit the model or the machine.
     """
@@ -213,11 +213,13 @@ def _load(
             faults.while_loading(share)
 
     try:
-        group, followers = (ALONE, None) if workers is None else lead(config, workers, device, stop)
+        group, pipeline, followers = (ALONE, None, None) if ranks is None else lead(config, ranks, device, stop)
         with memory_to_start(config):
-            runner = ModelRunner(config, device, dtype, progress, page.beat, group=group, leader=followers)
-        if workers is not None:
-            workers.wait_until_ready(stop.raise_if_set)
+            runner = ModelRunner(
+                config, device, dtype, progress, page.beat, group=group, leader=followers, pipeline=pipeline
+            )
+        if ranks is not None:
+            ranks.wait_until_ready(config.model_config, stop.raise_if_set)
     except StopSignal.Stopped:
         return None
     if faults is not None:

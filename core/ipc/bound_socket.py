@@ -1,28 +1,19 @@
 """The core's socket: at a private address for its parent, and at an address for other clients that the parent holds."""
 
 import contextlib
-import logging
 import os
 from pathlib import Path
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils import z85
 
-from vllm_mp.authorized_clients import AuthorizedClients
+from vllm_mp.core.ipc.curve_server import require_keys
 from vllm_mp.core_launch import PublicAddress
-from vllm_mp.curve_keys import encode_key, read_server_key
 from vllm_mp.descriptor_limit import raise_descriptor_limit
 from vllm_mp.wire import MAX_MESSAGE_BYTES
 
-logger = logging.getLogger(__name__)
-
 _MAX_UNREAD = 32
 """Number of unread messages of each client that the core holds."""
-PROBE_S = 5
-"""Seconds without a packet after which the system probes whether a client over TCP is there; it gets three of them."""
-_MAX_KEYS_LOGGED = 64
-"""Number of unknown keys that the log names, so that no flood of clients fills it."""
 
 
 class BoundSocket:
@@ -85,51 +76,8 @@ class BoundSocket:
     def _listen(self, public: PublicAddress) -> None:
         """Accept connections of the listening socket that the parent holds."""
         if public.address.startswith("tcp://"):
-            self._require_keys(public)
+            assert public.key_file is not None
+            self._authenticator = require_keys(self.socket, public.key_file)
         # These options apply to the addresses that are bound from now on.
         self.socket.setsockopt(zmq.USE_FD, public.listener)
         self._bind(public.address)
-
-    def _require_keys(self, public: PublicAddress) -> None:
-        """Admit only the clients that the key file authorizes; raise ValueError if it is a bad file."""
-        assert public.key_file is not None
-        key = read_server_key(public.key_file)
-        clients = AuthorizedClients(public.key_file)
-        if not clients.read():
-            logger.warning("no client may connect yet: %s lists none; add some with `vllm-mp keys allow`", clients.path)
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_KeyCheck(clients))
-        # The system's probes show that a client vanished without closing its connection. ZeroMQ's heartbeats would
-        # abort this process if a connection breaks while its messages wait for room (libzmq 4.3.5, `!_io_error`).
-        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        self.socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, PROBE_S)
-        self.socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, PROBE_S)
-        self.socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 2)
-        self.socket.setsockopt(zmq.TCP_MAXRT, 3000 * PROBE_S)
-        self.socket.curve_server = True
-        self.socket.curve_publickey, self.socket.curve_secretkey = key
-
-
-class _KeyCheck:
-    """Admits the clients that are authorized when they connect. Runs in the authenticator's thread."""
-
-    def __init__(self, clients: AuthorizedClients) -> None:
-        self._clients = clients
-        self._logged: set[bytes] = set()
-        """The keys that were refused, as far as the log names them."""
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether the client with the public `key`, in Z85, may connect."""
-        public = z85.decode(key)
-        try:
-            clients = self._clients.read()
-        except ValueError as error:
-            logger.error("a client is refused: %s", error)
-            return False
-        if public in clients.values():
-            return True
-        if public not in self._logged and len(self._logged) < _MAX_KEYS_LOGGED:
-            self._logged.add(public)
-            logger.warning("a client with the unknown key %s is refused; see `vllm-mp keys allow`", encode_key(public))
-        return False

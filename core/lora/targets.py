@@ -20,7 +20,7 @@ class Projection(NamedTuple):
 
 
 def projections(arch: NativeArchitecture) -> list[Projection]:
-    """Return the projections of all layers of a decoder, in the order in which the model computes them."""
+    """Return the projections of the layers of a decoder, in the order in which the model computes them."""
     of_layer = _LAYERS[NATIVE_MODELS[arch.name].model.partition(":")[0]]
     return [projection for layer in range(arch.num_layers) for projection in of_layer(arch, layer)]
 
@@ -37,7 +37,8 @@ def num_bytes(arch: NativeArchitecture, num_slots: int, max_rank: int, dtype_byt
 def _llama_layer(arch: NativeArchitecture, layer: int) -> list[Projection]:
     hidden, inner = arch.hidden_size, arch.intermediate_size
     queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    attention, mlp = f"layers.{layer}.self_attn.", f"layers.{layer}.mlp."
+    number = arch.first_layer + layer
+    attention, mlp = f"layers.{number}.self_attn.", f"layers.{number}.mlp."
     if arch.has_fused_projections:
         qkv = Projection((f"{attention}qkv_proj",), hidden, (queries + 2 * keys,))
         gate_up = Projection((f"{mlp}gate_up_proj",), hidden, (2 * inner,))
@@ -52,7 +53,7 @@ def _llama_layer(arch: NativeArchitecture, layer: int) -> list[Projection]:
 
 def _gpt2_layer(arch: NativeArchitecture, layer: int) -> list[Projection]:
     hidden, inner, of_heads = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
-    at = f"h.{layer}."
+    at = f"h.{arch.first_layer + layer}."
     return [
         Projection((f"{at}attn.c_attn",), hidden, (3 * of_heads,)),
         Projection((f"{at}attn.c_proj",), of_heads, (hidden,)),

@@ -63,7 +63,10 @@ class Block(AttentionLayer, RankModule):
 
 
 class GPT2LMHeadModel(RankModule):
-    """The decoder and its vocabulary head; `vllm_mp.core.models.CausalLM` is the contract."""
+    """The decoder and its vocabulary head; `vllm_mp.core.models.CausalLM` is the contract.
+
+    Of the stages of a pipeline, only the first has embeddings and head, and only the last has the last norm.
+    """
 
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -71,14 +74,18 @@ class GPT2LMHeadModel(RankModule):
         self.kv_shapes = arch.kv_shapes
         at: dict[str, Any] = {"dtype": dtype, "device": device}
         self._dtype = dtype
-        self.wte = vocabulary_matrix(arch, dtype, device)
-        self.wpe = nn.Parameter(torch.empty(arch.max_position, arch.hidden_size, **at))
         self.h = nn.ModuleList(Block(arch, i, dtype, device) for i in range(arch.num_layers))
-        self.ln_f = LayerNorm(arch.hidden_size, arch.norm_eps, dtype, device)
-        head = self.wte
-        if not arch.tie_word_embeddings:
-            head = vocabulary_matrix(arch, dtype, device)
-        self.lm_head = VocabularyHead(head, dtype, arch.shard)
+        self.is_first = arch.stage is None or arch.stage.is_first
+        if self.is_first:
+            self.wte = vocabulary_matrix(arch, dtype, device)
+            self.wpe = nn.Parameter(torch.empty(arch.max_position, arch.hidden_size, **at))
+            head = self.wte
+            if not arch.tie_word_embeddings:
+                head = vocabulary_matrix(arch, dtype, device)
+            self.lm_head = VocabularyHead(head, dtype, arch.shard)
+        self.ln_f: LayerNorm | None = None
+        if arch.stage is None or arch.stage.is_last:
+            self.ln_f = LayerNorm(arch.hidden_size, arch.norm_eps, dtype, device)
 
     def forward(
         self,
@@ -89,11 +96,11 @@ class GPT2LMHeadModel(RankModule):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        x = x + F.embedding(positions, self.wpe)
+        if self.is_first:
+            x = x + F.embedding(positions, self.wpe)
         for block, kv_cache in zip(self.h, kv_caches, strict=True):
             x = block(x, kv_cache, metadata)
-        normed: Tensor = self.ln_f(x)
-        return normed
+        return x if self.ln_f is None else self.ln_f(x)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return shared_embedding(input_ids, self.wte, self._dtype, self.arch.shard, self.group)
@@ -124,11 +131,13 @@ class GPT2LMHeadModel(RankModule):
 
     def _destinations(self) -> dict[str, Tensor | Destination]:
         """Map checkpoint names (without `transformer.`) to the parameters that they fill."""
-        places: dict[str, Tensor | Destination] = {"wte.weight": destination_of(self.wte), "wpe.weight": self.wpe}
-        if not self.arch.tie_word_embeddings:
-            places["lm_head.weight"] = destination_of(self.lm_head.weight)
-        named: dict[str, LayerNorm | Linear] = {"ln_f": self.ln_f}
-        for i, block in enumerate(self.h):
+        places: dict[str, Tensor | Destination] = {}
+        if self.is_first:
+            places |= {"wte.weight": destination_of(self.wte), "wpe.weight": self.wpe}
+            if not self.arch.tie_word_embeddings:
+                places["lm_head.weight"] = destination_of(self.lm_head.weight)
+        named: dict[str, LayerNorm | Linear] = {} if self.ln_f is None else {"ln_f": self.ln_f}
+        for i, block in enumerate(self.h, self.arch.first_layer):
             assert isinstance(block, Block)
             named |= {
                 f"h.{i}.ln_1": block.ln_1,

@@ -63,14 +63,14 @@ class Attention(AttentionLayer, RankModule):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | ops.QuantizedRows,
         positions: Tensor,
         cos_sin: Tensor,
         kv_cache: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
     ) -> Tensor:
         slots = metadata.adapter_slots
-        q, k, v = self.qkv_proj(x, slots).view(x.shape[0], -1, self.head_dim).split(self.heads, 1)
+        q, k, v = self.qkv_proj(x, slots).view(positions.shape[0], -1, self.head_dim).split(self.heads, 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(q, k, self.q_norm, self.k_norm)
         k_scale, v_scale = self.kv_scales if kv_cache[0].dtype == ops.FLOAT8 else (1.0, 1.0)
@@ -80,7 +80,7 @@ class Attention(AttentionLayer, RankModule):
         attended = self.attend(q, *kv_cache, metadata, self.scale * k_scale, self.window, self.soft_cap)
         if v_scale != 1.0:
             attended = attended * v_scale
-        out: Tensor = self.o_proj(attended.reshape(x.shape[0], -1), slots)
+        out: Tensor = self.o_proj(attended.flatten(1), slots)
         return out
 
     def _normed(self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,16 +158,22 @@ class DecoderLayer(RankModule):
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
         """Return the next `(x, residual)`; `x` is the output of the layer before, not yet added to `residual`."""
-        x, residual = self._added(x, residual, self.input_norm)
-        x = self.group.sum(self.attention(x, positions, cos_sin, kv_cache, metadata))
+        normed, residual = self._added(x, residual, self.input_norm, self.attention.qkv_proj)
+        x = self.group.sum(self.attention(normed, positions, cos_sin, kv_cache, metadata))
         x = self._output(x, self.attention_output_norm)
-        x, residual = self._added(x, residual, self.mlp_norm)
-        x = self.group.sum(self.mlp(x, metadata.adapter_slots))
+        gate_up = self.mlp.gate_up_proj if isinstance(self.mlp, MLP) else None
+        normed, residual = self._added(x, residual, self.mlp_norm, gate_up)
+        x = self.group.sum(self.mlp(normed, metadata.adapter_slots))
         return self._output(x, self.mlp_output_norm), residual
 
-    def _added(self, x: Tensor, residual: Tensor | None, norm: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sum of both, normed if there is a norm, and the sum."""
+    def _added(
+        self, x: Tensor, residual: Tensor | None, norm: Tensor | None, projection: Linear | None
+    ) -> tuple[Tensor | ops.QuantizedRows, Tensor]:
+        """Return the sum of both, normed if there is a norm and in the form that `projection` takes, and the sum."""
         if norm is not None and residual is not None:
+            groups = None if projection is None else projection.input_groups
+            if groups is not None:
+                return ops.add_rms_norm_rows(x, residual, norm, self.eps, groups)
             return ops.add_rms_norm(x, residual, norm, self.eps)
         total = x if residual is None else x + residual
         return (total if norm is None else ops.rms_norm(total, norm, self.eps)), total
@@ -229,6 +235,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.arch = arch
         self.dtype = dtype
+        self.has_norm = arch.stage is None or arch.stage.is_last
+        """False: the result is the residual stream, which other stages continue; `norm` is not used."""
         self.layers = nn.ModuleList(DecoderLayer(arch, i, dtype, device) for i in range(arch.num_layers))
         self.norm = norm_weight(arch, arch.hidden_size, dtype, device)
 
@@ -242,6 +250,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return the normed hidden states of the embeddings `x`, both [num_tokens, hidden_size].
 
+        In a pipeline, `x` may be the result of the stage before, and all but the last stage return the residual stream.
         `cos_sin` holds the tables of rotary angles: [num_tables, max_position, rotary_dim].
         """
         residual: Tensor | None = None
@@ -250,6 +259,8 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             x, residual = layer(x, residual, positions, tables[layer.table], kv_cache, metadata)
         assert residual is not None
+        if not self.has_norm:
+            return x + residual
         return ops.add_rms_norm(x, residual, self.norm, self.arch.norm_eps)[0]
 
     def packed(self, quantization: str | None, cache_dtype: torch.dtype) -> nn.Module:
@@ -258,7 +269,12 @@ class Decoder(nn.Module):
         # A fused decoder cannot stop for sums over ranks.
         if arch.experts is None and arch.shard is None and cache_dtype == self.dtype:
             options = ops.DecoderOptions(
-                self.dtype, arch.norm_eps, arch.activation, arch.residual_multiplier, arch.norms_all_heads
+                self.dtype,
+                arch.norm_eps,
+                arch.activation,
+                arch.residual_multiplier,
+                arch.norms_all_heads,
+                has_norm=self.has_norm,
             )
             fused = ops.fuse_decoder(self._weights(), self.norm, options, quantization)
             if fused is not None:
@@ -289,7 +305,10 @@ def norm_weight(arch: NativeArchitecture, size: int, dtype: torch.dtype, device:
 
 
 class LlamaForCausalLM(RankModule):
-    """The decoder and its vocabulary head; `vllm_mp.core.models.CausalLM` is the contract."""
+    """The decoder and its vocabulary head; `vllm_mp.core.models.CausalLM` is the contract.
+
+    Of the stages of a pipeline, only the first has embedding and head.
+    """
 
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -305,12 +324,14 @@ class LlamaForCausalLM(RankModule):
         self.arch = arch
         self.kv_shapes = arch.kv_shapes
         self._dtype = dtype
-        self.embed_tokens = vocabulary_matrix(arch, dtype, device)
         self.decoder: nn.Module = Decoder(arch, dtype, device)
-        head = self.embed_tokens
-        if not arch.tie_word_embeddings:
-            head = vocabulary_matrix(arch, dtype, device)
-        self.lm_head = VocabularyHead(head, dtype, arch.shard)
+        self.is_first = arch.stage is None or arch.stage.is_first
+        if self.is_first:
+            self.embed_tokens = vocabulary_matrix(arch, dtype, device)
+            head = self.embed_tokens
+            if not arch.tie_word_embeddings:
+                head = vocabulary_matrix(arch, dtype, device)
+            self.lm_head = VocabularyHead(head, dtype, arch.shard)
         ropes = [arch.rope] if arch.local_rope is None else [arch.rope, arch.local_rope]
         tables = [cos_sin_cache(rope, arch.head_dim, arch.max_position, dtype, device) for rope in ropes]
         self.cos_sin: Tensor
@@ -326,7 +347,7 @@ class LlamaForCausalLM(RankModule):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.arch.input_multiplier != 1.0:
+        if self.is_first and self.arch.input_multiplier != 1.0:
             x = x * self.arch.input_multiplier
         hidden: Tensor = self.decoder(x, positions, self.cos_sin, kv_caches, metadata)
         return hidden
@@ -349,7 +370,8 @@ class LlamaForCausalLM(RankModule):
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         assert isinstance(self.decoder, Decoder)
         self.decoder = self.decoder.packed(quantization, cache_dtype)
-        self.lm_head.pack(quantization)
+        if self.is_first:
+            self.lm_head.pack(quantization)
 
     def make_adapter_stacks(self, num_slots: int, max_rank: int) -> list[ops.AnyAdapterStack]:
         decoder: Any = self.decoder
@@ -390,11 +412,13 @@ class LlamaForCausalLM(RankModule):
         arch, decoder = self.arch, self.decoder
         assert isinstance(decoder, Decoder)
         fused = arch.has_fused_projections
-        places: dict[str, Tensor | Destination] = {"embed_tokens.weight": destination_of(self.embed_tokens)}
-        if not arch.tie_word_embeddings:
-            places["lm_head.weight"] = destination_of(self.lm_head.weight)
-        norms: dict[str, Tensor | None] = {"norm": decoder.norm}
-        for i, layer in enumerate(decoder.layers):
+        places: dict[str, Tensor | Destination] = {}
+        if self.is_first:
+            places["embed_tokens.weight"] = destination_of(self.embed_tokens)
+            if not arch.tie_word_embeddings:
+                places["lm_head.weight"] = destination_of(self.lm_head.weight)
+        norms: dict[str, Tensor | None] = {"norm": decoder.norm} if decoder.has_norm else {}
+        for i, layer in enumerate(decoder.layers, arch.first_layer):
             assert isinstance(layer, DecoderLayer)
             at = f"layers.{i}."
             attention, mlp = layer.attention, layer.mlp

@@ -31,6 +31,7 @@ from vllm_mp.core.models.transformers_probe import (
     run_decoder,
 )
 from vllm_mp.core.models.transformers_shards import CannotSplitError, split_model
+from vllm_mp.core.models.transformers_stages import StageDecoder, keep_stage
 from vllm_mp.core.parallel.group import ALONE, RankGroup
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
@@ -54,6 +55,8 @@ class TransformersForCausalLM(AttentionLayer):
             module.paging = self._paging
         self.causal = causal
         self.num_parameters: int = count_parameters(causal)
+        head = causal.get_output_embeddings()
+        self._num_head_weights = 0 if head is None else sum(weight.numel() for weight in head.parameters())
         try:
             self.decoder, self.kv_shapes = probe(causal, self._paging, arch, max_model_len, takes_prompt_embeds)
         except torch.OutOfMemoryError:
@@ -71,13 +74,29 @@ class TransformersForCausalLM(AttentionLayer):
     ) -> Tensor:
         paging = self._paging
         paging.attend, paging.kv_caches, paging.metadata = self.attend, kv_caches, metadata
-        hidden = run_decoder(self.decoder, input_ids, positions, inputs_embeds)
+        if isinstance(self.decoder, StageDecoder):
+            hidden: Tensor = self.decoder(input_ids, positions, inputs_embeds)
+        else:
+            hidden = run_decoder(self.decoder, input_ids, positions, inputs_embeds)
         # The caches belong to the caller, which may free their memory between steps.
         paging.kv_caches, paging.metadata = [], None
         return hidden
 
+    def keep_stage(self, place: int, num_stages: int, name: str) -> None:
+        """Keep the layers of the stage at `place`, and embedding and head in the first stage.
+
+        Raises ValueError, naming option and architecture, for a model that cannot be divided into `num_stages`.
+        """
+        if num_stages == 1:
+            return
+        self.decoder, stage = keep_stage(self.decoder, self._num_head_weights, self._paging, place, num_stages, name)
+        self.kv_shapes = self.kv_shapes[stage.first : stage.last]
+        if not stage.is_first:
+            self.causal = nn.Module()
+
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return embed_input_ids(self.decoder, input_ids)
+        decoder = self.decoder.decoder if isinstance(self.decoder, StageDecoder) else self.decoder
+        return embed_input_ids(decoder, input_ids)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return compute_logits(self.causal, hidden)
@@ -92,10 +111,12 @@ def load_model(
     device: torch.device,
     progress: Callable[[float], None],
     group: RankGroup = ALONE,
+    stage: int = 0,
+    num_stages: int = 1,
 ) -> TransformersForCausalLM:
     """Return the model of `config` on `device`, with the weights that `config.load_format` asks for.
 
-    It holds the share of the rank in `group`.
+    It holds the share of the rank in `group`, of the layers of `stage`.
 
     `progress` is called with the fraction done. Raises ValueError, naming architecture or folder, cause and remedy,
     for a model that cannot run here, and for weights that are absent, damaged or belong to another model.
@@ -126,14 +147,15 @@ def load_model(
             _check_report(report, config.folder)
             num_parameters = count_parameters(causal)
             split_model(causal, group, arch.name)
-            _own(causal, tensors, lambda share: progress((1 + share) / 2))
     except (torch.OutOfMemoryError, CheckpointMismatchError, CannotSplitError):
         raise
     except (ImportError, *FAILURES) as error:
         raise cannot_run(arch.name, describe(error)) from error
-    progress(1.0)
     causal.requires_grad_(False)
     model = TransformersForCausalLM(causal, arch, config.max_model_len, config.enable_prompt_embeds)
+    model.keep_stage(stage, num_stages, arch.name)
+    _own(model, tensors, lambda share: progress((1 + share) / 2))
+    progress(1.0)
     model.num_parameters = num_parameters
     return model
 
@@ -175,10 +197,10 @@ def _followed(progress: Callable[[float], None]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _own(causal: nn.Module, tensors: Mapping[str, Tensor], progress: Callable[[float], None]) -> None:
+def _own(model: nn.Module, tensors: Mapping[str, Tensor], progress: Callable[[float], None]) -> None:
     """Copy the parameters that still share memory with the mapped `tensors` of a file, which may change."""
     mapped = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-    parameters = list(causal.parameters())
+    parameters = list(model.parameters())
     for done, parameter in enumerate(parameters):
         if parameter.untyped_storage().data_ptr() in mapped:
             parameter.data = parameter.data.clone()

@@ -120,18 +120,18 @@ def probe(
 
     hidden, calls = recorded(decode, start)
     split = compute_logits(causal, hidden)
-    if split.shape[-1] != arch.vocab_size or not _equal(split, logits):
+    if split.shape[-1] != arch.vocab_size or not equal(split, logits):
         raise ValueError(
             f"its decoder ({type(decoder).__name__}), given ids and positions from 0, and its head give "
             f"other scores than the whole model, or not {arch.vocab_size} of them (config field 'vocab_size')"
         )
-    if not all(_equal(getattr(x, n), getattr(y, n)) for x, y in zip(calls, masked, strict=True) for n in "qkv"):
+    if not all(equal(getattr(x, n), getattr(y, n)) for x, y in zip(calls, masked, strict=True) for n in "qkv"):
         raise ValueError("its attention uses other positions than those that it is given as position_ids")
 
     if takes_prompt_embeds:
         embeds = embed_input_ids(decoder, torch.tensor(ids[:2], device=device))
         by_embeds, _ = recorded(lambda tokens, positions: run_decoder(decoder, tokens, positions, embeds), start)
-        if embeds.shape[-1] != arch.hidden_size or not _equal(by_embeds, hidden):
+        if embeds.shape[-1] != arch.hidden_size or not equal(by_embeds, hidden):
             raise ValueError(
                 "it computes something else from embeddings than from token ids; leave enable_prompt_embeds out"
             )
@@ -146,7 +146,7 @@ def probe(
             raise ValueError(f"layer {layer} makes its own mask, which paged attention cannot apply")
         pairs += [(f"{name} in layer {layer}", getattr(call, name), getattr(call_after, name)) for name in "qkv"]
     for what, first, second in pairs:
-        if not _equal(first[:3], second[[3, 0, 2]]):
+        if not equal(first[:3], second[[3, 0, 2]]):
             raise ValueError(
                 f"{what} of a token depends on the tokens beside it, not through attention alone; paged attention "
                 "cannot keep such a state"
@@ -230,7 +230,7 @@ def _window(layer: int, call: Call, max_model_len: int) -> int | None:
     return window
 
 
-def _equal(left: Tensor, right: Tensor) -> bool:
+def equal(left: Tensor, right: Tensor) -> bool:
     """Tell whether each row of the two is the same except for rounding."""
     rounding = _ROUNDING[left.dtype]
     left, right = left.flatten(1).float(), right.flatten(1).float()

@@ -1,4 +1,4 @@
-"""Which part of each tensor of a checkpoint a rank holds.
+"""Which tensors of a checkpoint a stage holds, and which part of each a rank of the stage holds.
 
 Projections whose outputs are shared out are cut by outputs (q, k, v, gate, up), those whose inputs are shared out by
 inputs (o, down). The outputs of the latter are summed over the ranks, so rank 0 alone has their bias.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_mp.core.models.checkpoint import CheckpointMismatchError
 from vllm_mp.kernels.ops import FLOAT8_GROUP, BlockWeight, Factors
-from vllm_mp.model_config.architecture import Shard
+from vllm_mp.model_config.architecture import Shard, Stage
 from vllm_mp.model_config.registry import NATIVE_MODELS
 
 Range = tuple[int, int]
@@ -90,7 +90,21 @@ _GPT2: Final = {
 }
 _CUTS: Final = {"llama": _LLAMA, "gpt2": _GPT2}
 """By the module of `core/models` that runs the family, and by the end of a name in a checkpoint."""
-_LAYER: Final = re.compile(r".*\b(?:layers|h)\.\d+\.")
+_LAYER: Final = re.compile(r".*\b(?:layers|h)\.(\d+)\.")
+_OF_FIRST_STAGE: Final = ("embed_tokens", "lm_head", "wte", "wpe")
+_OF_LAST_STAGE: Final = ("norm", "ln_f")
+
+
+def is_of_stage(name: str, stage: Stage | None) -> bool:
+    """Return whether `stage` holds the tensor `name` of a checkpoint, or may refuse it as unexpected."""
+    if stage is None:
+        return True
+    if layer := _LAYER.match(name):
+        return stage.first <= int(layer[1]) < stage.last or int(layer[1]) >= stage.num_layers
+    module = name.split(".")[-2] if "." in name else ""
+    if module in _OF_FIRST_STAGE:
+        return stage.is_first
+    return stage.is_last or module not in _OF_LAST_STAGE
 
 
 def cut_tensors(

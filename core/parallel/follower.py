@@ -24,7 +24,7 @@ class Follower:
     """Computes the share of one rank of each step, and carries out calls."""
 
     def __init__(
-        self, config: VllmConfig, device: torch.device, runner: ModelRunner, reply: Callable[[Reply], None]
+        self, config: VllmConfig, rank: int, device: torch.device, runner: ModelRunner, reply: Callable[[Reply], None]
     ) -> None:
         """`reply` sends the result of a call to the core."""
         self._runner = runner
@@ -33,14 +33,16 @@ class Follower:
         scheduler, model, cache = config.scheduler_config, config.model_config, config.cache_config
         self._rows = RowMirror(scheduler.max_num_seqs, model.max_model_len, cache.block_size)
         self._hidden = torch.empty(0)
-        """Hidden states of the latest step."""
+        """Hidden states of the latest step, in a pipeline those that were taken from the last stage."""
+        self._has_head = config.parallel_config.tensor_parallel_size > rank
+        memory = runner.memory
         self._methods: dict[str, Callable[..., Any]] = {
-            "offload_weights": runner.offload_weights,
-            "drop_weights": runner.drop_weights,
-            "restore_weights": runner.restore_weights,
-            "drop_cache": runner.drop_cache,
-            "restore_cache": runner.restore_cache,
-            "prepare": runner.prepare,
+            "offload_weights": memory.offload_weights,
+            "drop_weights": memory.drop_weights,
+            "restore_weights": memory.restore_weights,
+            "drop_cache": memory.drop_cache,
+            "restore_cache": memory.restore_cache,
+            "prepare": memory.prepare,
             "start_profile": self._profiler.start,
             "stop_profile": self._profiler.stop,
             "discard_profile": self._profiler.discard,
@@ -54,6 +56,10 @@ class Follower:
         if kind == Kind.STEP:
             self._hidden = self._runner.follow(decode_step(data, self._rows), self._rows)
             self._profiler.count_step()
+        elif kind in (Kind.TAKE, Kind.LOGITS) and not self._has_head:
+            return
+        elif kind == Kind.TAKE:
+            self._hidden = self._runner.follow_take(np.frombuffer(data, np.int64).copy())
         elif kind == Kind.LOGITS:
             sampling, *places = np.frombuffer(data, np.int64).tolist()
             self._runner.follow_logits(self._hidden, sampling, np.array(places, np.int64))

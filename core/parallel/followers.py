@@ -13,9 +13,11 @@ from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.parallel.group import RankGroup
 from vllm_mp.core.parallel.make_group import make_group
 from vllm_mp.core.parallel.messages import AdapterTable, Call, Kind
+from vllm_mp.core.parallel.pipeline import Pipeline
+from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.parallel.rank_watch import watch_ranks
+from vllm_mp.core.parallel.ranks import Ranks
 from vllm_mp.core.parallel.step_message import StepEncoder
-from vllm_mp.core.parallel.worker_processes import WorkerFailedError, WorkerProcesses
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.stop_signal import StopSignal
@@ -29,33 +31,49 @@ _KINDS = {kind: int(kind).to_bytes(8, "little") for kind in Kind}
 class Followers:
     """Tells the ranks 1 and up what to compute; it is a `vllm_mp.core.parallel.leader.Leader`."""
 
-    def __init__(self, processes: WorkerProcesses, max_num_seqs: int) -> None:
-        self._processes = processes
+    def __init__(self, ranks: Ranks, max_num_seqs: int) -> None:
+        self._ranks = ranks
         self._encoder = StepEncoder(max_num_seqs)
-        self._events = processes.events
         self._num_calls = 0
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the ranks 1 and up."""
-        return self._processes.pids
+        """The processes of the ranks 1 and up, each on its machine."""
+        return self._ranks.pids
+
+    @property
+    def machines(self) -> list[str]:
+        """The names of the other machines, by their number from 1 on."""
+        return self._ranks.machines
 
     @property
     def descriptors(self) -> list[int]:
         """Descriptors that become readable when a rank has ended or failed."""
-        return self._processes.descriptors
+        return self._ranks.descriptors
 
     def look(self) -> None:
         """Raise WorkerFailedError if a rank has ended or failed."""
-        self._processes.look()
+        self._ranks.look()
 
-    def step(self, step: ScheduledStep, batch: Batch, sampling: int, isolates: bool, embeds: StepEmbeds | None) -> None:
-        """Send a step, with what to compute of the logits of its sampled rows."""
+    def step(
+        self,
+        step: ScheduledStep,
+        batch: Batch,
+        sampling: int,
+        isolates: bool,
+        embeds: StepEmbeds | None,
+        returns_all: bool = False,
+    ) -> None:
+        """Send a step, with what to compute of the logits of its sampled rows; see `StepMessage`."""
         places = None if embeds is None else embeds.places.cpu().numpy()
-        self._write(Kind.STEP, *self._encoder.encode(step, batch, sampling, isolates, places))
+        self._write(Kind.STEP, *self._encoder.encode(step, batch, sampling, isolates, places, returns_all))
+
+    def take(self, places: npt.NDArray[np.int64]) -> None:
+        """Have the first stage of a pipeline take the next hidden states of the last stage, and keep those `places`."""
+        self._write(Kind.TAKE, places.tobytes())
 
     def logits(self, sampling: int, places: npt.NDArray[np.int64]) -> None:
-        """Ask for logits of the tokens at `places` of the latest step."""
+        """Ask for logits of the tokens at `places` of the latest step, in a pipeline of those that were kept."""
         self._write(Kind.LOGITS, np.array([sampling, *places.tolist()], np.int64).tobytes())
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
@@ -77,7 +95,7 @@ class Followers:
 
     def results(self, number: int) -> list[Any]:
         """Wait for the results of a call by rank; raise RuntimeError, naming the rank, if it has failed on one."""
-        replies = self._processes.replies(number)
+        replies = self._ranks.replies(number)
         for rank, reply in enumerate(replies, 1):
             if reply.error is not None:
                 raise RuntimeError(f"rank {rank}: {reply.error}")
@@ -93,8 +111,7 @@ class Followers:
             raise ValueError(str(error)) from error
 
     def _write(self, kind: Kind, *parts: bytes) -> None:
-        self._processes.expect_progress()
-        self._processes.ring.write([_KINDS[kind], *parts], self._events, self._processes.check)
+        self._ranks.write([_KINDS[kind], *parts])
 
 
 class GroupMemory:
@@ -178,23 +195,24 @@ class GroupProfiler(Profiler):
 
 
 def lead(
-    config: VllmConfig, processes: WorkerProcesses, device: torch.device, stop: StopSignal
-) -> tuple[RankGroup, Followers]:
-    """Wait until the other ranks have joined; return the group, and what rank 0 leads them with.
+    config: VllmConfig, ranks: Ranks, device: torch.device, stop: StopSignal
+) -> tuple[RankGroup, Pipeline | None, Followers]:
+    """Wait until the other ranks have joined; return group and pipeline, and what rank 0 leads the ranks with.
 
     Raises ValueError if a rank cannot join, and StopSignal.Stopped if the core is told to stop.
     """
-    processes.join(config, stop.raise_if_set)
-    group = make_group(
+    ranks.join(config, stop.raise_if_set)
+    local = ranks.local
+    group, pipeline = make_group(
         config,
         device,
         0,
-        processes.memory,
-        processes.slot_bytes,
-        processes.meeting_place,
-        processes.has_own_cpus,
-        processes.check,
+        local.memory,
+        local.layout,
+        ranks.meeting_place.address,
+        local.has_own_cpus,
+        ranks.check,
     )
     if device.type == "cuda":
-        watch_ranks(dict(enumerate(processes.pids, 1)), processes.closing)
-    return group, Followers(processes, config.scheduler_config.max_num_seqs)
+        watch_ranks({state.rank: state.pid for state in local.ranks}, ranks.closing)
+    return group, pipeline, Followers(ranks, config.scheduler_config.max_num_seqs)

@@ -1,4 +1,4 @@
-"""The choice of the group for the device of the ranks."""
+"""The choice of group and pipeline for the device of the ranks."""
 
 import mmap
 from collections.abc import Callable
@@ -6,8 +6,12 @@ from collections.abc import Callable
 import torch
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.parallel import shared_group, shared_memory
+from vllm_mp.core.parallel import shared_group
 from vllm_mp.core.parallel.group import RankGroup
+from vllm_mp.core.parallel.pipeline import Pipeline, SharedMemoryPipeline
+from vllm_mp.core.parallel.shared_group import SharedMemoryGroup
+from vllm_mp.core.parallel.shared_memory import MemoryLayout
+from vllm_mp.core.parallel.tensor_queue import TensorQueue
 
 
 def make_group(
@@ -15,23 +19,34 @@ def make_group(
     device: torch.device,
     rank: int,
     memory: mmap.mmap,
-    slot_bytes: int,
+    layout: MemoryLayout,
     meeting_place: str,
     spins: bool,
     check: Callable[[], None] = lambda: None,
-) -> RankGroup:
-    """Return the group of `rank`: through shared memory on CPUs that allow it, else by torch.distributed.
+) -> tuple[RankGroup, Pipeline | None]:
+    """Return the group of the stage of `rank`, and the pipeline if there are several stages.
 
-    `check` is called while the rank waits for others in shared memory; it may raise. `spins` as for
-    `SharedMemoryGroup`.
+    They go through shared memory on the CPUs of one machine that allow it, else through torch.distributed. `check` is
+    called while the rank waits on a CPU for others; it may raise. `spins` as for `SharedMemoryGroup`.
     """
-    size = config.parallel_config.tensor_parallel_size
-    if device.type == "cpu" and shared_group.is_available():
-        offset = shared_memory.group_offset(size, slot_bytes)
-        return shared_group.SharedMemoryGroup(memory, offset, rank, size, check, spins)
+    size, num_stages = layout.tensor_size, layout.num_stages
+    stage, place = divmod(rank, size)
+    if device.type == "cpu" and shared_group.is_available() and config.parallel_config.nnodes == 1:
+        group = SharedMemoryGroup(memory, layout.group_at(stage), place, size, check, spins)
+        if num_stages == 1:
+            return group, None
+        all_ranks = SharedMemoryGroup(memory, layout.all_ranks_at, rank, layout.num_ranks, check, spins)
+        received, sent = (
+            TensorQueue(memory, layout.queue_at(reader), layout.queue_slots, layout.hidden_slot, check, spins)
+            for reader in (rank, (rank + size) % layout.num_ranks)
+        )
+        return group, SharedMemoryPipeline(stage, num_stages, all_ranks, received, sent)
     # Imported here, because torch.distributed takes a while to import.
-    from vllm_mp.core.parallel.torch_group import TorchGroup
+    from vllm_mp.core.parallel.torch_group import TorchPipeline, join_all_ranks
 
     limits = config.liveness_config
     timeout_s = max(limits.engine_iteration_timeout_s, limits.start_timeout_s)
-    return TorchGroup(meeting_place, rank, size, device, timeout_s)
+    joined = join_all_ranks(meeting_place, rank, layout.num_ranks, device, timeout_s, check)
+    if num_stages == 1:
+        return joined, None
+    return joined.divided(size), TorchPipeline(stage, num_stages, joined, device)

@@ -12,6 +12,7 @@ import msgspec
 
 from vllm_mp import __version__
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.parallel.shared_memory import MemoryLayout
 from vllm_mp.wire import SCHEMA
 
 PROTOCOL: Final = 1
@@ -25,6 +26,7 @@ class Kind(enum.IntEnum):
     STEP = 1
     LOGITS = 2
     CALL = 3
+    TAKE = 4
 
 
 class WorkerLaunch(msgspec.Struct, kw_only=True):
@@ -35,8 +37,7 @@ class WorkerLaunch(msgspec.Struct, kw_only=True):
     parent_pid: int
     memory: int
     """Descriptor of the shared memory."""
-    slot_bytes: int
-    """Bytes of a slot of the ring, which is the beginning of the memory; the group follows."""
+    layout: MemoryLayout
     event: int
     """Event descriptor that the core writes to when it has written a message."""
     socket: int
@@ -44,7 +45,7 @@ class WorkerLaunch(msgspec.Struct, kw_only=True):
     has_own_cpus: bool
     """No other rank has the CPUs of this rank, so that it may spin for a moment when it waits."""
     meeting_place: str
-    """Path of the file by which torch.distributed finds the ranks."""
+    """Where torch.distributed finds the ranks, as `meeting_place.open_store` reads it."""
 
 
 class Joined(msgspec.Struct, tag="joined", kw_only=True):
@@ -60,6 +61,8 @@ class Ready(msgspec.Struct, tag="ready", kw_only=True):
     """A rank has loaded its share of the weights and waits for steps."""
 
     rank: int
+    weights: str = ""
+    """The digest of the checkpoint on a machine that is not the core's."""
 
 
 class Reply(msgspec.Struct, tag="reply", kw_only=True):
@@ -98,7 +101,43 @@ class AdapterTable(msgspec.Struct, kw_only=True):
 FromRank = Joined | Ready | Reply | Failed
 
 
+_PRIVATE: Final = {
+    "model_config": (
+        "model",
+        "path",
+        "tokenizer",
+        "tokenizer_mode",
+        "skip_tokenizer_init",
+        "trust_remote_code",
+        "served_model_name",
+        "chat_template",
+        "max_logprobs",
+        "logits_processors",
+        "logits_processor_folders",
+        "default_sampling_params",
+    ),
+    "parallel_config": ("node_rank", "master_addr", "master_port", "node_key_file"),
+    "device_config": ("num_threads", "cpus"),
+    "lora_config": ("lora_modules",),
+    "decoding_config": (),
+    "observability_config": (),
+    "liveness_config": (),
+}
+"""Options, by section, that depend on the machine, or that only rank 0 and clients read; all of a section without
+names."""
+
+
+def shared_options(config: VllmConfig) -> dict[str, Any]:
+    """Return, by name, the options that all ranks of a core must have in common."""
+    options: dict[str, Any] = {}
+    for section, fields in msgspec.to_builtins(config).items():
+        private = _PRIVATE.get(section)
+        if private != () and fields is not None:
+            options |= {name: value for name, value in fields.items() if name not in (private or ())}
+    return options
+
+
 def digest_of(config: VllmConfig) -> str:
-    """Return a digest of what all ranks must have in common: this package, its messages, and the configuration."""
-    facts = [PROTOCOL, __version__, SCHEMA, msgspec.json.encode(config).decode()]
+    """Return a digest of what all ranks must have in common: this package, its messages, and the options."""
+    facts = [PROTOCOL, __version__, SCHEMA, shared_options(config)]
     return hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).hexdigest()

@@ -18,7 +18,6 @@ from typing import Final
 
 _HEADER: Final = struct.Struct("<QII")
 """Number of the message from 1, its length in bytes, and its CRC-32."""
-_NUM_SLOTS: Final = 4
 _LINE: Final = 64
 SPIN_S: Final = 0.5e-3
 """Time for which a rank with CPUs of its own looks for the next message before it sleeps: as between two steps."""
@@ -60,7 +59,7 @@ class Progress:
 class MessageRing:
     """The ring as its writer and its readers see it."""
 
-    def __init__(self, memory: mmap.mmap, offset: int, num_readers: int, slot_bytes: int) -> None:
+    def __init__(self, memory: mmap.mmap, offset: int, num_readers: int, slot_bytes: int, num_slots: int = 4) -> None:
         """Use the `num_bytes` of `memory` from `offset` on, which are initially zero."""
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
         self._memory = memory
@@ -69,27 +68,35 @@ class MessageRing:
         """By reader."""
         self._slots_at = offset + _page_ceil(_LINE * (1 + num_readers))
         self._slot_bytes = slot_bytes
+        self._num_slots = num_slots
 
     @staticmethod
-    def num_bytes(num_readers: int, slot_bytes: int) -> int:
+    def num_bytes(num_readers: int, slot_bytes: int, num_slots: int = 4) -> int:
         """Return the bytes of shared memory that a ring needs; slots that no message has reached take no memory."""
-        return _page_ceil(_LINE * (1 + num_readers)) + _page_ceil(_NUM_SLOTS * slot_bytes)
+        return _page_ceil(_LINE * (1 + num_readers)) + _page_ceil(num_slots * slot_bytes)
 
     @property
     def num_written(self) -> int:
         return self._head.value
 
-    def write(self, parts: Sequence[bytes], wake: Sequence[int], check: Callable[[], None]) -> None:
+    def write(
+        self,
+        parts: Sequence[bytes],
+        wake: Sequence[int],
+        check: Callable[[], None],
+        readers: Sequence[int] | None = None,
+    ) -> None:
         """Write a message made of `parts`, and wake the readers by their event descriptors `wake`.
 
-        While a reader is behind by the whole ring, `check` is called, which may raise. Raises ValueError for a message
-        that does not fit a slot.
+        While one of `readers`, by default of all, is behind by the whole ring, `check` is called, which may raise.
+        Raises ValueError for a message that does not fit a slot.
         """
         number = self._head.value + 1
         length = sum(len(part) for part in parts)
         if length > self._slot_bytes - _HEADER.size:
             raise ValueError(f"a message of {length:,} bytes does not fit a slot of {self._slot_bytes:,} bytes")
-        while any(number - reader.num_read > _NUM_SLOTS for reader in self.progress):
+        waited = self.progress if readers is None else [self.progress[reader] for reader in readers]
+        while any(number - reader.num_read > self._num_slots for reader in waited):
             check()
             time.sleep(_PAUSE_S)
         at = first = self._slot(number)
@@ -142,7 +149,7 @@ class MessageRing:
                 raise RingError(f"message {number} of the core is damaged: its slot holds number {stored}")
 
     def _slot(self, number: int) -> int:
-        return self._slots_at + number % _NUM_SLOTS * self._slot_bytes
+        return self._slots_at + number % self._num_slots * self._slot_bytes
 
 
 def _page_ceil(size: int) -> int:

@@ -30,6 +30,8 @@ class StepMessage(NamedTuple):
     """What to compute of the logits of the rows that the step samples."""
     isolates: bool
     """Attention must keep values that are not finite away from other tokens."""
+    returns_all: bool
+    """In a pipeline: the first stage needs the last hidden states of all tokens, not only of rows that are sampled."""
     embeds: npt.NDArray[np.int64]
     """Places of the tokens whose embeddings are broadcast."""
 
@@ -66,6 +68,7 @@ class StepEncoder:
         sampling: Sampling = NO_LOGITS,
         isolates: bool = False,
         embeds: npt.NDArray[np.int64] | None = None,
+        returns_all: bool = False,
     ) -> list[bytes]:
         """Return the parts of the message about `step`, whose rows `batch` holds as they are before the step."""
         rows, counts = step.rows, step.counts
@@ -77,7 +80,7 @@ class StepEncoder:
         tokens = batch.token_ids[_cells(rows, first_tokens, counts)]
         blocks = batch.block_table[_cells(rows, first_blocks, num_blocks)]
         places = np.zeros(0, np.int64) if embeds is None else embeds
-        flags = sampling | isolates << 2
+        flags = sampling | isolates << 2 | returns_all << 3
         head = [len(rows), len(tokens), len(blocks), len(step.awaits), len(places), step.num_decodes, flags]
         columns = (rows, counts, first_tokens, batch.adapter_slot[rows], first_blocks, num_blocks, step.samples)
         wide = np.concatenate((head, *columns, step.awaits, places), dtype=_INT64, casting="unsafe")
@@ -115,7 +118,7 @@ def decode_step(data: memoryview, mirror: RowMirror) -> StepMessage:
         raise MessageError(f"a step of {len(data)} bytes cannot be decoded: {error}") from error
     is_pooled = np.zeros(num_rows, np.bool_)
     step = ScheduledStep(rows, counts, num_decodes, samples.astype(np.bool_), is_pooled, awaits)
-    return StepMessage(step, flags & 3, bool(flags >> 2), places)
+    return StepMessage(step, flags & 3, bool(flags & 4), bool(flags & 8), places)
 
 
 def sampled_places(step: ScheduledStep) -> Rows:

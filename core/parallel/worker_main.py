@@ -52,6 +52,7 @@ def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
     from vllm_mp.core.parallel.follower import Follower
     from vllm_mp.core.parallel.make_group import make_group
     from vllm_mp.core.parallel.ring import SPIN_S, MessageRing
+    from vllm_mp.core.weights.digest import weights_digest
     from vllm_mp.core.worker.device import prepare_device
     from vllm_mp.core.worker.memory import memory_to_start
     from vllm_mp.core.worker.model_runner import ModelRunner
@@ -59,15 +60,17 @@ def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
     gc.freeze()
     config, rank = launch.config, launch.rank
     memory = mmap.mmap(launch.memory, 0)
-    ring = MessageRing(memory, 0, config.parallel_config.tensor_parallel_size - 1, launch.slot_bytes)
+    layout = launch.layout
+    ring = MessageRing(memory, 0, layout.num_ranks - 1, layout.message_slot, layout.num_messages)
     beat = ring.progress[rank - 1].beat
     device, dtype = prepare_device(config, rank)
     _say(says, Joined(rank=rank, protocol=PROTOCOL, package=__version__, digest=digest_of(config)))
-    group = make_group(config, device, rank, memory, launch.slot_bytes, launch.meeting_place, launch.has_own_cpus)
+    group, pipeline = make_group(config, device, rank, memory, layout, launch.meeting_place, launch.has_own_cpus)
     with memory_to_start(config):
-        runner = ModelRunner(config, device, dtype, lambda _: beat(), beat, group=group)
-    follower = Follower(config, device, runner, lambda reply: _say(says, reply))
-    _say(says, Ready(rank=rank))
+        runner = ModelRunner(config, device, dtype, lambda _: beat(), beat, group=group, pipeline=pipeline)
+    follower = Follower(config, rank, device, runner, lambda reply: _say(says, reply))
+    reads_own_files = config.parallel_config.node_rank > 0
+    _say(says, Ready(rank=rank, weights=weights_digest(config.model_config) if reads_own_files else ""))
     spin_s = SPIN_S if launch.has_own_cpus else 0.0
     while (message := ring.read(rank - 1, launch.event, [says.fileno()], spin_s)) is not None:
         follower.handle(memoryview(message))

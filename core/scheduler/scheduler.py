@@ -12,6 +12,10 @@ but only the device knows their values: nothing that depends on the values is de
 them. If such a token ends its request, the next step already computes one extra token for it, which is discarded. When
 the values decide how the next step samples, that step is launched, but samples only once the pending step is processed.
 
+In a pipeline as many steps are under way as there are stages. A token cannot be computed before its value is known, so
+a row is in one step at a time, except that the chunks of a prompt may follow one another. Rows that decode are shared
+out among the steps, or all stages but one would wait.
+
 Any request in the step during which a core died may have caused the death. A client that searches for the culprit
 among these suspects divides them into groups. A group runs isolated: its suspects share steps with one another and with
 no other request until they are past that step. So a group with a culprit dies alone, and the status page names it. The
@@ -54,14 +58,21 @@ class Scheduler:
     """Owns the live requests: the waiting queue, the rows of the batch and the queue of pending steps."""
 
     def __init__(
-        self, config: SchedulerConfig, batch: Batch, cache: KVCacheManager, adapters: AdapterTurns | None = None
+        self,
+        config: SchedulerConfig,
+        batch: Batch,
+        cache: KVCacheManager,
+        adapters: AdapterTurns | None = None,
+        num_stages: int = 1,
     ) -> None:
+        """`num_stages` is the number of stages of the pipeline that computes the steps."""
         self.config = config
         self.batch = batch
         self.cache = cache
         self.waiting = WaitingQueue(adapters)
         self.adapters = adapters
         self.pending_steps = PendingSteps(len(batch.requests))
+        self._num_stages = num_stages
         self._forced = ForcedTokens(batch, self.pending_steps, config.num_cheap_tokens)
         self.memory = MemoryQuota()
         self.num_preemptions = 0
@@ -234,20 +245,24 @@ class Scheduler:
     def _schedule_others(self) -> ScheduledStep | None:
         """Choose a step of requests that are not isolated."""
         batch = self.batch
-        is_awaited = is_complete = None
+        is_awaited = is_excluded = None
         if self.pending_steps:
-            self._forced.extend_awaited_rows()
-            is_awaited = self.pending_steps.awaited_rows()
-            # The token that these rows await is their last.
-            is_complete = is_awaited & (batch.num_tokens >= batch.max_total_tokens)
-        if not self._give_blocks_to_growing_rows(is_complete if self._group is None else batch.is_isolated):
+            if self._num_stages == 1:
+                self._forced.extend_awaited_rows()
+            is_excluded = is_awaited = self.pending_steps.awaited_rows()
+            if self._num_stages == 1:
+                # The token that these rows await is their last.
+                is_excluded = is_awaited & (batch.num_tokens >= batch.max_total_tokens)
+        if not self._give_blocks_to_growing_rows(is_excluded if self._group is None else batch.is_isolated):
             return None
         rows = batch.order if self._group is None else batch.order[~batch.is_isolated[batch.order]]
         wanted = batch.num_tokens[rows] - batch.num_computed_tokens[rows]
-        decodes, awaits = rows[wanted == 1], NO_ROWS
-        if is_awaited is not None and is_complete is not None:
-            decodes = decodes[~is_complete[decodes]]
-            awaits = np.flatnonzero(is_awaited[decodes])
+        decodes = rows[wanted == 1]
+        share = -(-len(decodes) // self._num_stages)  # of all rows that decode, also in pending steps
+        if is_excluded is not None:
+            decodes = decodes[~is_excluded[decodes]]
+        decodes = decodes[:share]
+        awaits = NO_ROWS if is_awaited is None else np.flatnonzero(is_awaited[decodes])
         self.cache.register_decodes(decodes, awaits)
         prefills = self._continue_prefills(rows[wanted > 1], self.config.max_num_batched_tokens - len(decodes))
         self._admit(prefills)

@@ -171,7 +171,10 @@ class PendingStep(NamedTuple):
 
 
 class PendingSteps:
-    """The queue of all pending steps, oldest first. There is at most one while the next step is scheduled."""
+    """The queue of all pending steps, oldest first.
+
+    While the next step is scheduled there is at most one, in a pipeline one fewer than there are stages.
+    """
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs

@@ -33,13 +33,14 @@ def model_digest(config: ModelConfig) -> ModelDigest:
     """
     influential = {name: value for name, value in config.hf_config.items() if name not in _WITHOUT_INFLUENCE}
     return ModelDigest(
-        weights=_weights_digest(config),
+        weights=weights_digest(config),
         config=_shortened(hashlib.sha256(msgspec.json.encode(influential, order="deterministic"))),
         tokenizer=TokenizerFiles(config.tokenizer).digest(),
     )
 
 
-def _weights_digest(config: ModelConfig) -> str:
+def weights_digest(config: ModelConfig) -> str:
+    """Return the digest of the weights alone."""
     if config.load_format == "dummy":
         return f"dummy {config.weights_seed}"
     if place := gguf_place(config.folder):

@@ -35,14 +35,17 @@ _KEPT_TYPE = BLOCK_TYPES["Q8_0"]
 
 
 def gguf_tensors(
-    place: GgufPlace, keeps_blocks: bool, progress: Callable[[float], None] | None
+    place: GgufPlace,
+    keeps_blocks: bool,
+    progress: Callable[[float], None] | None,
+    wanted: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Tensor | BlockWeight]]:
     """Yield the name in a checkpoint and the weight of each tensor in the file at `place`.
 
     A tensor of all experts of a layer becomes a matrix for each. With `keeps_blocks`, matrices in the types of
     `BLOCK_TYPES` are yielded as they lie in the file, and all other matrices but gates are rounded to `_KEPT_TYPE`. All
-    other tensors are in float dtypes. `progress` is called with the fraction of the bytes done, ending at
-    1.0. Raises ValueError as `GgufPlace.read` does, before anything is mapped.
+    other tensors are in float dtypes. Tensors whose name is not `wanted` are not read. `progress` is called with the
+    fraction of the bytes done, ending at 1.0. Raises ValueError as `GgufPlace.read` does, before anything is mapped.
     """
     file = place.read()
     family = family_of(file)
@@ -56,6 +59,8 @@ def gguf_tensors(
         heads = _interleaved_heads(file, family, stored_name)
         own_name = checkpoint_name(stored_name, family) or stored_name
         for name, tensor in _single_tensors(own_name, stored) if stored_name not in ROPE_FACTORS else ():
+            if not wanted(name):
+                continue
             weight = _weight(mapped, tensor, keeps_blocks and not name.endswith(_GATES))
             if tensor.type.name != (weight.type.name if isinstance(weight, BlockWeight) else _NAMES[weight.dtype]):
                 kind = f"to {weight.type.name}" if isinstance(weight, BlockWeight) else "to floats"

@@ -1,5 +1,6 @@
 """Load a model: choose its native module or transformers' own, and give it its weights."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from vllm_mp.config import ModelConfig
 from vllm_mp.core.models import CausalLM, NativeModel, build_model
 from vllm_mp.core.models.block_matrix import count_block_weights
 from vllm_mp.core.models.checkpoint import CheckpointMismatchError, count_parameters
+from vllm_mp.core.parallel.cuts import is_of_stage
 from vllm_mp.core.parallel.group import ALONE, RankGroup, bind_group
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
@@ -19,6 +21,7 @@ from vllm_mp.core.weights.four_bit_checkpoint import unpacked
 from vllm_mp.core.weights.gguf_tensors import gguf_tensors, has_block_types
 from vllm_mp.kernels import ops
 from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.pipeline_parallel import stage_of
 from vllm_mp.model_config.tensor_parallel import check_tensor_parallel, shard_of
 from vllm_mp.model_store.gguf import gguf_place
 
@@ -30,11 +33,13 @@ def load_model(
     progress: Callable[[float], None] | None = None,
     cache_dtype: torch.dtype | None = None,
     group: RankGroup = ALONE,
+    stage: int = 0,
+    num_stages: int = 1,
 ) -> CausalLM:
     """Return the model of `config` with its weights: the native one if there is one, else transformers' own.
 
     The model's KV cache must be of `cache_dtype`, by default `dtype`. `progress` is called with the fraction done. The
-    model holds the share of this process in `group`.
+    model holds the share of this process in `group`, of the layers of `stage`.
     Raises ValueError naming what is wrong with the checkpoint, or why its architecture or quantization cannot run.
     """
     arch = config.architecture
@@ -56,11 +61,11 @@ def load_model(
         if keeps_blocks:
             arch = msgspec.structs.replace(arch, blocks="gguf")
             check_tensor_parallel(arch, group.size, config.model)
-        whole, arch = arch, shard_of(arch, group.rank, group.size)
+        whole, arch = arch, shard_of(stage_of(arch, stage, num_stages), group.rank, group.size)
         model = build_model(arch, dtype, device)
         load_weights(model, config.folder, config.load_format, config.weights_seed, progress, keeps_blocks)
         native = cast("NativeModel", model)
-        counted = model if arch.shard is None else build_model(whole, dtype, "meta")
+        counted = model if group.size == num_stages == 1 else build_model(whole, dtype, "meta")
         native.num_parameters = count_parameters(counted) + count_block_weights(counted)
         # `load_weights` made all other kinds of weights already.
         native.pack("int8" if config.quantization == "int8" else None, cache_dtype or dtype)
@@ -69,7 +74,9 @@ def load_model(
     # Imported here, because importing transformers takes seconds, which native models do not need.
     from vllm_mp.core.models import transformers_backend
 
-    return transformers_backend.load_model(config, dtype, device, progress or (lambda _: None), group)
+    return transformers_backend.load_model(
+        config, dtype, device, progress or (lambda _: None), group, stage, num_stages
+    )
 
 
 def load_weights(
@@ -85,7 +92,7 @@ def load_weights(
     `load_format="dummy"` draws random weights from `seed` alone. Any other format reads the GGUF file that `folder`
     names, or else safetensors from `folder`, one file or shards with an index. Weights are cast to the dtype of the
     parameters; with `keeps_blocks`, matrices of a GGUF file stay where they lie, for a model with `blocks="gguf"`.
-    `progress` is called with the fraction done, ending at 1.0.
+    `progress` is called with the fraction done, ending at 1.0. A stage of a pipeline reads its tensors only.
     Raises ValueError, naming the file, the cause and the remedy, when weights are absent, unreadable, damaged
     or belong to another model.
     """
@@ -97,10 +104,12 @@ def load_weights(
     loader: Any = model
     place = gguf_place(folder)
     try:
+        wanted = functools.partial(is_of_stage, stage=loader.arch.stage)
         if place is not None:
-            loader.load_weights(gguf_tensors(place, keeps_blocks, progress))
+            loader.load_weights(gguf_tensors(place, keeps_blocks, progress, wanted))
         else:
-            tensors = read_tensors(checkpoint_files(folder), progress)
+            # Tensors are mapped, so that the others are not read.
+            tensors = (pair for pair in read_tensors(checkpoint_files(folder), progress) if wanted(pair[0]))
             four_bits = loader.arch.four_bits
             loader.load_weights(tensors if four_bits is None else unpacked(tensors, four_bits))
     except CheckpointMismatchError as error:

@@ -4,6 +4,7 @@ A graph computes a fixed number of rows from buffers at fixed addresses. A step 
 context and writes its keys and values to the padding block, so it changes no row.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +13,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from vllm_mp.config import VllmConfig
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.kernels.ops import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROWS = 512
-"""With more rows a graph saves nothing: the device takes longer to compute a step than the host takes to launch it."""
 _CAPTURE_TIME_S = 60.0
 """After this time no further size is captured; steps of the missing sizes are padded to the next captured size."""
 
@@ -39,14 +39,14 @@ class DeviceError(RuntimeError):
     """The device has failed and cannot compute any more."""
 
 
-def batch_sizes(max_num_seqs: int) -> list[int]:
+def batch_sizes(config: VllmConfig) -> list[int]:
     """Return the numbers of rows to capture graphs for, ascending.
 
-    They double up to 8, because launches dominate a step of few rows. Then they grow by 8, and from 256 on by 16:
-    padding stays below 8 rows or a sixteenth, and matrix units compute rows in multiples of 8 anyway.
+    They double up to 8, because launches dominate a step of few rows. Then they grow by 8, from 256 on by 16 and from
+    512 on by 32: padding stays below 8 rows or a sixteenth, and matrix units compute rows in multiples of 8 anyway.
     """
-    largest = min(max_num_seqs, _MAX_ROWS)
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_ROWS + 1, 16)]
+    largest = min(config.scheduler_config.max_num_seqs, config.model_config.max_cudagraph_capture_size)
+    sizes = itertools.chain([1, 2, 4], range(8, 256, 8), range(256, 512, 16), range(512, largest, 32))
     return [size for size in sizes if size < largest] + [largest]
 
 

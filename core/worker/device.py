@@ -1,12 +1,13 @@
 """The choice of device, dtype, step size, overlap, attention and threads. The config gets all but the threads."""
 
 import logging
+from typing import Any
 
 import torch
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.cpu_info import cpu_flags
-from vllm_mp.host_cpus import bind_process, bind_to, cpu_share, default_threads, describe, usable_cpus
+from vllm_mp.host_cpus import bind_process, bind_to, cpu_share, default_threads, describe, pci_numa_node, usable_cpus
 from vllm_mp.kernels import attention_backends
 
 logger = logging.getLogger(__name__)
@@ -49,16 +50,17 @@ def choose_device(config: VllmConfig, rank: int = 0) -> torch.device:
     if config.device_config.device == "cpu":
         return torch.device("cpu")
     parallel, num_devices = config.parallel_config, torch.cuda.device_count()
-    num_ranks = parallel.tensor_parallel_size
-    index = parallel.data_parallel_rank * num_ranks + rank
+    num_ranks = parallel.ranks_per_node
+    index = parallel.data_parallel_rank * num_ranks + rank % num_ranks
     if index >= num_devices:
-        asked = f"data_parallel_size={parallel.data_parallel_size}, tensor_parallel_size={num_ranks}"
+        sizes = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size", "nnodes")
+        asked = ", ".join(f"{name}={getattr(parallel, name)}" for name in sizes)
         raise ValueError(
             f"{asked}: rank {rank} of core {parallel.data_parallel_rank} has no GPU of its own, because PyTorch finds "
             f"{num_devices}; lower them, or check CUDA_VISIBLE_DEVICES"
         )
     torch.cuda.set_device(index)
-    return torch.device("cuda", index) if num_ranks > 1 else torch.device("cuda")
+    return torch.device("cuda", index) if parallel.world_size > 1 else torch.device("cuda")
 
 
 def choose_dtype(config: VllmConfig, device: torch.device) -> torch.dtype:
@@ -115,10 +117,13 @@ def choose_step_size(config: VllmConfig, device: torch.device) -> None:
 
 
 def choose_overlap(config: VllmConfig, device: torch.device) -> None:
-    """Choose whether steps overlap, unless it is given: they do if the host is not the device."""
+    """Choose whether a step is launched before the tokens of the step before are known, unless it is given.
+
+    It is if the host is not the device, except in a pipeline, whose steps overlap in another way.
+    """
     scheduler = config.scheduler_config
     if scheduler.async_scheduling is None:
-        scheduler.async_scheduling = device.type != "cpu"
+        scheduler.async_scheduling = device.type != "cpu" and config.parallel_config.pipeline_parallel_size == 1
 
 
 def choose_attention(
@@ -138,18 +143,27 @@ def choose_attention(
 def set_threads(config: VllmConfig, rank: int = 0) -> None:
     """Bind this process to the configured CPUs, and give the CPU kernels the configured or default number of threads.
 
-    Of several ranks on a CPU, each gets its share of both. Raises ValueError if the process may not use the CPUs.
+    Of several ranks on the CPUs of a machine, each gets its share of both. Raises ValueError if the process may not use
+    the CPUs.
     """
     device = config.device_config
-    num_ranks = config.parallel_config.tensor_parallel_size if device.device == "cpu" else 1
+    num_ranks = config.parallel_config.ranks_per_node if device.device == "cpu" else 1
     cpus = bind_process(device.cpus) if device.cpus else usable_cpus()
     num_threads = device.num_threads or default_threads(config.parallel_config.data_parallel_size)
     if num_ranks > 1:
-        cpus = bind_to(cpu_share(cpus, rank, num_ranks))
+        cpus = bind_to(cpu_share(cpus, rank % num_ranks, num_ranks))
         num_threads = max(1, num_threads // num_ranks)
     torch.set_num_threads(num_threads)
-    if device.device == "cpu":
-        logger.info("computing with %d threads on %s", torch.get_num_threads(), describe(cpus))
+    place = "" if device.device == "cpu" else f"on {_describe_gpu(torch.cuda.current_device())} "
+    where = config.parallel_config.data_parallel_rank, rank
+    logger.info("core %d, rank %d: computing %swith %d threads on %s", *where, place, num_threads, describe(cpus))
+
+
+def _describe_gpu(index: int) -> str:
+    """Return the index and the name of a GPU, and its NUMA node if the system tells."""
+    found: Any = torch.cuda.get_device_properties(index)  # its stub lacks the address
+    node = pci_numa_node(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
+    return f"GPU {index} ({found.name}{'' if node is None else f', NUMA node {node}'})"
 
 
 def _cpu_multiplies_bfloat16() -> bool:

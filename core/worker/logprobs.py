@@ -126,21 +126,24 @@ def prompt_logprobs(
     compute_logits: Callable[[Tensor, int, int], Tensor],
     vocab_size: int,
     to_host: ToHost = on_host,
+    num_computed: Counts | None = None,
 ) -> Callable[[], list[Owned]]:
     """Return a function for the messages about the prompt tokens that `step` predicts.
 
     Rows that do not ask for log-probabilities have no messages, and each token has one only once, even if its prompt is
     computed again. `hidden` are the step's final hidden states [num_tokens, hidden_size], and
-    `compute_logits(hidden, first, last)` returns the logits of the tokens [first, last). Call the function once the
-    copies of `to_host` are complete.
+    `compute_logits(hidden, first, last)` returns the logits of the tokens [first, last). `num_computed` [num_rows]
+    counts the tokens that were computed before the step, by default as `batch` does. Call the function once the copies
+    of `to_host` are complete.
     """
+    firsts = batch.num_computed_tokens[step.rows] if num_computed is None else num_computed
     parts: list[tuple[int, int, int, int, Logprobs]] = []
     # Pieces, so that the logits of a long prompt stay bounded.
     piece = max(1, MAX_LOGIT_ELEMENTS // vocab_size)
     for i in np.flatnonzero(batch.num_prompt_logprobs[step.rows] >= 0).tolist():
         row = int(step.rows[i])
         request = batch.request(row)
-        count, begin = request.num_prompt_logprobs, int(batch.num_computed_tokens[row])
+        count, begin = request.num_prompt_logprobs, int(firsts[i])
         # The hidden state at one position predicts the token at the next.
         first = max(request.num_prompt_logprobs_sent, begin + 1)
         last = min(begin + int(step.counts[i]) + 1, request.num_prompt_tokens)

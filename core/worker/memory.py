@@ -37,7 +37,7 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
         )
     else:
         parallel = config.parallel_config
-        num_shares = parallel.data_parallel_size * parallel.tensor_parallel_size  # cores and ranks load together
+        num_shares = parallel.data_parallel_size * parallel.ranks_per_node  # cores and ranks load together
         memory = min(_CPU_CACHE_LIMIT, available_memory() // 4 // num_shares)
         source = "a quarter of the free memory" if num_shares == 1 else f"a quarter of the free memory / {num_shares}"
     blocks = min(memory // block_bytes, useful + 1)

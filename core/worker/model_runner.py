@@ -1,43 +1,37 @@
-"""Runs the model over the rows that the scheduler chose, and owns its weights and its KV cache."""
+"""Runs the model over the rows that the scheduler chose."""
 
 import functools
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.lora.adapter import Adapter
-from vllm_mp.core.lora.slots import AdapterSlots
-from vllm_mp.core.models.attention import bind_attention
 from vllm_mp.core.parallel.group import ALONE, RankGroup
 from vllm_mp.core.parallel.leader import Leader
+from vllm_mp.core.parallel.pipeline import Pipeline
 from vllm_mp.core.parallel.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMessage, sampled_places
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.scheduler.step import ScheduledStep
-from vllm_mp.core.weights.loader import load_model
-from vllm_mp.core.worker.cuda_graphs import Capture, CaptureError, DecodeGraphs, batch_sizes, cuda_capture
-from vllm_mp.core.worker.device import choose_attention
+from vllm_mp.core.scheduler.step import OutputHandle, ScheduledStep
+from vllm_mp.core.worker.cuda_graphs import Capture
 from vllm_mp.core.worker.host_copies import HostCopies, to_device
 from vllm_mp.core.worker.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
-from vllm_mp.core.worker.memory import available_memory, cache_blocks, check_adapter_memory, free_cuda_memory
-from vllm_mp.core.worker.offload import OffloadedWeights, release_memory
+from vllm_mp.core.worker.memory import cache_blocks
+from vllm_mp.core.worker.model_memory import ModelMemory
 from vllm_mp.core.worker.pending_output import PendingOutput
 from vllm_mp.core.worker.pooler import Pooler
 from vllm_mp.core.worker.prompt_embeds import StepEmbeds, step_embeds
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.core.worker.sampler_profile import profile_sampler
+from vllm_mp.core.worker.staged_output import StagedOutput, returns_all
+from vllm_mp.core.worker.staged_steps import StagedSteps
 from vllm_mp.core.worker.step_inputs import StepRows, step_inputs, token_types
-from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
-from vllm_mp.model_config.architecture import NativeArchitecture
-from vllm_mp.model_config.tensor_parallel import shard_of
 from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -45,17 +39,8 @@ logger = logging.getLogger(__name__)
 _NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
 
-class _NoModel(NamedTuple):
-    """Stands in for a model whose weights are dropped."""
-
-    kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]
-
-
 class ModelRunner:
-    """Owns the weights and the KV cache; computes steps.
-
-    It is a `vllm_mp.core.worker.sleep.Memory`: weights and cache can be released while there is no step to run.
-    """
+    """Computes steps, and has the memory that they need."""
 
     def __init__(
         self,
@@ -67,70 +52,71 @@ class ModelRunner:
         make_capture: Callable[[torch.device], Capture] | None = None,
         group: RankGroup = ALONE,
         leader: Leader | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """Load the model, measure the memory that steps take, allocate the KV cache and capture decode steps.
 
         `progress` is called with the loaded share of the weights, 0 to 1. `beat` is called often during a step, so that
         a long step can be told from one that hangs. `make_capture` says how decode steps are captured; the default is
         CUDA graphs, if device and kernels allow it. In a `group` of several ranks the runner holds its rank's share of
-        the model; the runner of rank 0 has a `leader`, and the others call `follow`.
+        the model; the runner of rank 0 has a `leader`, and the others call `follow`. In a `pipeline` it has the layers
+        of its stage, and `group` is that of the stage.
 
         Raises ValueError for weights that are missing or do not fit, and if the cache has no space.
         """
-        scheduler_config, cache_config = config.scheduler_config, config.cache_config
+        scheduler_config = config.scheduler_config
         self._config = config
         self._device = device
         self._dtype = dtype
-        self._cache_dtype = ops.FLOAT8 if cache_config.cache_dtype == "fp8" else dtype
-        self._progress = progress or (lambda _: None)
         self._beat = beat
         self._group = group
+        self._pipeline = pipeline
+        architecture = config.model_config.architecture
+        self._hidden_size = architecture.hidden_size
+        self._all_ranks = group if pipeline is None else pipeline.all_ranks
         self._leader: Leader | None = None
         """Set at the end, because all ranks make the steps below by themselves."""
-        self.num_parameters = 0
-        """Number of parameters of the loaded model."""
-        self._wrap: Callable[[Any], Any] = lambda model: model
-        """Applied to each model that is loaded."""
-        architecture = config.model_config.architecture
+        self._staged: StagedSteps | None = None
+        if pipeline is not None:
+            self._staged = StagedSteps(pipeline, self._hidden_size, dtype, self._to_device, self._compute_checked)
         self._pooler = Pooler(architecture.class_activation)
         self._has_classes = architecture.num_classes > 0
         self._has_token_types = getattr(architecture, "num_token_types", 0) > 1
-        self._offloaded: OffloadedWeights | None = None
-        """None unless the weights are in host memory."""
-        self._graphs: DecodeGraphs | None = None
         self._nan_check_required = False
         """Attention isolates values that are not finite only if it is asked to, so the host must look for them."""
         self._latest: Tensor | None = None
         """Int64 [max_num_seqs] on the device: the latest sampled token of each row; None if no step reads it."""
         if scheduler_config.async_scheduling:
             self._latest = torch.zeros(scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
-        self.adapters: AdapterSlots | None = None
-        """The slots of LoRA adapters; None if they are not enabled."""
-        if config.lora_config is not None:
-            arch = shard_of(cast("NativeArchitecture", config.model_config.architecture), group.rank, group.size)
-            check_adapter_memory(config, arch, device, dtype)
-            self.adapters = AdapterSlots(arch, config.lora_config.max_loras, config.lora_config.max_lora_rank)
-
-        self._model: Any = self._load()
-        self._make_capture = make_capture or self._default_capture()
-        needs_profile = device.type == "cuda" and not config.model_config.architecture.is_encoder
+        self.memory = ModelMemory(
+            config, device, dtype, progress or (lambda _: None), beat, make_capture, group, self._stage
+        )
+        needs_profile = device.type == "cuda" and not architecture.is_encoder
         graph_bytes = self._profile() if needs_profile else 0
-        cache_config.num_blocks = group.minimum(cache_blocks(config, device, self.token_bytes(), graph_bytes))
-        self._kv_caches = self._allocate(cache_config.num_blocks)
-        self._nan_check_required = not self._attention.isolates
-        self._graphs = self._make_graphs(batch_sizes(scheduler_config.max_num_seqs))
+        num_blocks = cache_blocks(config, device, self.memory.token_bytes(), graph_bytes)
+        config.cache_config.num_blocks = self._all_ranks.minimum(num_blocks)
+        self.memory.allocate_cache(config.cache_config.num_blocks)
+        self._nan_check_required = not self.memory.attention.isolates
+        self.memory.make_graphs()
         self._leader = leader
 
+    @property
+    def _stage(self) -> tuple[int, int]:
+        """The stage of this rank, and the number of stages."""
+        return (0, 1) if self._pipeline is None else (self._pipeline.stage, self._pipeline.num_stages)
+
     @torch.inference_mode()
-    def launch(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> PendingOutput:
+    def launch(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> OutputHandle:
         """Start the computation of `step` on the device and return its output, which is pending and not sampled yet.
 
         The host waits for the device only if it must look for values that are not finite. If the step awaits tokens
         (`step.awaits`), the step that samples them must be the latest launched, and it must be sampled.
         """
-        copies = HostCopies(self._device)
         embeds = step_embeds(step, batch, self._dtype, self._to_device)
-        num_tokens = (batch.num_computed_tokens[step.rows] + step.counts)[step.samples]
+        if self._staged is not None:
+            return self._launch_stage(self._staged, step, batch, sampler, embeds)
+        firsts = batch.num_computed_tokens[step.rows]
+        num_tokens = (firsts + step.counts)[step.samples]
         checks = self._nan_check_required and step.num_decodes < len(step.rows)
         announced = NO_LOGITS
         if self._leader is not None:
@@ -142,25 +128,77 @@ class ModelRunner:
             if self._leader is not None:
                 self._leader.step(step, batch, NO_LOGITS, True, embeds)
             hidden = self._compute(step, batch, embeds, isolates=True)
-        vectors = self._pooler.pool(
-            hidden, step, batch, copies.take, self._model.classify if self._has_classes else None
-        )
+        return self._output(batch, sampler, announced, step, firsts, hidden)
+
+    def _launch_stage(
+        self, staged: StagedSteps, step: ScheduledStep, batch: Batch, sampler: Sampler, embeds: StepEmbeds | None
+    ) -> StagedOutput:
+        """Compute the first stage of `step`, and return its output, which is finished when it is processed."""
+        needs_all = returns_all(step, batch)
+        if self._leader is not None:
+            self._leader.step(step, batch, NO_LOGITS, False, embeds, needs_all)
+        staged.run(step, batch, embeds, needs_all)
+        finish = functools.partial(self._output, batch, sampler, NO_LOGITS)
+        return StagedOutput(step, batch, needs_all, self._take, finish)
+
+    def _compute_checked(
+        self, step: ScheduledStep, batch: StepRows, embeds: StepEmbeds | None, received: Tensor | None = None
+    ) -> Tensor:
+        """Return what `_compute` does; repeat it at once if values are not finite that attention does not isolate.
+
+        All ranks of the stage have the same hidden states, and so decide the same. `received` is overwritten.
+        """
+        if not self._nan_check_required or step.num_decodes == len(step.rows):
+            return self._compute(step, batch, embeds, received=received)
+        copy = None if received is None else received.clone()
+        hidden = self._compute(step, batch, embeds, received=received)
+        if hidden.sum(dtype=torch.float32).isfinite():
+            return hidden
+        return self._compute(step, batch, embeds, isolates=True, received=copy)
+
+    def _take(self, places: npt.NDArray[np.int64]) -> Tensor:
+        """Wait for the next hidden states from the last stage; return those at `places`, on all ranks of the stage."""
+        if (leader := self._logits_leader) is not None:
+            leader.take(places)
+        return self.follow_take(places)
+
+    @torch.inference_mode()
+    def follow_take(self, places: npt.NDArray[np.int64]) -> Tensor:
+        """Do what rank 0 does in `_take`."""
+        assert self._staged is not None
+        return self._staged.take(places)
+
+    def _output(
+        self, batch: Batch, sampler: Sampler, announced: int, step: ScheduledStep, firsts: Counts, hidden: Tensor
+    ) -> PendingOutput:
+        """Return the output of `step`, which is not sampled yet.
+
+        `firsts` [num_rows] counts the tokens that were computed before it. `hidden` are the hidden states of all
+        tokens, or in a pipeline of the rows that are sampled if no others are needed. `announced` as for `_sample`.
+        """
+        copies = HostCopies(self._device)
+        num_tokens = (firsts + step.counts)[step.samples]
+        classify = self.memory.model.classify if self._has_classes else None
+        vectors = self._pooler.pool(hidden, step, batch, copies.take, classify, firsts)
         vocab_size = self._config.model_config.architecture.vocab_size
-        prompts = prompt_logprobs(step, batch, hidden, self._range_logits, vocab_size, copies.take)
+        prompts = prompt_logprobs(step, batch, hidden, self._range_logits, vocab_size, copies.take, firsts)
         sample = functools.partial(self._sample, hidden, step, num_tokens, batch, sampler, copies, announced)
         return PendingOutput(sample, prompts, vectors, copies)
 
     @torch.inference_mode()
     def follow(self, message: StepMessage, rows: StepRows) -> Tensor:
         """Compute a step that rank 0 has sent; return its hidden states [num_tokens, hidden_size]."""
+        step, is_first = message.step, self._pipeline is None or self._pipeline.is_first
         embeds = None
-        if len(message.embeds):
-            shape = (len(message.embeds), self._config.model_config.architecture.hidden_size)
+        if is_first and len(message.embeds):
+            shape = (len(message.embeds), self._hidden_size)
             values = torch.empty(shape, dtype=self._dtype, device=self._device)
             embeds = StepEmbeds(self._to_device(message.embeds), values)
-        hidden = self._compute(message.step, rows, embeds, message.isolates)
+        if self._staged is not None:
+            return self._staged.run(step, rows, embeds, message.returns_all)
+        hidden = self._compute(step, rows, embeds, message.isolates)
         if message.sampling != NO_LOGITS:
-            self.follow_logits(hidden, message.sampling, sampled_places(message.step))
+            self.follow_logits(hidden, message.sampling, sampled_places(step))
         return hidden
 
     @torch.inference_mode()
@@ -168,25 +206,33 @@ class ModelRunner:
         """Compute this rank's share of logits, or of their argmax, for the tokens at `places` of a step."""
         self._beat()
         of_tokens = hidden if len(places) == len(hidden) else hidden[self._to_device(places)]
-        (self._model.argmax if sampling == ARGMAX else self._model.compute_logits)(of_tokens)
+        (self.memory.model.argmax if sampling == ARGMAX else self.memory.model.compute_logits)(of_tokens)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Put `adapter` into `slot` on all ranks, to which rank 0 sends its factors; see `AdapterSlots.load`."""
-        assert self.adapters is not None
+        assert self.memory.adapters is not None
         if self._leader is not None:
             self._leader.load_adapter(slot, adapter)
-        if self._group.size > 1:
+        if self._all_ranks.size > 1:
             for factors in adapter.factors.values():
                 for factor in factors:
-                    shared = self._group.broadcast(factor.to(self._device))
-                    if self._group.rank:
+                    shared = self._all_ranks.broadcast(factor.to(self._device))
+                    if self._all_ranks.rank:
                         factor.copy_(shared)
-        self.adapters.load(slot, adapter)
+        self.memory.adapters.load(slot, adapter)
 
     def _compute(
-        self, step: ScheduledStep, batch: StepRows, embeds: StepEmbeds | None, isolates: bool = False
+        self,
+        step: ScheduledStep,
+        batch: StepRows,
+        embeds: StepEmbeds | None,
+        isolates: bool = False,
+        received: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [num_tokens, hidden_size] of `step`; all ranks call it together."""
+        """Return the hidden states [num_tokens, hidden_size] of `step`; all ranks of a stage call it together.
+
+        `received` are the hidden states of the stage before; None in the first stage.
+        """
         shares = self._group.size > 1
         if shares and self._latest is not None and len(step.awaits):
             # Only rank 0 has sampled them.
@@ -201,119 +247,26 @@ class ModelRunner:
             metadata = metadata._replace(token_types=token_types(step, batch, self._to_device))
         if embeds is not None:
             embeds = embeds._replace(values=self._group.broadcast(embeds.values))
-        if self._graphs is not None and embeds is None and not isolates and self._graphs.fits(step):
-            hidden = self._graphs.run(input_ids, positions, metadata)
+        if self.memory.graphs is not None and embeds is None and not isolates and self.memory.graphs.fits(step):
+            hidden = self.memory.graphs.run(input_ids, positions, metadata)
             if hidden is not None:
                 return hidden
-        return self._forward(input_ids, positions, metadata, embeds)
-
-    @property
-    def has_cache(self) -> bool:
-        """The KV cache is allocated."""
-        return bool(self._kv_caches)
+        return self._forward(input_ids, positions, metadata, embeds, received)
 
     def _forward(
-        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, embeds: StepEmbeds | None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        embeds: StepEmbeds | None,
+        received: Tensor | None,
     ) -> Tensor:
         """Return the hidden states [num_tokens, hidden_size] of the model, which gets `embeds` for their tokens."""
-        inputs: list[Tensor] = []
+        inputs: list[Tensor] = [] if received is None else [received]
         if embeds is not None:
-            inputs.append(self._model.embed_input_ids(input_ids).index_copy_(0, embeds.places, embeds.values))
-        hidden: Tensor = self._model(input_ids, positions, self._kv_caches, metadata, *inputs)
+            inputs.append(self.memory.model.embed_input_ids(input_ids).index_copy_(0, embeds.places, embeds.values))
+        hidden: Tensor = self.memory.model(input_ids, positions, self.memory.kv_caches, metadata, *inputs)
         return hidden
-
-    def wrap_model(self, wrap: Callable[[Any], Any]) -> None:
-        """Call `wrap(model)` instead of the model in every step, without CUDA graphs."""
-        self._wrap = wrap
-        self._model = wrap(self._model)
-        self._graphs = self._make_capture = None
-
-    def offload_weights(self) -> None:
-        try:
-            if self._device.type != "cpu" and self._offloaded is None:
-                self._offloaded = OffloadedWeights(self._model, self._beat)
-        finally:
-            release_memory(self._device)
-
-    def drop_weights(self) -> None:
-        self._offloaded, self._model = None, _NoModel(self._model.kv_shapes)
-        if self.adapters is not None:
-            self.adapters.unbind()
-        release_memory(self._device)
-
-    def restore_weights(self) -> None:
-        if isinstance(self._model, _NoModel):
-            self._progress(0.0)
-            self._model = self._load()
-        elif self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
-        release_memory(self._device)  # the memory of the host's copy, or of the weight files
-
-    def drop_cache(self) -> None:
-        self._graphs, self._kv_caches = None, []
-        release_memory(self._device)
-
-    def restore_cache(self) -> None:
-        cache = self._config.cache_config
-        num_bytes = cache.num_blocks * cache.block_size * self.token_bytes()
-        if self._device.type == "cpu" and num_bytes > (free := available_memory()):
-            raise MemoryError(f"the KV cache does not fit: it takes {num_bytes:,} bytes, and {free:,} are free")
-        self._kv_caches = self._allocate(cache.num_blocks)
-
-    def prepare(self) -> None:
-        self._graphs = self._capture_graphs(batch_sizes(self._config.scheduler_config.max_num_seqs))
-
-    def _load(self) -> Any:
-        """Return the model with its weights, its attention bound to the chosen backend, and a beat at each layer."""
-        model_config = self._config.model_config
-        model = load_model(model_config, self._dtype, self._device, self._progress, self._cache_dtype, self._group)
-        self.num_parameters = model.num_parameters
-        module = cast("nn.Module", model)
-        if self.adapters is not None:
-            self.adapters.bind(model)
-        self._attention = choose_attention(self._config, self._device, self._dtype, model.kv_shapes)
-        bind_attention(module, self._attention.attend)
-        for layer in _layers(module):
-            layer.register_forward_pre_hook(lambda *_: self._beat())
-        return self._wrap(model)
-
-    def _default_capture(self) -> Callable[[torch.device], Capture] | None:
-        """Return the capture in CUDA graphs for native models; None if steps are launched one operation at a time."""
-        model = self._config.model_config
-        if model.enforce_eager or self._device.type != "cuda" or not isinstance(model.architecture, NativeArchitecture):
-            return None
-        if not self._attention.captures:
-            logger.info("decode steps are not captured: this attention backend reads lengths on the host")
-            return None
-        return cuda_capture
-
-    def _make_graphs(self, sizes: Sequence[int]) -> DecodeGraphs | None:
-        """Return graphs of decode steps with these numbers of rows on the current cache; None if capturing fails."""
-        try:
-            return self._capture_graphs(sizes)
-        except CaptureError as error:
-            self._make_capture = None
-            logger.warning("decode steps are not captured: %s", error)
-            return None
-
-    @torch.inference_mode()
-    def _capture_graphs(self, sizes: Sequence[int]) -> DecodeGraphs | None:
-        """Return graphs as `_make_graphs` does, or None if steps are not captured; raise CaptureError on failure."""
-        if self._make_capture is None or not self._kv_caches:
-            return None
-        started = time.monotonic()
-        model, block_size = self._config.model_config, self._config.cache_config.block_size
-        graphs = DecodeGraphs(
-            lambda input_ids, positions, metadata: self._model(input_ids, positions, self._kv_caches, metadata),
-            -(-model.max_model_len // block_size),
-            model.max_model_len,
-            self._device,
-            has_adapters=self.adapters is not None,
-        )
-        graphs.capture(sizes, self._make_capture(self._device), self._beat)
-        logger.info("decode steps of up to %d rows captured in %.1f s", max(sizes), time.monotonic() - started)
-        return graphs
 
     def latest_token(self, row: int) -> int:
         """Return the latest sampled token of `row`; wait for the device, which may not have sampled it yet."""
@@ -338,16 +291,18 @@ class ModelRunner:
         if not step.samples.any():
             return _NO_TOKENS, list
         rows = step.rows[step.samples]
-        if self._leader is not None and announced == NO_LOGITS:
+        places = np.arange(len(rows)) if len(rows) == len(hidden) else sampled_places(step)
+        leader = self._logits_leader
+        if leader is not None and announced == NO_LOGITS:
             announced = self._sampling(rows, batch, sampler, num_tokens)
-            self._leader.logits(announced, sampled_places(step))
+            leader.logits(announced, places)
         if len(rows) < len(hidden):
-            hidden = hidden[self._to_device(sampled_places(step))]
+            hidden = hidden[self._to_device(places)]
         vocab_size = self._config.model_config.architecture.vocab_size
-        if announced == ARGMAX or (self._leader is None and self._is_argmax(rows, batch, sampler, num_tokens)):
+        if announced == ARGMAX or (leader is None and self._is_argmax(rows, batch, sampler, num_tokens)):
             self._beat()
             masks = None if announced == ARGMAX else sampler.token_masks(rows, num_tokens, vocab_size)
-            tokens = self._model.argmax(hidden, masks)
+            tokens = self.memory.model.argmax(hidden, masks)
             messages: Callable[[], list[Owned]] = list
         else:
             logits = self._compute_logits(hidden)
@@ -358,6 +313,11 @@ class ModelRunner:
             # A row that got no token continues with token 0 until its end is processed; that output is discarded.
             self._latest.index_copy_(0, self._to_device(rows), tokens.clamp(min=0))
         return copies.take(tokens), messages
+
+    @property
+    def _logits_leader(self) -> Leader | None:
+        """What tells the ranks that share the head of the model; None if this rank has all of it."""
+        return self._leader if self._group.size > 1 else None
 
     def _sampling_of(self, step: ScheduledStep, batch: Batch, sampler: Sampler, num_tokens: Counts) -> int:
         """Return what the other ranks can be told at the launch of `step` to compute of its logits."""
@@ -376,82 +336,58 @@ class ModelRunner:
 
     def _range_logits(self, hidden: Tensor, first: int, last: int) -> Tensor:
         """Return the logits of the tokens [first, last) of the latest step, whose hidden states are `hidden`."""
-        if self._leader is not None:
-            self._leader.logits(LOGITS, np.arange(first, last))
+        if (leader := self._logits_leader) is not None:
+            leader.logits(LOGITS, np.arange(first, last))
         return self._compute_logits(hidden[first:last])
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         self._beat()
-        logits: Tensor = self._model.compute_logits(hidden)  # no request asks an encoder for logits
+        logits: Tensor = self.memory.model.compute_logits(hidden)  # no request asks an encoder for logits
         return logits
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> Tensor:
         return to_device(array, self._device)
 
-    def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """Return (keys, values) of each layer, [num_blocks, block_size, heads, dim] each; none for an encoder.
-
-        They are not zeroed: no operation reads a cell before it is written, and untouched pages take no memory.
-        """
-        block_size = self._config.cache_config.block_size
-
-        def cache(shape: tuple[int, int]) -> Tensor:
-            return torch.empty((num_blocks, block_size, *shape), dtype=self._cache_dtype, device=self._device)
-
-        return [(cache(keys), cache(values)) for keys, values in self._model.kv_shapes]
-
-    def token_bytes(self) -> int:
-        """Return the bytes of KV cache of one token over all layers."""
-        elements: int = sum(heads * dim for layer in self._model.kv_shapes for heads, dim in layer)
-        return self._cache_dtype.itemsize * elements
-
     def _profile(self) -> int:
-        """Run the largest prefill, a decode and the largest draw once; return the bytes that graphs will take.
+        """Run the largest prefill, decodes and the largest draw once; return the bytes that graphs will take.
 
         torch records their peak of memory, for which the cache leaves room (`cache_blocks`). They also load and
         compile the kernels before the first steps need them.
         """
         scheduler, model = self._config.scheduler_config, self._config.model_config
         block_size = self._config.cache_config.block_size
-        count = min(scheduler.max_num_batched_tokens, model.max_model_len)
+        num_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * model.max_model_len)
+        num_rows = -(-num_tokens // model.max_model_len)
+        count = -(-num_tokens // num_rows)
         num_blocks = -(-count // block_size)
-        batch = Batch(1, count, block_size, [])
-        prompt = np.zeros(count, np.int32)
-        request = Request(0, 0, "profile", SamplingParams(), prompt, count, count + 1, (0, 0))
-        batch.add(request, np.arange(1, num_blocks + 1, dtype=np.int32))
-        self._kv_caches = self._allocate(num_blocks + 1)
+        batch = Batch(num_rows, count, block_size, [])
+        blocks = np.arange(1, num_rows * num_blocks + 1, dtype=np.int32).reshape(num_rows, num_blocks)
+        for slot in range(num_rows):
+            prompt = np.zeros(count, np.int32)
+            request = Request(0, slot, "profile", SamplingParams(), prompt, count, count + 1, (0, slot))
+            batch.add(request, blocks[slot])
+        self.memory.allocate_cache(blocks.size + 1)
         for num_computed in (0, count - 1):
-            batch.num_computed_tokens[0] = num_computed
-            is_decode = int(num_computed > 0)
-            step = ScheduledStep(
-                np.array([0]), np.array([count - num_computed]), is_decode, np.array([True]), np.array([False])
-            )
-            self.launch(step, batch, Sampler(batch, self._device)).wait()
-        graph_bytes = self._graph_bytes()
-        self._kv_caches = []
+            batch.num_computed_tokens[:] = num_computed
+            counts = np.full(num_rows, count - num_computed)
+            step = ScheduledStep.of(batch, batch.order, counts, num_rows if num_computed else 0)
+            if self._pipeline is None:
+                self.launch(step, batch, Sampler(batch, self._device)).wait()
+            else:
+                self._profile_stage(self._pipeline, step, batch)
+        graph_bytes = self.memory.graph_bytes()
+        self.memory.kv_caches = []
         profile_sampler(self._config, self._dtype, self._device)
         torch.cuda.synchronize(self._device)
         return graph_bytes
 
-    def _graph_bytes(self) -> int:
-        """Estimate the bytes of all graphs from the largest graph, and from the two largest, which share memory.
-
-        The graphs themselves are bound to the cache, so they can only be captured after it is allocated.
-        """
-        sizes = batch_sizes(self._config.scheduler_config.max_num_seqs)
-        taken = []
-        for trial in (sizes[-1:], sizes[-2:]):
-            torch.cuda.empty_cache()
-            before = free_cuda_memory(self._device)
-            graphs = self._make_graphs(trial)
-            taken.append(before - free_cuda_memory(self._device))
-            del graphs
-        torch.cuda.empty_cache()
-        largest, both = taken
-        return max(0, largest) + (len(sizes) - 1) * max(0, both - largest)
-
-
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a model: the members of its outermost lists of modules."""
-    for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else _layers(child)
+    @torch.inference_mode()
+    def _profile_stage(self, pipeline: Pipeline, step: ScheduledStep, batch: Batch) -> None:
+        """Compute a step without other stages."""
+        received = None
+        if not pipeline.is_first:
+            shape = (int(step.counts.sum()), self._hidden_size)
+            received = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        hidden = self._compute(step, batch, None, received=received)
+        if pipeline.is_first:
+            self.memory.model.compute_logits(hidden[-len(step.rows) :])

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_mp.core.scheduler.batch import Batch, Vector
+from vllm_mp.core.scheduler.batch import Batch, Counts, Vector
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.host_copies import ToHost, on_host
 from vllm_mp.pooling_params import PoolingParams
@@ -35,22 +35,25 @@ class Pooler:
         batch: Batch,
         to_host: ToHost = on_host,
         classify: Callable[[Tensor], Tensor] | None = None,
+        num_computed: Counts | None = None,
     ) -> Callable[[], list[Vector]]:
         """Return a function for the vectors of the rows that `step.pools` marks, in order.
 
         `hidden` is [num_tokens, hidden_size]. `classify` is the head of a model with classes: it returns
-        [n, num_classes] for pooled states [n, hidden_size]. Must be called with every step as it is launched, before
-        `batch.num_computed_tokens` counts its chunks. Call the function once the copies of `to_host` are complete.
+        [n, num_classes] for pooled states [n, hidden_size]. Must be called with every step in order. `num_computed`
+        [num_rows] counts the tokens that were computed before the step, by default as `batch` does. Call the function
+        once the copies of `to_host` are complete.
         """
         is_pooled = batch.is_pooled[step.rows]
         if not is_pooled.any():
             return list
+        firsts = batch.num_computed_tokens[step.rows] if num_computed is None else num_computed
         pooled, ends = [], np.cumsum(step.counts)
         for i in np.flatnonzero(is_pooled).tolist():
             row, count = int(step.rows[i]), int(step.counts[i])
             states = hidden[int(ends[i]) - count : int(ends[i])]
             pooling = _pooling_of(batch, row)
-            value = self._value(row, states, pooling.pooling_type, continues=bool(batch.num_computed_tokens[row]))
+            value = self._value(row, states, pooling.pooling_type, continues=bool(firsts[i]))
             if not step.pools[i]:
                 # A copy, because a view would keep all hidden states of the step.
                 self._partial[row] = value.to(torch.float32, copy=True)

@@ -61,7 +61,7 @@ class Worker:
 
     def get_cache_block_size_bytes(self) -> int:
         """Return the bytes of one block of the KV cache over all layers; 0 for an encoder."""
-        return self._runner.token_bytes() * self._config.cache_config.block_size
+        return self._runner.memory.token_bytes() * self._config.cache_config.block_size
 
     def get_kv_cache_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the blocks that a request of `num_tokens` tokens takes in the KV cache."""
@@ -76,7 +76,7 @@ class Worker:
         the host, which others can still allocate. A GPU also has `total_bytes` and `allocated_bytes`, of this core's
         tensors.
         """
-        num_blocks = self._config.cache_config.num_blocks if self._runner.has_cache else 0
+        num_blocks = self._config.cache_config.num_blocks if self._runner.memory.kv_caches else 0
         info = {
             "device": str(self._device),
             "kv_cache_bytes": num_blocks * self.get_cache_block_size_bytes(),
@@ -104,7 +104,7 @@ class Worker:
 
     def get_num_parameters(self) -> int:
         """Return the number of parameters of the model, of weights that are used twice once."""
-        return self._runner.num_parameters
+        return self._runner.memory.num_parameters
 
     def get_supported_tasks(self) -> list[str]:
         """Return what requests may ask of the model: "generate", "embed", "classify" and "score", as far as it can."""

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from support.lora_engines import PROMPT, save_adapters
 
-from vllm_mp import AsyncEngineArgs, EngineError, SamplingParams
+from vllm_mp import AsyncEngineArgs, EngineError, PoolingParams, SamplingParams
 from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.sampling_params import StructuredOutputsParams
 from vllm_mp.testing.engines import answer, greedy, running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy, num_preemptions
+from vllm_mp.testing.machines import running_on_two_machines
 from vllm_mp.testing.random_models import (
     CONFIGS,
     PROMPT_LENGTHS,
@@ -19,6 +20,12 @@ from vllm_mp.testing.random_models import (
     save_random_model,
 )
 
+RANKS = {
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
+    "both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
+OPTIONS = {"num_threads": 1, "max_model_len": 256, "recovery": False, "check_invariants": True}
 LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 4}
 
 
@@ -28,14 +35,30 @@ def adapters(small_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engines(small_model):
-    """An engine with one process, and an engine with two ranks."""
-    options = {"num_threads": 1, "max_model_len": 256, "recovery": False, **LORA}
-    with (
-        running_engine(small_model, **options) as whole,
-        running_engine(small_model, **options, tensor_parallel_size=2) as shared,
-    ):
-        yield whole, shared
+def one_process(small_model):
+    with running_engine(small_model, **OPTIONS, **LORA) as engine:
+        yield engine
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("tensor", 1), ("pipeline", 1), ("tensor", 2), slow(("both", 1)), slow(("both", 2)), slow(("pipeline", 2))],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
+def engines(request, one_process, small_model, tmp_path_factory):
+    """An engine with one process, and an engine with several ranks on one or two machines."""
+    ranks, num_machines = request.param
+    options = {**OPTIONS, **LORA, **RANKS[ranks]}
+    if num_machines == 1:
+        with running_engine(small_model, **options) as shared:
+            yield one_process, shared
+    else:
+        with running_on_two_machines(small_model, tmp_path_factory.mktemp("keys"), **options) as (shared, _):
+            yield one_process, shared
 
 
 def of_both(engines, ask):
@@ -71,6 +94,17 @@ def test_log_probabilities_are_those_of_one_process(engines):
             )
 
 
+def test_vectors_are_those_of_one_process(engines):
+    async def ask(engine):
+        params = [PoolingParams(task="embed", pooling_type=kind) for kind in ("mean", "last")]
+        streams = [engine.encode(f"{PROMPT} " * 30, own, f"vector-{n}") for n, own in enumerate(params)]
+        return [[output async for output in stream][-1].outputs.data for stream in streams]
+
+    whole, shared = of_both(engines, ask)
+    for found, expected in zip(shared, whole, strict=True):
+        assert list(found) == pytest.approx(list(expected), abs=1e-3)
+
+
 def test_adapters_reach_all_ranks_and_take_turns(engines, adapters):
     async def ask(engine):
         params = greedy(12, ignore_eos=True)
@@ -100,8 +134,8 @@ def test_operations_reach_all_ranks(engines):
             assert (await answer(engine, PROMPT, greedy(10))).outputs[0].token_ids == expected
         await engine.reset_prefix_cache()
         counts = await engine.collective_rpc("get_num_parameters")
-        assert counts[0] == counts[1] > 0
-        assert len(await engine.collective_rpc("get_memory_info")) == 2
+        assert len(set(counts)) == 1
+        assert len(await engine.collective_rpc("get_memory_info")) == len(counts) == len(pids) > 1
         with pytest.raises(EngineError, match="num_tokens must be"):
             await engine.collective_rpc("get_kv_cache_bytes", args=(-1,))
         await engine.start_profile()
@@ -114,9 +148,31 @@ def test_operations_reach_all_ranks(engines):
     assert sorted(traces) == sorted(f"core-{pid}-0.trace.json.gz" for pid in pids)
 
 
+def test_streams_are_those_of_one_process_beside_aborts_and_a_pause(engines):
+    async def ask(engine):
+        prompts = [f"{PROMPT} {n}" * (1 + n % 7) for n in range(24)]
+        params = [SamplingParams(temperature=0.7, seed=n, max_tokens=4 + n, ignore_eos=True) for n in range(24)]
+        asked = [
+            asyncio.ensure_future(answer(engine, prompt, own)) for prompt, own in zip(prompts, params, strict=True)
+        ]
+        aborted = [engine.generate(prompt, greedy(100, ignore_eos=True), f"aborted-{prompt}") for prompt in prompts[:8]]
+        await asyncio.gather(*(anext(stream) for stream in aborted))
+        await asyncio.gather(*(stream.aclose() for stream in aborted))
+        await engine.pause_generation("keep")
+        await engine.resume_generation()
+        return [output.outputs[0].token_ids for output in await asyncio.gather(*asked)]
+
+    whole, shared = of_both(engines, ask)
+    assert shared == whole
+
+
 def test_number_of_ranks_that_the_model_does_not_allow_is_refused_at_once(small_model):
     with pytest.raises(ValueError, match=r"tensor_parallel_size=3: num_attention_heads=4 of .* is no multiple of it"):
         AsyncEngineArgs(str(small_model), tensor_parallel_size=3).create_engine_config()
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size=3: .* has 2 layers, .* set it to at most 2"):
+        AsyncEngineArgs(str(small_model), pipeline_parallel_size=3).create_engine_config()
+    with pytest.raises(ValueError, match=r"async_scheduling=True: with pipeline_parallel_size=2 .* leave it out"):
+        AsyncEngineArgs(str(small_model), pipeline_parallel_size=2, async_scheduling=True).create_engine_config()
 
 
 @pytest.mark.slow

@@ -4,47 +4,18 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 
 import psutil
 import pytest
+from support.rank_streams import ended, expected_tokens, rank_pids, streamed, tokens_after
 
-from vllm_mp import EngineDeadError, EngineError, RequestOutputKind, SamplingParams
-from vllm_mp.testing.engines import answer, eventually, greedy
+from vllm_mp import EngineDeadError, EngineError
+from vllm_mp.testing.engines import eventually
 
-RANKS = {"tensor_parallel_size": 2, "num_threads": 1, "max_model_len": 256}
-PROMPTS = ("Hello", "The capital of France is", "One two three", "Once upon a time")
-NUM_TOKENS = 24
-
-
-async def rank_pids(engine):
-    return (await engine.core_status())["rank_pids"]
-
-
-async def streamed(engine, prompt, progress):
-    """Return the tokens of a stream; set `progress` when it has some."""
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-    tokens = []
-    async for output in engine.generate(prompt, params):
-        tokens += output.outputs[0].token_ids
-        if len(tokens) > 5:
-            progress.set()
-    return tokens
-
-
-async def tokens_after(engine, strike):
-    """Return the tokens of all prompts, where `strike(pids of the ranks)` is called in the middle of the streams."""
-    begun = [asyncio.Event() for _ in PROMPTS]
-    streams = [
-        asyncio.ensure_future(streamed(engine, prompt, event)) for prompt, event in zip(PROMPTS, begun, strict=True)
-    ]
-    await asyncio.gather(*(event.wait() for event in begun))
-    strike(await rank_pids(engine))
-    return await asyncio.wait_for(asyncio.gather(*streams), 60)
-
-
-def ended(pids):
-    """Return whether none of the processes runs any more."""
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+OPTIONS = {"num_threads": 1, "max_model_len": 256}
+RANKS = {"tensor_parallel_size": 2, **OPTIONS}
+STAGES = {"pipeline_parallel_size": 2, **OPTIONS}
 
 
 async def assert_idle(pids):
@@ -55,13 +26,9 @@ async def assert_idle(pids):
     assert max(sum(new[:2]) - sum(old[:2]) for new, old in zip(after, before, strict=True)) < 0.3
 
 
-async def expected_tokens(engine):
-    outputs = await asyncio.gather(*(answer(engine, prompt, greedy(NUM_TOKENS, ignore_eos=True)) for prompt in PROMPTS))
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def test_streams_continue_after_a_rank_is_killed_and_no_rank_outlives_its_core(make_small_engine):
-    engine = make_small_engine(**RANKS)
+@pytest.mark.parametrize("ranks", [RANKS, STAGES], ids=["tensor", "pipeline"])
+def test_streams_continue_after_a_rank_is_killed_and_no_rank_outlives_its_core(ranks, make_small_engine):
+    engine = make_small_engine(**ranks)
 
     async def run():
         expected = await expected_tokens(engine)
@@ -82,16 +49,60 @@ def test_streams_continue_after_a_rank_is_killed_and_no_rank_outlives_its_core(m
     asyncio.run(run())
 
 
+@contextlib.contextmanager
+def slowed_a_hundredfold(pid, cycle_s):
+    """Let a process run for a hundredth of each `cycle_s` seconds."""
+    process, is_over = os.pidfd_open(pid), threading.Event()
+
+    def slow():
+        with contextlib.suppress(ProcessLookupError):
+            while not is_over.is_set():
+                signal.pidfd_send_signal(process, signal.SIGSTOP)
+                is_over.wait(0.99 * cycle_s)
+                signal.pidfd_send_signal(process, signal.SIGCONT)
+                is_over.wait(0.01 * cycle_s)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        os.close(process)
+
+
 @pytest.mark.slow
-def test_rank_that_is_stopped_or_dies_in_an_idle_core_is_replaced(make_small_engine):
-    engine = make_small_engine(**RANKS, engine_iteration_timeout_s=3.0, start_timeout_s=30.0)
+def test_streams_complete_though_a_rank_is_slowed_a_hundredfold(make_small_engine):
+    """The core goes on slowly, and is replaced once the rank makes no progress for too long."""
+    engine = make_small_engine(**RANKS, engine_iteration_timeout_s=1.0, start_timeout_s=30.0)
+
+    async def run():
+        expected = await expected_tokens(engine)
+        for cycle_s in (0.1, 4.0):
+            first = await rank_pids(engine)
+            with contextlib.ExitStack() as stack:
+
+                def slow(pids, stack=stack, cycle_s=cycle_s):
+                    stack.enter_context(slowed_a_hundredfold(pids[1], cycle_s))
+
+                assert await tokens_after(engine, slow) == expected
+        assert not set(first) & set(await rank_pids(engine))
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "place"), [(RANKS, ""), (STAGES, "stage 1, ")], ids=["tensor", "pipeline"])
+def test_rank_that_is_stopped_or_dies_in_an_idle_core_is_replaced(ranks, place, make_small_engine):
+    engine = make_small_engine(**ranks, engine_iteration_timeout_s=3.0, start_timeout_s=30.0)
 
     async def run():
         expected = await expected_tokens(engine)
         first = await rank_pids(engine)
         log = engine._supervisor.core.process.log_path
         assert await tokens_after(engine, lambda pids: os.kill(pids[1], signal.SIGSTOP)) == expected
-        assert f"rank 1 (process {first[1]}) has made no progress" in log.read_text()
+        assert f"rank 1 ({place}process {first[1]}) has made no progress" in log.read_text()
         second = await rank_pids(engine)
         os.kill(second[1], signal.SIGKILL)
 
@@ -109,15 +120,16 @@ def test_rank_that_is_stopped_or_dies_in_an_idle_core_is_replaced(make_small_eng
 
 
 @pytest.mark.slow
-def test_error_names_the_rank_that_died(make_small_engine):
-    engine = make_small_engine(**RANKS, recovery=False)
+@pytest.mark.parametrize(("ranks", "place"), [(RANKS, ""), (STAGES, "stage 1, ")], ids=["tensor", "pipeline"])
+def test_error_names_the_rank_that_died(ranks, place, make_small_engine):
+    engine = make_small_engine(**ranks, recovery=False)
 
     async def run():
         pids = await rank_pids(engine)
         stream = asyncio.ensure_future(streamed(engine, "Hello", begun := asyncio.Event()))
         await begun.wait()
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pids[1]}\) ended with signal SIGKILL"):
+        with pytest.raises(EngineDeadError, match=rf"rank 1 \({place}process {pids[1]}\) ended with signal SIGKILL"):
             await asyncio.wait_for(stream, 20)
         return pids
 

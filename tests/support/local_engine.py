@@ -31,21 +31,39 @@ OPTIONS = {
 class LocalEngine:
     """Runs requests, and keeps their tokens and log-probabilities by slot."""
 
-    def __init__(self, folder, device="cpu", make_capture=None, beat=lambda: None, group=ALONE, leader=None, **options):
-        """`group` and `leader` as for `ModelRunner`."""
+    def __init__(
+        self,
+        folder,
+        device="cpu",
+        make_capture=None,
+        beat=lambda: None,
+        group=ALONE,
+        leader=None,
+        pipeline=None,
+        **options,
+    ):
+        """`group`, `leader` and `pipeline` as for `ModelRunner`."""
         self.config = config = self.make_config(folder, device, **options)
         self.device = torch.device(device)
         dtype = getattr(torch, config.model_config.dtype)
         self.runner = ModelRunner(
-            config, self.device, dtype, beat=beat, make_capture=make_capture, group=group, leader=leader
+            config,
+            self.device,
+            dtype,
+            beat=beat,
+            make_capture=make_capture,
+            group=group,
+            leader=leader,
+            pipeline=pipeline,
         )
         scheduler, cache = config.scheduler_config, config.cache_config
         self.batch = Batch(scheduler.max_num_seqs, config.model_config.max_model_len, cache.block_size, [])
         kv_cache = KVCacheManager(self.batch, cache.num_blocks, cache.block_size)
         self.pool = kv_cache.pool
-        self.scheduler = Scheduler(scheduler, self.batch, kv_cache)
+        num_stages = config.parallel_config.pipeline_parallel_size
+        self.scheduler = Scheduler(scheduler, self.batch, kv_cache, num_stages=num_stages)
         self.sampler = Sampler(self.batch, self.device)
-        self.num_ahead = int(bool(scheduler.async_scheduling))
+        self.num_ahead = max(int(bool(scheduler.async_scheduling)), num_stages - 1)
         self.num_launched = 0
         self.tokens = {}
         self.logprobs = {}
@@ -97,7 +115,8 @@ class LocalEngine:
             if step.samples_after_update:
                 self.process_all_but(1)
             output.sample()
-        self.process_all_but(self.num_ahead if step is not None else 0)
+        pending = self.scheduler.pending_steps
+        self.process_all_but(self.num_ahead if step is not None else max(0, len(pending) - 1))
         check_invariants(self.scheduler)
         return step
 

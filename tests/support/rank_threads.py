@@ -12,9 +12,13 @@ from support.local_engine import LocalEngine
 from vllm_mp.core.models import transformers_backend
 from vllm_mp.core.parallel.follower import Follower
 from vllm_mp.core.parallel.followers import Followers
+from vllm_mp.core.parallel.pipeline import SharedMemoryPipeline
 from vllm_mp.core.parallel.shared_group import SharedMemoryGroup, num_bytes
+from vllm_mp.core.parallel.tensor_queue import TensorQueue
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.kernels.cpu.library import Library, library
+
+QUEUE_SLOT = 2**16
 
 
 class ThreadGroup(SharedMemoryGroup):
@@ -32,10 +36,29 @@ class ThreadGroup(SharedMemoryGroup):
             raise RuntimeError("a rank of the group has failed")
 
 
-def make_groups(size, memory=None):
-    """Return the groups of `size` ranks that share `memory`, by default new memory."""
-    memory, failed = memory or mmap.mmap(-1, num_bytes(size)), threading.Event()
+def make_groups(size, memory=None, failed=None):
+    """Return the groups of `size` ranks that share `memory`, by default new memory; `failed` tells of a failure."""
+    memory, failed = memory or mmap.mmap(-1, num_bytes(size)), failed or threading.Event()
     return [ThreadGroup(memory, rank, size, failed) for rank in range(size)]
+
+
+def make_pipelines(num_stages, size, failed):
+    """Return the pipelines of the ranks of `num_stages` stages, each of `size` ranks; None for each with one stage."""
+    if num_stages == 1:
+        return [None] * size
+    num_ranks = num_stages * size
+    all_ranks, slots = make_groups(num_ranks, failed=failed), (4, QUEUE_SLOT)
+    memories = [mmap.mmap(-1, TensorQueue.num_bytes(*slots)) for _ in range(num_ranks)]
+
+    def queue_of(reader):
+        return TensorQueue(memories[reader], 0, *slots, check=all_ranks[0]._look)
+
+    return [
+        SharedMemoryPipeline(
+            rank // size, num_stages, all_ranks[rank], queue_of(rank), queue_of((rank + size) % num_ranks)
+        )
+        for rank in range(num_ranks)
+    ]
 
 
 def run_ranks(groups, run):
@@ -60,16 +83,15 @@ def run_ranks(groups, run):
 
 
 class _Processes:
-    """Stands in for `WorkerProcesses` and its ring: messages go to the queues of threads."""
+    """Stands in for `Ranks`: messages go to the queues of threads."""
 
     def __init__(self, num_followers):
         self.queues = [queue.Queue() for _ in range(num_followers)]
         self.said = [queue.Queue() for _ in range(num_followers)]
-        self.ring = self
-        self.events = self.descriptors = self.pids = ()
+        self.descriptors = self.pids = self.machines = ()
         self.num_messages = 0
 
-    def write(self, parts, wake, check):
+    def write(self, parts):
         self.num_messages += 1
         for messages in self.queues:
             messages.put(b"".join(parts))
@@ -77,30 +99,28 @@ class _Processes:
     def replies(self, number):
         return [said.get() for said in self.said]
 
-    def expect_progress(self):
-        pass
-
-    def check(self):
-        pass
-
 
 class LocalGroup:
-    """A `LocalEngine` on rank 0, and followers on the other ranks."""
+    """A `LocalEngine` on rank 0, and followers on the other ranks of `num_stages` stages of `size` ranks."""
 
-    def __init__(self, folder, size, **options):
-        self.groups = make_groups(size)
-        self.processes = _Processes(size - 1)
+    def __init__(self, folder, size, num_stages=1, **options):
+        failed, num_ranks = threading.Event(), num_stages * size
+        self.groups = [group for _ in range(num_stages) for group in make_groups(size, failed=failed)]
+        self.pipelines = make_pipelines(num_stages, size, failed)
+        self.processes = _Processes(num_ranks - 1)
         self.errors = []
-        self.followers = [None] * size
-        self._ready = [threading.Event() for _ in range(size)]
-        self._threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, size)]
-        options = {**options, "tensor_parallel_size": size}
+        self.followers = [None] * num_ranks
+        self._ready = [threading.Event() for _ in range(num_ranks)]
+        self._threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, num_ranks)]
+        options = {**options, "tensor_parallel_size": size, "pipeline_parallel_size": num_stages}
         self._options = (folder, options)
         for thread in self._threads:
             thread.start()
         self.leader = Followers(self.processes, options.get("max_num_seqs", 12))
         try:
-            self.engine = LocalEngine(folder, group=self.groups[0], leader=self.leader, **options)
+            self.engine = LocalEngine(
+                folder, group=self.groups[0], leader=self.leader, pipeline=self.pipelines[0], **options
+            )
         except BaseException:
             self.close()
             raise
@@ -112,8 +132,8 @@ class LocalGroup:
         try:
             config = LocalEngine.make_config(folder, "cpu", **options)
             device, dtype = torch.device("cpu"), getattr(torch, config.model_config.dtype)
-            runner = ModelRunner(config, device, dtype, group=self.groups[rank])
-            follower = Follower(config, device, runner, self.processes.said[rank - 1].put)
+            runner = ModelRunner(config, device, dtype, group=self.groups[rank], pipeline=self.pipelines[rank])
+            follower = Follower(config, rank, device, runner, self.processes.said[rank - 1].put)
             self.followers[rank] = follower
             self._ready[rank].set()
             while (message := self.processes.queues[rank - 1].get()) is not None:
@@ -133,7 +153,7 @@ class LocalGroup:
 
 
 @contextlib.contextmanager
-def local_group(folder, size, **options):
+def local_group(folder, size=1, **options):
     """Run a `LocalGroup` in the block."""
     with one_thread_in_kernels():
         group = LocalGroup(folder, size, **options)

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
     from vllm_mp.core.ipc.request_handler import RequestHandler
     from vllm_mp.core.scheduler.batch import Batch, Rows
-    from vllm_mp.core.scheduler.step import ModelOutput, ScheduledStep, StepUpdate
+    from vllm_mp.core.scheduler.step import ModelOutput, OutputHandle, ScheduledStep, StepUpdate
     from vllm_mp.core.worker.model_runner import ModelRunner
-    from vllm_mp.core.worker.pending_output import PendingOutput
     from vllm_mp.core.worker.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class FaultHooks:
         poison = _Poison()
         self._latest_token = runner.latest_token
 
-        def faulty_launch(step: "ScheduledStep", batch: "Batch", sampler: "Sampler") -> "PendingOutput":
+        def faulty_launch(step: "ScheduledStep", batch: "Batch", sampler: "Sampler") -> "OutputHandle":
             self._step += 1
             due[self._step] = [
                 fault for fault in in_messages if len(self._rows_hit(fault, step, batch)) and self._is_due(fault)
@@ -96,7 +95,7 @@ class FaultHooks:
             return None
 
         if any(fault.action == "nan" for fault in in_steps):
-            runner.wrap_model(lambda model: _PoisonedModel(model, poison))
+            runner.memory.wrap_model(lambda model: _PoisonedModel(model, poison))
         if in_steps or in_messages:
             runner.launch = faulty_launch  # type: ignore[method-assign]
         if in_messages:

@@ -97,6 +97,13 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
     """The layout of a checkpoint with 4 bits per weight; None for another checkpoint."""
     shard: "Shard | None" = None
     """The share of the model that these sizes are of; None: they are of the whole model."""
+    stage: "Stage | None" = None
+    """The layers that these lists and `num_layers` are of; None: all layers."""
+
+    @property
+    def first_layer(self) -> int:
+        """The number of the first of these layers in the whole model."""
+        return 0 if self.stage is None else self.stage.first
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of KV cache per token over all layers, at `dtype_bytes` per element; 0 for an encoder."""
@@ -109,6 +116,25 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
             return []
         shape = (self.num_kv_heads, self.head_dim)
         return [(shape, shape)] * self.num_layers
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """The layers [first, last) of a model with `num_layers` that one stage of a pipeline computes.
+
+    The first stage also has the embedding and the head, the last stage the last norm.
+    """
+
+    first: int
+    last: int
+    num_layers: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.last == self.num_layers
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,7 +62,7 @@ def play(engine):
 def start(folder, adapters, **options):
     engine = LocalEngine(folder, **LORA, **options)
     for slot, adapter in enumerate(adapters):
-        engine.runner.adapters.load(slot, adapter)
+        engine.runner.memory.adapters.load(slot, adapter)
     return engine
 
 
@@ -95,8 +95,8 @@ def test_adapters_are_there_again_after_the_weights_were_dropped(folder, adapter
     slots_of_rows |= {0: 1, 3: 0}
     engine = start(folder, adapters)
     expected = play(engine)
-    engine.runner.drop_weights()
-    engine.runner.restore_weights()
+    engine.runner.memory.drop_weights()
+    engine.runner.memory.restore_weights()
     assert play(engine) == expected
 
 

@@ -145,7 +145,7 @@ def test_preempted_requests_continue_in_their_grammar(make):
     for slot in range(4):
         calm.add(slot, [slot, 9], 26, constrained=constrained(LONG), temperature=1.0)
     calm.run()
-    tight = make(kv_cache_memory_bytes=17 * 4 * calm.runner.token_bytes())
+    tight = make(kv_cache_memory_bytes=17 * 4 * calm.runner.memory.token_bytes())
     for slot in range(4):
         tight.add(slot, [slot, 9], 26, constrained=constrained(LONG), temperature=1.0)
     tight.run()

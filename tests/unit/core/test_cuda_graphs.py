@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.local_engine import LocalEngine
 
-from vllm_mp.core.worker import cuda_graphs, model_runner
+from vllm_mp.core.worker import cuda_graphs, model_memory
 from vllm_mp.core.worker.cuda_graphs import DecodeGraphs, batch_sizes
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.kernels import ops, reference
@@ -92,7 +92,7 @@ def test_embeddings_are_computed_without_graphs_until_the_prompt_ends(folders, r
 
     def play(with_embeds, **options):
         engine = LocalEngine(folders[name], max_num_batched_tokens=4, max_num_seqs=4, **options)
-        table = engine.runner._model.embed_input_ids(torch.arange(97)).clone()
+        table = engine.runner.memory.model.embed_input_ids(torch.arange(97)).clone()
         for slot, prompt in enumerate((PROMPTS[0], PROMPTS[3], PROMPTS[7])):
             embeds = table[prompt] if with_embeds else None
             engine.add(slot, prompt, max_tokens=5, embeds=embeds)
@@ -113,7 +113,7 @@ def test_step_writes_only_its_own_cells_and_the_padding_block(folders, monkeypat
     run, padded = DecodeGraphs.run, []
 
     def contents():
-        return [cache.flatten(0, 1).clone() for pair in engine.runner._kv_caches for cache in pair]
+        return [cache.flatten(0, 1).clone() for pair in engine.runner.memory.kv_caches for cache in pair]
 
     def watch(graphs, input_ids, positions, metadata):
         before = contents()
@@ -158,7 +158,7 @@ def test_logits_processors_apply_to_the_output_of_a_graph(folders):
 
 def test_only_decode_steps_that_fit_run_as_a_graph(folders, replays):
     engine = LocalEngine(folders["llama"], make_capture=stand_in)
-    engine.runner._graphs.capture([2], stand_in(None), lambda: None)
+    engine.runner.memory.graphs.capture([2], stand_in(None), lambda: None)
     for slot, prompt in enumerate(([5, 6, 7], [8, 9, 10], [11, 12, 13])):
         engine.add(slot, prompt, max_tokens=3 + 3 * slot)
     step = engine.step()
@@ -173,8 +173,8 @@ def test_only_decode_steps_that_fit_run_as_a_graph(folders, replays):
 def test_step_runs_without_a_graph_when_its_block_table_is_wider_than_the_buffer(folders, replays):
     expected = LocalEngine(folders["llama"])
     engine = LocalEngine(folders["llama"], make_capture=stand_in)
-    engine.runner._graphs._max_blocks = 4
-    engine.runner._graphs.capture([1, 2, 4], stand_in(None), lambda: None)
+    engine.runner.memory.graphs._max_blocks = 4
+    engine.runner.memory.graphs.capture([1, 2, 4], stand_in(None), lambda: None)
     for player in (expected, engine):
         for slot in range(3):
             player.add(slot, PROMPTS[slot][:6], max_tokens=30)
@@ -231,7 +231,7 @@ def test_start_fails_when_the_device_fails_during_capture(folders, monkeypatch):
 
 def test_attention_that_reads_lengths_on_the_host_is_not_captured(folders, monkeypatch, caplog):
     chosen = AttentionBackend("torch", reference.paged_attention)
-    monkeypatch.setattr(model_runner, "choose_attention", lambda *_: chosen)
+    monkeypatch.setattr(model_memory, "choose_attention", lambda *_: chosen)
     with caplog.at_level(logging.WARNING):
         engine = LocalEngine(folders["gpt2"], make_capture=stand_in)
     assert "which a graph cannot" in caplog.text
@@ -242,16 +242,19 @@ def test_attention_that_reads_lengths_on_the_host_is_not_captured(folders, monke
 
 def test_no_graph_is_captured_on_a_cpu(folders):
     runner = LocalEngine(folders["llama"]).runner
-    assert not runner._attention.captures
-    assert runner._graphs is None
+    assert not runner.memory.attention.captures
+    assert runner.memory.graphs is None
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 20, 100, 256, 300, 512, 5000])
-def test_graph_sizes_cover_all_numbers_of_rows_with_little_padding(max_num_seqs):
-    sizes = batch_sizes(max_num_seqs)
+@pytest.mark.parametrize("most", [512, 1024])
+def test_graph_sizes_cover_all_numbers_of_rows_with_little_padding(max_num_seqs, most):
+    config = Mock()
+    config.scheduler_config.max_num_seqs, config.model_config.max_cudagraph_capture_size = max_num_seqs, most
+    sizes = batch_sizes(config)
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] == min(max_num_seqs, 512)
-    assert len(sizes) <= 51
+    assert sizes[-1] == min(max_num_seqs, most)
+    assert len(sizes) <= (51 if most == 512 else 67)
     for count in range(1, sizes[-1] + 1):
         padding = next(size for size in sizes if size >= count) - count
         assert padding < max(8, count / 16 + 1)
@@ -265,14 +268,16 @@ def test_hidden_states_are_the_same_to_the_bit_at_every_padding(folders):
     for _ in range(4):
         engine.step()
     step = engine.scheduler.schedule()
-    graphs, found = engine.runner._graphs, []
+    graphs, found = engine.runner.memory.graphs, []
     with torch.inference_mode():
         runner = engine.runner
         inputs = step_inputs(step, engine.batch, engine.batch.block_size, runner._to_device, runner._latest)
         for size in (3, 4, 8, 12):
             graphs.capture([size], stand_in(None), lambda: None)
             found.append(graphs.run(*inputs).clone())
-    assert np.array_equal(found[0].numpy(), engine.runner._model(*inputs[:2], engine.runner._kv_caches, inputs[2]))
+    assert np.array_equal(
+        found[0].numpy(), engine.runner.memory.model(*inputs[:2], engine.runner.memory.kv_caches, inputs[2])
+    )
     assert all(torch.equal(hidden, found[0]) for hidden in found)
 
 
@@ -281,12 +286,23 @@ def test_profile_estimates_the_memory_of_graphs_from_two_and_runs_the_largest_dr
     free = iter((1000, 900, 900, 770))
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, Mock())
-    monkeypatch.setattr(model_runner, "free_cuda_memory", lambda _: next(free))
+    monkeypatch.setattr(model_memory, "free_cuda_memory", lambda _: next(free))
     drawn = Mock(wraps=ops.sample)
     monkeypatch.setattr(ops, "sample", drawn)
-    others = len(batch_sizes(len(engine.batch.sampling))) - 1
+    others = len(batch_sizes(engine.runner._config)) - 1
     assert engine.runner._profile() == 100 + others * 30
     assert others == 4
     ((logits, params), _) = drawn.call_args
     assert logits.shape == (len(engine.batch.sampling), CONFIGS["qwen3"].vocab_size), "all rows draw at once"
     assert params.filters == ops.SAMPLING_FILTERS, "with every filter"
+
+
+def test_profile_runs_as_many_tokens_as_a_step_can_have(folders, monkeypatch):
+    engine = LocalEngine(folders["qwen3"], max_model_len=64, max_num_batched_tokens=150, max_num_seqs=8)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(model_memory, "free_cuda_memory", lambda _: 0)
+    forward = Mock(wraps=engine.runner._forward)
+    monkeypatch.setattr(engine.runner, "_forward", forward)
+    engine.runner._profile()
+    assert [len(call.args[0]) for call in forward.call_args_list] == [150, 3]

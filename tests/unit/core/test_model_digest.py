@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_mp import EngineArgs
-from vllm_mp.client.engine.launcher import _differences, _served_model
+from vllm_mp.client.engine.launcher import differences, served_model
 from vllm_mp.core.weights.digest import model_digest
 from vllm_mp.wire import welcome
 
@@ -74,10 +74,10 @@ def test_dummy_weights_differ_by_their_seed(folder):
 def test_differences_are_named_with_their_values(folder):
     def served(seed, **options):
         config = config_of(folder, load_format="dummy", seed=seed, **options)
-        return _served_model(welcome(1, 0, 1, b"", model=model_digest(config.model_config)), config)
+        return served_model(welcome(1, 0, 1, b"", model=model_digest(config.model_config)), config)
 
     old = served(1, max_model_len=64)
-    assert _differences(old, served(1, max_model_len=64)) == []
-    assert _differences(old, served(2, max_model_len=64)) == ["other weights"]
+    assert differences(old, served(1, max_model_len=64)) == []
+    assert differences(old, served(2, max_model_len=64)) == ["other weights"]
     new = served(1, max_model_len=32, dtype="bfloat16")
-    assert _differences(old, new) == ["dtype bfloat16 instead of float32", "max_model_len 32 instead of 64"]
+    assert differences(old, new) == ["dtype bfloat16 instead of float32", "max_model_len 32 instead of 64"]

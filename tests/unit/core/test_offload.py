@@ -9,7 +9,7 @@ from support.local_engine import LocalEngine
 from torch import nn
 from transformers import GPTNeoXConfig
 
-from vllm_mp.core.worker import model_runner, offload
+from vllm_mp.core.worker import model_memory, offload
 from vllm_mp.core.worker.offload import OffloadedWeights
 from vllm_mp.core.worker.sleep import Sleep
 from vllm_mp.cpu_info import KERNELS_VARIABLE
@@ -109,7 +109,7 @@ def sleeper(folders, kind):
     """Return an engine and its `Sleep`."""
     folder = folders.get(kind, folders["llama"])
     engine = LocalEngine(folder, load_format="auto", **KINDS[kind])
-    return engine, Sleep(engine.scheduler, engine.runner, lambda ends: None, lambda state: None)
+    return engine, Sleep(engine.scheduler, engine.runner.memory, lambda ends: None, lambda state: None)
 
 
 def play(engine, num_steps=None):
@@ -139,17 +139,17 @@ def test_tokens_are_the_same_with_a_sleep_between_steps(folders, kind, level):
     engine, sleep = sleeper(folders, kind)
     num_blocks = engine.pool.num_blocks
     play(engine, 3)
-    parts = [weakref.ref(tensor) for pair in engine.runner._kv_caches for tensor in pair]
+    parts = [weakref.ref(tensor) for pair in engine.runner.memory.kv_caches for tensor in pair]
     if level == 2:
-        parts += [weakref.ref(engine.runner._model)]
-        parts += [weakref.ref(weight) for weight in engine.runner._model.parameters()]
+        parts += [weakref.ref(engine.runner.memory.model)]
+        parts += [weakref.ref(weight) for weight in engine.runner.memory.model.parameters()]
     carry_out(sleep, sleep.sleep(level))
     assert [part() for part in parts] == [None] * len(parts), "released memory is freed"
     for tag in ("kv_cache", "weights"):
         assert not engine.scheduler.has_work
         carry_out(sleep, sleep.wake_up(tag))
-    assert engine.runner._kv_caches[0][0].shape[0] == num_blocks + 1
-    assert (engine.runner._graphs is not None) == (kind == "graphs")
+    assert engine.runner.memory.kv_caches[0][0].shape[0] == num_blocks + 1
+    assert (engine.runner.memory.graphs is not None) == (kind == "graphs")
     engine.run()
     assert engine.tokens == expected
 
@@ -160,10 +160,10 @@ def test_tokens_are_the_same_after_weights_were_in_host_memory(folders, monkeypa
     try:
         engine, sleep = sleeper(folders, "packed")
         expected = [list(tokens) for tokens in play(engine).values()]
-        weights = list(engine.runner._model.parameters())
+        weights = list(engine.runner.memory.model.parameters())
         carry_out(sleep, sleep.sleep(1))
         # As on a device that is not the host.
-        engine.runner._offloaded = OffloadedWeights(engine.runner._model, lambda: None)
+        engine.runner.memory._offloaded = OffloadedWeights(engine.runner.memory.model, lambda: None)
         assert sum(weight.untyped_storage().nbytes() for weight in weights) == 0
         carry_out(sleep, sleep.wake_up())
         assert list(play(engine).values()) == expected
@@ -183,7 +183,7 @@ def test_engine_stays_asleep_while_the_weight_file_is_missing(folders):
             carry_out(sleep, sleep.wake_up())
     finally:
         hidden.rename(weights)
-    assert engine.runner._kv_caches == []
+    assert engine.runner.memory.kv_caches == []
     assert engine.step() is None
     carry_out(sleep, sleep.wake_up())
     engine.run()
@@ -197,16 +197,16 @@ def test_weights_are_released_again_when_the_cache_does_not_fit(folders, monkeyp
     play(engine, 3)
     carry_out(sleep, sleep.sleep(level))
     loaded = []
-    load = engine.runner._load
+    load = engine.runner.memory._load
 
     def watch():
         model = load()
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(engine.runner, "_load", watch)
+    monkeypatch.setattr(engine.runner.memory, "_load", watch)
     with monkeypatch.context() as patch:
-        patch.setattr(model_runner, "available_memory", lambda: 1000)
+        patch.setattr(model_memory, "available_memory", lambda: 1000)
         with pytest.raises(RuntimeError, match=r"cannot restore weights and kv_cache.*bytes, and 1,000 are free"):
             carry_out(sleep, sleep.wake_up())
     assert [model() for model in loaded] == [None] * (level - 1)
@@ -220,7 +220,7 @@ def test_engine_stays_asleep_when_graphs_cannot_be_captured_again(folders, monke
     engine, sleep = sleeper(folders, "graphs")
     expected = {slot: list(tokens) for slot, tokens in play(engine).items()}
     carry_out(sleep, sleep.sleep(1))
-    make = engine.runner._make_capture
+    make = engine.runner.memory._make_capture
 
     def fail(device):
         def capture(compute):
@@ -228,13 +228,13 @@ def test_engine_stays_asleep_when_graphs_cannot_be_captured_again(folders, monke
 
         return capture
 
-    monkeypatch.setattr(engine.runner, "_make_capture", fail)
+    monkeypatch.setattr(engine.runner.memory, "_make_capture", fail)
     with pytest.raises(RuntimeError, match=r"CaptureError: .*no memory"):
         carry_out(sleep, sleep.wake_up())
-    assert engine.runner._graphs is None
-    monkeypatch.setattr(engine.runner, "_make_capture", make)
+    assert engine.runner.memory.graphs is None
+    monkeypatch.setattr(engine.runner.memory, "_make_capture", make)
     carry_out(sleep, sleep.wake_up())
-    assert engine.runner._graphs is not None
+    assert engine.runner.memory.graphs is not None
     assert play(engine) == expected
 
 

@@ -205,12 +205,23 @@ def test_nothing_is_sent_about_a_request_that_ended_while_the_step_was_pending()
     assert sent == {(0, 2), (1, 1)}
 
 
+class StandInMemory:
+    """Logs what is released and restored."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __getattr__(self, name):
+        return lambda: self.log.append(name)
+
+
 class StandInRunner:
     """A model that takes no time; it logs what the core does, and which requests are on the status page."""
 
     def __init__(self, page):
         self.page = page
         self.log = []
+        self.memory = StandInMemory(self.log)
         self.on_page = {}
         self.token = 7
         self.processed_before_sampling = {}
@@ -418,20 +429,9 @@ def test_pause_takes_effect_after_all_pending_steps_are_published(make_core):
     assert runner.log[:5] == ["launch 1", "launch 2", "wait 1", "wait 2", "launch 3"]
 
 
-class Memory:
-    """Logs which memory the runner releases and restores."""
-
-    def __init__(self, runner):
-        self.log = runner.log
-
-    def __getattr__(self, name):
-        return lambda: self.log.append(name)
-
-
 def test_sleep_takes_effect_between_two_steps_and_a_sleeping_core_waits_for_messages(make_core):
     core, runner, handler, add = make_core(True)
     add(0, max_tokens=4)
-    core._sleep._memory = Memory(runner)
     polls, calls = [], []
     core._poller = SimpleNamespace(poll=lambda timeout: polls.append(core.status()["is_sleeping"]))
     handler.actions = [
@@ -452,7 +452,6 @@ def test_sleep_takes_effect_between_two_steps_and_a_sleeping_core_waits_for_mess
 def test_repeated_sleep_and_wake_up_loses_no_token(make_core):
     core, runner, handler, add = make_core(True)
     add(0, max_tokens=6)
-    core._sleep._memory = Memory(runner)
 
     def call():
         handler.calls["sleep"](2)
@@ -467,7 +466,7 @@ def test_repeated_sleep_and_wake_up_loses_no_token(make_core):
 def test_core_stops_while_it_wakes_up(make_core):
     core, runner, handler, add = make_core(False)
     add(0)
-    core._sleep._memory = memory = Memory(runner)
+    memory = runner.memory
 
     def stop():
         handler.stop.set()
@@ -482,9 +481,8 @@ def test_core_stops_while_it_wakes_up(make_core):
 
 @pytest.mark.parametrize("drains", [False, True])
 def test_sleeping_core_stops_at_once(make_core, drains):
-    core, runner, handler, add = make_core(True)
+    core, _, handler, add = make_core(True)
     add(0)
-    core._sleep._memory = Memory(runner)
 
     def stop():
         handler.stop.drain = drains

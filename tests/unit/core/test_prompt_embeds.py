@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 def test_embeddings_give_the_tokens_of_their_ids(folder):
     def play(with_embeds):
         engine = LocalEngine(folder, max_num_batched_tokens=16, enable_prompt_embeds=True)
-        table = engine.runner._model.embed_input_ids(torch.arange(SIZES["vocab_size"])).clone()
+        table = engine.runner.memory.model.embed_input_ids(torch.arange(SIZES["vocab_size"])).clone()
         for slot, prompt in enumerate(PROMPTS):
             engine.add(slot, prompt, max_tokens=6, embeds=table[prompt] if with_embeds and slot != 1 else None)
         engine.run()

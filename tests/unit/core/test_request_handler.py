@@ -15,7 +15,7 @@ from support.stand_in_engine import Engine
 
 from vllm_mp import AsyncEngineArgs, __version__, wire
 from vllm_mp.client.engine.held_address import HeldAddress
-from vllm_mp.core.ipc import bound_socket, clients
+from vllm_mp.core.ipc import clients, curve_server
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler
 from vllm_mp.core.ipc.unread_output import UnreadOutput
@@ -209,7 +209,7 @@ sys.stdin.read()
 
 
 def test_client_that_vanishes_over_tcp_without_closing_its_connection_is_forgotten(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(bound_socket, "PROBE_S", 1)
+    monkeypatch.setattr(curve_server, "PROBE_S", 1)
     server, own = make_keys(tmp_path)
     with contextlib.ExitStack() as stack:
         held = stack.enter_context(contextlib.closing(HeldAddress("tcp://127.0.0.1:0", server)))

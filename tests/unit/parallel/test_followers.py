@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from vllm_mp.core.parallel.followers import Followers, GroupMemory, GroupProfiler
-from vllm_mp.core.parallel.worker_processes import WorkerFailedError
-from vllm_mp.core.worker import model_runner, profiler
-from vllm_mp.core.worker.model_runner import ModelRunner
+from vllm_mp.core.parallel.rank_state import WorkerFailedError
+from vllm_mp.core.worker import model_memory, profiler
+from vllm_mp.core.worker.model_memory import ModelMemory
 from vllm_mp.core.worker.profiler import Profiler
 from vllm_mp.core.worker.sleep import MemoryLostError
 
@@ -83,12 +83,12 @@ def test_rank_that_ends_while_weights_move_is_no_refusal():
 
 
 def test_restore_changes_nothing_on_a_rank_whose_weights_have_not_moved(monkeypatch):
-    monkeypatch.setattr(model_runner, "release_memory", lambda device: None)
-    runner = object.__new__(ModelRunner)
-    runner._model, runner._offloaded, runner._device = torch.nn.Linear(2, 2), None, CPU
-    before = dict(vars(runner))
-    runner.restore_weights()
-    assert vars(runner) == before
+    monkeypatch.setattr(model_memory, "release_memory", lambda device: None)
+    memory = object.__new__(ModelMemory)
+    memory.model, memory._offloaded, memory._device = torch.nn.Linear(2, 2), None, CPU
+    before = dict(vars(memory))
+    memory.restore_weights()
+    assert vars(memory) == before
 
 
 class Recording:

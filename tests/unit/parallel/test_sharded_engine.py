@@ -1,28 +1,20 @@
 """Ranks that share a model answer like one process that has the whole model, up to near-ties."""
 
-import contextlib
 import json
 
-import numpy as np
 import pytest
 import torch
 from support.adapters import adapter_tensors, save_adapter
+from support.answers import PROMPTS, SCARCE, Poison, answers, answers_with_slot, assert_near
 from support.local_engine import LocalEngine
 from support.rank_threads import local_group
 
 from vllm_mp.core.lora.adapter import read_adapter
-from vllm_mp.core.parallel.step_message import StepEncoder
-from vllm_mp.core.worker import model_runner
 from vllm_mp.model_config.registry import read_architecture
-from vllm_mp.testing.random_models import CONFIGS, NATIVE, random_prompts, save_random_model
+from vllm_mp.testing.random_models import CONFIGS, NATIVE, save_random_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-PROMPTS = random_prompts((40, 5, 33, 12, 1, 20))
-NUM_TOKENS = 10
-SCARCE = {"max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 6, "max_num_partial_prefills": 2}
-"""Options under which prompts take several steps, some of them beside decodes."""
-NEAR_TIE = 1e-3
 FEW_BLOCKS = 26
 """Fewer blocks of 4 tokens than the prompts need together."""
 
@@ -52,25 +44,6 @@ def model_of(tmp_path_factory):
         return folders[key]
 
     return make
-
-
-def answers(engine, prompts=PROMPTS, num_tokens=NUM_TOKENS, **params):
-    """Return (tokens, log-probabilities of the two best tokens of each) of all prompts."""
-    for slot, prompt in enumerate(prompts):
-        engine.add(slot, prompt, num_tokens, num_logprobs=2, **params)
-    engine.run()
-    return [(engine.tokens[slot], engine.logprobs[slot]) for slot in range(len(prompts))]
-
-
-def assert_near(found, expected, near_tie=NEAR_TIE):
-    """Raise AssertionError unless the tokens are equal up to the first near-tie of the two best tokens."""
-    for (tokens, _), (wanted, logprobs) in zip(found, expected, strict=True):
-        assert len(tokens) == len(wanted)
-        for token, wanted_token, (_, values) in zip(tokens, wanted, logprobs, strict=True):
-            _, best, second = torch.frombuffer(bytearray(values), dtype=torch.float32).tolist()
-            if token != wanted_token:
-                assert best - second < near_tie, "the tokens differ where no other token comes close"
-                break
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -178,71 +151,27 @@ def test_adapters_are_shared_out(name, size, model_of, tmp_path):
         assert_near(own, wanted)
 
 
-def answers_with_slot(engine, slot):
-    """Return the answers of requests that use the adapter in `slot`."""
-    with pytest.MonkeyPatch.context() as patch:
-        encode, lay_out = StepEncoder.encode, model_runner.step_inputs
-
-        def in_message(self, step, batch, *args):
-            with slots(batch):
-                return encode(self, step, batch, *args)
-
-        def in_inputs(step, batch, *args):
-            with slots(batch):
-                return lay_out(step, batch, *args)
-
-        @contextlib.contextmanager
-        def slots(batch):
-            own = batch.adapter_slot
-            batch.adapter_slot = np.full_like(own, slot)
-            yield
-            batch.adapter_slot = own
-
-        patch.setattr(StepEncoder, "encode", in_message)
-        patch.setattr(model_runner, "step_inputs", in_inputs)
-        return answers(engine)
-
-
 def test_all_ranks_sleep_and_wake_up_together(model_of):
     from vllm_mp.core.parallel.followers import GroupMemory
 
     folder = model_of("llama")
     expected = answers(LocalEngine(folder))
     with local_group(folder, 2) as group:
-        memory = GroupMemory(group.engine.runner, group.leader)
+        memory = GroupMemory(group.engine.runner.memory, group.leader)
         follower = group.followers[1]._runner
         memory.drop_cache()
         memory.drop_weights()
-        assert not follower.has_cache
+        assert not follower.memory.kv_caches
         memory.restore_weights()
         memory.restore_cache()
         memory.prepare()
-        assert follower.has_cache
+        assert follower.memory.kv_caches
         assert_near(answers(group.engine), expected)
 
 
 def test_steps_whose_values_are_not_finite_are_repeated_by_all_ranks(model_of):
     folder = model_of("llama")
-
-    def poisoned(engine):
-        class Poison:
-            def __init__(self, model):
-                self._model = model
-                self._strikes = True
-
-            def __call__(self, *args):
-                hidden = self._model(*args)
-                if self._strikes and len(hidden) > 6:
-                    self._strikes = False
-                    hidden = hidden * float("nan")
-                return hidden
-
-            def __getattr__(self, name):
-                return getattr(self._model, name)
-
-        engine.runner.wrap_model(Poison)
-        return answers(engine)
-
     expected = answers(LocalEngine(folder))
     with local_group(folder, 2) as group:
-        assert_near(poisoned(group.engine), expected)
+        group.engine.runner.memory.wrap_model(Poison)
+        assert_near(answers(group.engine), expected)

@@ -46,8 +46,8 @@ def test_ranks_answer_like_one_process(name, size, tmp_path):
     expected = tokens(whole)
     with local_group(tmp_path, size, **options) as group:
         assert tokens(group.engine) == expected
-        assert group.engine.runner.num_parameters == whole.runner.num_parameters
-        assert group.engine.runner.token_bytes() < whole.runner.token_bytes()
+        assert group.engine.runner.memory.num_parameters == whole.runner.memory.num_parameters
+        assert group.engine.runner.memory.token_bytes() < whole.runner.memory.token_bytes()
 
 
 @pytest.mark.parametrize(("config", "cause"), REFUSED.values(), ids=REFUSED)

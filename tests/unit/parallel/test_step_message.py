@@ -9,6 +9,7 @@ import torch
 from vllm_mp.core.parallel.step_message import (
     ARGMAX,
     LOGITS,
+    NO_LOGITS,
     MessageError,
     RowMirror,
     StepEncoder,
@@ -63,15 +64,16 @@ def test_other_ranks_lay_out_the_same_inputs_in_random_runs():
     batch = Batch(SEQS, MODEL_LEN, BLOCK, [])
     encoder, mirror = StepEncoder(SEQS), RowMirror(SEQS, MODEL_LEN, BLOCK)
     largest = 0
-    for _ in range(400):
+    for step_number in range(400):
         while not len(batch) or (not batch.is_full and chance.random() < 0.5):
             add_request(batch, chance)
         step = next_step(batch, chance)
-        data = b"".join(encoder.encode(step, batch, ARGMAX))
+        sampling = (NO_LOGITS, ARGMAX, LOGITS)[step_number % 3]
+        isolates, returns_all = step_number % 2 == 0, step_number % 5 == 0
+        data = b"".join(encoder.encode(step, batch, sampling, isolates, None, returns_all))
         largest = max(largest, len(data))
         message = decode_step(memoryview(data), mirror)
-        assert message.sampling == ARGMAX
-        assert not message.isolates
+        assert (message.sampling, message.isolates, message.returns_all) == (sampling, isolates, returns_all)
         for name in ("rows", "counts", "samples", "awaits"):
             assert np.array_equal(getattr(message.step, name), getattr(step, name)), name
         own, theirs = (step_inputs(step, rows, BLOCK, torch.from_numpy) for rows in (batch, mirror))

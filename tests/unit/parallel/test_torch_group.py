@@ -1,4 +1,4 @@
-"""The group by torch.distributed, which GPUs use, with Gloo on CPUs."""
+"""The groups and the pipeline by torch.distributed, which GPUs use, with Gloo on CPUs."""
 
 import json
 import subprocess
@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-PROGRAM = """
+GROUP = """
 import json, sys, torch
-from vllm_mp.core.parallel.torch_group import TorchGroup
+from vllm_mp.core.parallel.torch_group import join_all_ranks
 rank = int(sys.argv[2])
-group = TorchGroup(sys.argv[1], rank, 2, torch.device("cpu"), 60.0)
+group = join_all_ranks(sys.argv[1], rank, 2, torch.device("cpu"), 60.0)
 x = torch.arange(3.0) + rank
 print(json.dumps([
     group.sum(x.clone()).tolist(),
@@ -20,16 +20,65 @@ print(json.dumps([
 ]))
 group.close()
 """
+PIPELINE = """
+import json, sys, torch
+from vllm_mp.core.parallel.torch_group import TorchPipeline, join_all_ranks
+rank, cpu = int(sys.argv[2]), torch.device("cpu")
+joined = join_all_ranks(sys.argv[1], rank, 4, cpu, 60.0)
+group, pipeline = joined.divided(2), TorchPipeline(rank // 2, 2, joined, cpu)
+results, num_steps = [], 6
+
+def expect(step):
+    return pipeline.expect((step, 3), torch.float32)
+
+if pipeline.is_first:
+    pending = []
+    for step in range(num_steps):
+        pipeline.send(torch.full((step, 3), float(step)))
+        pending.append(expect(step))
+        if len(pending) == 2:
+            results.append(pending.pop(0)().flatten().tolist())
+    results += [wait().flatten().tolist() for wait in pending]
+else:
+    for step in range(num_steps):
+        pipeline.send(group.sum(expect(step)() + 10 * (rank - 2)))
+print(json.dumps([
+    results,
+    group.sum(torch.tensor([float(rank)])).tolist(),
+    [part.tolist() for part in group.gather(torch.tensor([rank]))],
+    group.broadcast(torch.tensor([rank])).tolist(),
+    joined.minimum(7 - rank),
+]))
+joined.close()
+"""
+
+
+def results_of(program, size, folder):
+    """Return what each rank of `program` prints."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(folder / "meeting"), str(rank)], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(size)
+    ]
+    return [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
 
 
 @pytest.mark.slow
 def test_ranks_that_meet_in_a_private_file_compute_together(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(tmp_path / "meeting"), str(rank)], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    first, second = (json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks)
+    first, second = results_of(GROUP, 2, tmp_path)
     assert first == [[1.0, 3.0, 5.0], [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]], [0.0, 1.0, 2.0], 6]
     assert second == [[1.0, 3.0, 5.0], [], [0.0, 1.0, 2.0], 6]
+
+
+@pytest.mark.slow
+def test_stages_of_two_ranks_pass_steps_on_and_return_them_in_order(tmp_path):
+    ranks = results_of(PIPELINE, 4, tmp_path)
+    returned = [[2.0 * step + 10] * (3 * step) for step in range(6)]
+    assert [of_rank[0] for of_rank in ranks] == [returned, returned, [], []]
+    assert [of_rank[1:] for of_rank in ranks] == [
+        [[1.0], [[0], [1]], [0], 4],
+        [[1.0], [], [0], 4],
+        [[5.0], [[2], [3]], [2], 4],
+        [[5.0], [], [2], 4],
+    ]

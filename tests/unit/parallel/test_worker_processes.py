@@ -10,7 +10,8 @@ import pytest
 from vllm_mp import AsyncEngineArgs, __version__
 from vllm_mp.core.parallel import worker_processes
 from vllm_mp.core.parallel.messages import PROTOCOL, Failed, Joined, Ready, digest_of
-from vllm_mp.core.parallel.worker_processes import WorkerFailedError, WorkerProcesses
+from vllm_mp.core.parallel.rank_state import WorkerFailedError
+from vllm_mp.core.parallel.ranks import Ranks
 from vllm_mp.testing.random_models import CONFIGS, save_config
 
 SCRIPT = """
@@ -53,7 +54,7 @@ def start(config, monkeypatch, tmp_path):
             "Popen",
             lambda command, **options: popen([sys.executable, "-c", script], **options),
         )
-        started.append(WorkerProcesses(config, tmp_path))
+        started.append(Ranks(config, tmp_path))
         return started[-1]
 
     yield start
@@ -71,7 +72,7 @@ def joined(config, **changes):
 def test_rank_with_the_same_version_and_options_joins(start, config):
     processes = start(joined(config), Ready(rank=1))
     processes.join(config, lambda: None)
-    processes.wait_until_ready(lambda: None)
+    processes.wait_until_ready(config.model_config, lambda: None)
     processes.check()
 
 
@@ -110,7 +111,7 @@ def test_mistake_that_a_rank_finds_is_explained_to_the_user(start, config):
 def test_rank_without_progress_is_the_end(start, config):
     processes = start(joined(config), Ready(rank=1))
     processes.join(config, lambda: None)
-    processes.wait_until_ready(lambda: None)
+    processes.wait_until_ready(config.model_config, lambda: None)
     with pytest.raises(WorkerFailedError, match=r"rank 1 \(process \d+\) has made no progress for"):
         processes.replies(1)
 

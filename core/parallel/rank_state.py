@@ -1,0 +1,71 @@
+"""What a core knows of each of its other ranks, and what it needs of the ranks of a machine."""
+
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from vllm_mp.core.parallel.messages import FromRank
+
+PATIENCE: Final = 0.8
+"""Share of the time after which the supervisor ends the core that ranks and rank hosts get. So the core itself can say
+which of them hangs or is missing."""
+
+
+class WorkerFailedError(RuntimeError):
+    """Raised when a rank has ended, hangs or says what no rank says; the core cannot continue."""
+
+
+class RankState:
+    """One rank other than rank 0."""
+
+    def __init__(self, rank: int, stage: int | None, node: str = "") -> None:
+        """`stage` is None if there is only one. `node` names the machine of the rank if it is not the core's."""
+        self.rank = rank
+        self.stage = stage
+        self.node = node
+        self.pid = 0
+        """The process of the rank on its machine; 0 until it is known."""
+        self.unread: list[FromRank] = []
+        """What the rank has said and the core has not dealt with."""
+        self.num_beats = 0
+        """A number that grows while the rank makes progress."""
+        self.num_seen = 0
+        """The number of beats when the core last looked."""
+        self.still_s = 0.0
+        """Seconds without progress, as far as the core has looked."""
+
+    @property
+    def name(self) -> str:
+        facts = {f"stage {self.stage}": self.stage is not None, self.node: self.node, f"process {self.pid}": self.pid}
+        return f"rank {self.rank} ({', '.join(text for text, is_known in facts.items() if is_known)})"
+
+
+class RankSource(Protocol):
+    """Ranks that the core reaches in one way: processes of its machine, or the rank hosts of other machines."""
+
+    @property
+    def ranks(self) -> Sequence[RankState]:
+        """The ranks in their order; empty after `close`."""
+        ...
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Descriptors that become readable when a rank says something or ends."""
+        ...
+
+    def write(self, parts: Sequence[bytes], check: Callable[[], None]) -> None:
+        """Send the ranks a message made of `parts`; `check` is called while this waits for room, and may raise.
+
+        Raises ValueError for a message that is too long.
+        """
+        ...
+
+    def receive(self) -> None:
+        """Read what the ranks have said, and their beats, into `ranks`.
+
+        Raises WorkerFailedError if a rank has ended or failed, and ValueError for a mistake in the configuration.
+        """
+        ...
+
+    def close(self, at_once: bool = False) -> None:
+        """End all ranks, by force `at_once` or if they have not ended after 2 seconds; idempotent."""
+        ...

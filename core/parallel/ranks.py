@@ -1,0 +1,181 @@
+"""The ranks 1 and up, as their core waits for them and watches them, on whatever machine they run."""
+
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+from vllm_mp import __version__
+from vllm_mp.config import ModelConfig, VllmConfig
+from vllm_mp.core.parallel.meeting_place import MeetingPlace
+from vllm_mp.core.parallel.messages import PROTOCOL, Joined, Ready, Reply, digest_of
+from vllm_mp.core.parallel.node_ranks import NodeRanks
+from vllm_mp.core.parallel.rank_state import PATIENCE, RankSource, RankState, WorkerFailedError
+from vllm_mp.core.parallel.worker_processes import WorkerProcesses
+from vllm_mp.core.weights.digest import weights_digest
+
+_LOOK_S: Final = 0.1
+
+Said = TypeVar("Said", Joined, Ready, Reply)
+
+
+class Ranks:
+    """All ranks of a core but its own.
+
+    A rank that ends, hangs or says what no rank says is the end of the core: `check` then raises WorkerFailedError.
+    """
+
+    def __init__(self, config: VllmConfig, folder: Path, beat: Callable[[], None] = lambda: None) -> None:
+        """Start the ranks of this machine, which import and load beside the core, and let rank hosts connect.
+
+        `folder` is private to the core. `beat` is called when a rank makes progress while the core waits. Call this in
+        the main thread: the ranks end when the thread that has started them ends. Raises ValueError if rank hosts
+        cannot connect to this machine as the configuration says.
+        """
+        limits, parallel = config.liveness_config, config.parallel_config
+        self._beat = beat
+        self._limit_s = PATIENCE * limits.engine_iteration_timeout_s
+        self._start_limit_s = limits.start_timeout_s
+        self.closing = threading.Event()
+        """Set before the ranks are told to end."""
+        self._last_look = time.monotonic()
+        self._is_serving = False
+        self.meeting_place = MeetingPlace(config, folder)
+        self.remote = NodeRanks(config, self.meeting_place.address) if parallel.nnodes > 1 else None
+        try:
+            self.local = WorkerProcesses(config, parallel.ranks_of(0)[1:], self.meeting_place.address)
+        except BaseException:
+            if self.remote is not None:
+                self.remote.close()
+            raise
+        self._sources: list[RankSource] = [self.local] if self.remote is None else [self.local, self.remote]
+        self._ranks: list[RankState] = [state for source in self._sources for state in source.ranks]
+        """In the order of ranks."""
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Descriptors that become readable when a rank says something or ends."""
+        return [descriptor for source in self._sources for descriptor in source.descriptors]
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the ranks 1 and up, each on its machine."""
+        return [state.pid for state in self._ranks]
+
+    @property
+    def machines(self) -> list[str]:
+        """The names of the other machines, by their number from 1 on."""
+        return [] if self.remote is None else self.remote.machines
+
+    def join(self, config: VllmConfig, keep_going: Callable[[], None]) -> None:
+        """Wait until all ranks have joined with the completed `config` of the core.
+
+        `keep_going` is called while this waits, and may raise. Raises ValueError, naming the rank, if a rank has
+        another version or other options.
+        """
+        expected = (PROTOCOL, __version__, digest_of(config))
+        for state in self._ranks:
+            joined = self._next(state, Joined, keep_going)
+            if (joined.protocol, joined.package, joined.digest) != expected or joined.rank != state.rank:
+                raise ValueError(
+                    f"{state.name} cannot join: it has protocol {joined.protocol}, version {joined.package} and "
+                    f"options with the digest {joined.digest}, and the core has {expected[0]}, {expected[1]} and "
+                    f"{expected[2]}; install one version of vllm-mp, and start the engine again"
+                )
+
+    def wait_until_ready(self, model: ModelConfig, keep_going: Callable[[], None]) -> None:
+        """Wait until all ranks can compute steps; `keep_going` as for `join`.
+
+        Raises ValueError, naming the rank, if the weights that a rank has read are not `model`'s.
+        """
+        own = ""
+        for state in self._ranks:
+            ready = self._next(state, Ready, keep_going)
+            own = own or (weights_digest(model) if ready.weights else "")
+            if ready.weights and ready.weights != own:
+                raise ValueError(
+                    f"{state.name} has read other weights than the core; give all machines the same files of the model"
+                )
+        self._is_serving = True
+
+    def replies(self, number: int) -> list[Reply]:
+        """Wait for the replies of all ranks to the call with this number; return them by rank."""
+        replies = []
+        for state in self._ranks:
+            reply = self._next(state, Reply, lambda: None)
+            if reply.number != number:
+                raise WorkerFailedError(f"{state.name} answers call {reply.number} instead of {number}")
+            replies.append(reply)
+        return replies
+
+    def write(self, parts: Sequence[bytes]) -> None:
+        """Send all ranks a message; raises as `check` does, and ValueError for a message that is too long."""
+        self.expect_progress()
+        for source in self._sources:
+            source.write(parts, self.check)
+
+    def look(self) -> None:
+        """Raise WorkerFailedError if a rank has ended or failed, and ValueError for a mistake in the configuration."""
+        for source in self._sources:
+            source.receive()
+
+    def check(self) -> None:
+        """Do what `look` does, and raise WorkerFailedError if a rank makes no progress for too long.
+
+        Call this in short intervals while the core waits for the ranks: only time between two calls counts.
+        """
+        self.look()
+        self._check_progress(self._ranks)
+
+    def expect_progress(self) -> None:
+        """Begin again to count the time without progress: the ranks get something to do."""
+        self._last_look = time.monotonic()
+        for state in self._ranks:
+            state.still_s = 0.0
+
+    def close(self, at_once: bool = False) -> None:
+        """End all ranks, by force `at_once` or if they have not ended after 2 seconds; idempotent."""
+        self.closing.set()
+        for source in reversed(self._sources):
+            source.close(at_once)
+
+    def _check_progress(self, ranks: Sequence[RankState]) -> None:
+        now = time.monotonic()
+        elapsed, self._last_look = min(now - self._last_look, 2 * _LOOK_S), now
+        has_progress = False
+        for state in ranks:
+            has_progress |= state.num_beats != state.num_seen
+            state.num_seen = state.num_beats
+            state.still_s += elapsed
+        if has_progress:  # a stage waits for another that computes, so the progress of one is the progress of all
+            self._beat()
+            for state in ranks:
+                state.still_s = 0.0
+        limit_s = self._limit_s if self._is_serving else self._start_limit_s  # parts of loading do not beat
+        still = [state for state in ranks if state.still_s > limit_s]
+        if still:
+            # The others wait for the rank that is behind.
+            last = min(still, key=lambda state: (*self.local.advance(state.rank), state.num_beats))
+            raise WorkerFailedError(
+                f"{last.name} has made no progress for {last.still_s:.1f} s; if its steps take that long, raise "
+                "engine_iteration_timeout_s"
+            )
+
+    def _next(self, state: RankState, kind: type[Said], keep_going: Callable[[], None]) -> Said:
+        """Wait for the next thing that a rank says, which must be of this kind."""
+        self.expect_progress()
+        poll = select.poll()
+        for descriptor in self.descriptors:
+            poll.register(descriptor, select.POLLIN)
+        self.look()
+        while not state.unread:
+            poll.poll(1000 * _LOOK_S)
+            self.look()
+            self._check_progress([state])
+            keep_going()
+        said = state.unread.pop(0)
+        if not isinstance(said, kind):
+            raise WorkerFailedError(f"{state.name} says {type(said).__name__} where {kind.__name__} is due")
+        return said

@@ -1,0 +1,118 @@
+"""A machine with ranks that dies, hangs or comes back, and a core that dies: streams go on, and no rank is left."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+from support.engine_fixtures import SLOW_STEPS
+from support.rank_streams import ended, expected_tokens, rank_pids, tokens_after
+
+from vllm_mp import AsyncLLM, EngineDeadError
+from vllm_mp.testing.engines import eventually, running_engine, standalone_core
+from vllm_mp.testing.machines import OtherMachine
+
+OPTIONS = {
+    "tensor_parallel_size": 2,
+    "num_threads": 1,
+    "max_model_len": 256,
+    "start_timeout_s": 60.0,
+    "fault_injection": SLOW_STEPS,
+}
+
+
+@pytest.fixture
+def machine(small_model, tmp_path):
+    machine = OtherMachine(small_model, tmp_path, **OPTIONS)
+    machine.start()
+    yield machine
+    machine.kill()
+
+
+def test_streams_continue_after_the_death_of_a_machine_and_of_the_core(small_model, machine, tmp_path):
+    address = f"ipc://{tmp_path}/core.sock"
+
+    async def run():
+        engine = await asyncio.to_thread(AsyncLLM.connect, address)
+        try:
+            expected = await expected_tokens(engine)
+            first = await rank_pids(engine)
+
+            def replace_machine(pids):
+                machine.kill()
+                machine.start()
+
+            assert await tokens_after(engine, replace_machine) == expected
+            second = await rank_pids(engine)
+            assert ended(first)
+            assert await tokens_after(engine, lambda pids: os.kill(pids[0], signal.SIGKILL)) == expected
+            assert machine.process.poll() is None
+            return [*first, *second, *await rank_pids(engine)]
+        finally:
+            engine.shutdown()
+
+    with standalone_core(small_model, address, *machine.flags, stderr=None):
+        pids = asyncio.run(run())
+
+    async def none_is_left():
+        return ended(pids)
+
+    asyncio.run(eventually(none_is_left))
+    machine.process.terminate()
+    assert machine.process.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_machine_that_hangs_is_named_and_replaced(small_model, machine):
+    with running_engine(small_model, **{**machine.options, "engine_iteration_timeout_s": 3.0}) as engine:
+
+        async def run():
+            expected = await expected_tokens(engine)
+            log = engine._supervisor.core.process.log_path
+
+            async def is_named():
+                return "the rank host of node 1" in log.read_text()
+
+            async def replace_machine():
+                await eventually(is_named)
+                machine.kill()
+                machine.start()
+
+            replacing = []
+
+            def stop_machine(pids):
+                machine.process.send_signal(signal.SIGSTOP)
+                replacing.append(asyncio.ensure_future(replace_machine()))
+
+            assert await tokens_after(engine, stop_machine) == expected
+            await replacing[0]
+
+        asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_error_names_the_machine_of_the_rank_that_died(small_model, machine):
+    with running_engine(small_model, **machine.options, recovery=False) as engine:
+
+        async def run():
+            await expected_tokens(engine)
+            with pytest.raises(
+                EngineDeadError, match=r"node 1 \(.*\): rank 1 \(process \d+\) ended with signal SIGKILL"
+            ):
+                await tokens_after(engine, lambda pids: os.kill(pids[1], signal.SIGKILL))
+
+        asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_streams_end_with_the_command_for_a_machine_that_does_not_come_back(small_model, machine):
+    with running_engine(small_model, **{**machine.options, "start_timeout_s": 25.0}) as engine:
+
+        async def run():
+            await expected_tokens(engine)
+            with pytest.raises(
+                EngineDeadError, match=r"node 1 has not joined, after 20 s: on its machine run `vllm-mp"
+            ):
+                await tokens_after(engine, lambda pids: machine.kill())
+
+        asyncio.run(run())

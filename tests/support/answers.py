@@ -1,0 +1,79 @@
+"""Answers of an engine whose ranks share a model, and their comparison with answers of one process."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_mp.core.parallel.step_message import StepEncoder
+from vllm_mp.core.worker import model_runner
+from vllm_mp.testing.random_models import random_prompts
+
+PROMPTS = random_prompts((40, 5, 33, 12, 1, 20))
+NUM_TOKENS = 10
+SCARCE = {"max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 6, "max_num_partial_prefills": 2}
+"""Options under which prompts take several steps, some of them beside decodes."""
+NEAR_TIE = 1e-3
+
+
+def answers(engine, prompts=PROMPTS, num_tokens=NUM_TOKENS, **params):
+    """Return (tokens, log-probabilities of the two best tokens of each) of all prompts."""
+    for slot, prompt in enumerate(prompts):
+        engine.add(slot, prompt, num_tokens, num_logprobs=2, **params)
+    engine.run()
+    return [(engine.tokens[slot], engine.logprobs[slot]) for slot in range(len(prompts))]
+
+
+def assert_near(found, expected, near_tie=NEAR_TIE):
+    """Raise AssertionError unless the tokens are equal up to the first near-tie of the two best tokens."""
+    for (tokens, _), (wanted, logprobs) in zip(found, expected, strict=True):
+        assert len(tokens) == len(wanted)
+        for token, wanted_token, (_, values) in zip(tokens, wanted, logprobs, strict=True):
+            _, best, second = torch.frombuffer(bytearray(values), dtype=torch.float32).tolist()
+            if token != wanted_token:
+                assert best - second < near_tie, "the tokens differ where no other token comes close"
+                break
+
+
+def answers_with_slot(engine, slot):
+    """Return the answers of requests that use the adapter in `slot`."""
+    with pytest.MonkeyPatch.context() as patch:
+        encode, lay_out = StepEncoder.encode, model_runner.step_inputs
+
+        def in_message(self, step, batch, *args):
+            with slots(batch):
+                return encode(self, step, batch, *args)
+
+        def in_inputs(step, batch, *args):
+            with slots(batch):
+                return lay_out(step, batch, *args)
+
+        @contextlib.contextmanager
+        def slots(batch):
+            own = batch.adapter_slot
+            batch.adapter_slot = np.full_like(own, slot)
+            yield
+            batch.adapter_slot = own
+
+        patch.setattr(StepEncoder, "encode", in_message)
+        patch.setattr(model_runner, "step_inputs", in_inputs)
+        return answers(engine)
+
+
+class Poison:
+    """A model whose results are not finite for the first step of more than 6 tokens, until it is repeated."""
+
+    def __init__(self, model):
+        self._model = model
+        self.strikes = True
+
+    def __call__(self, *args):
+        hidden = self._model(*args)
+        if self.strikes and len(hidden) > 6:
+            self.strikes = False
+            hidden = hidden * float("nan")
+        return hidden
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
