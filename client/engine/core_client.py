@@ -126,6 +126,11 @@ class EngineCoreClient:
         """The core runs requests that may have caused a death, so that it may be the next to die."""
         return self._peers.has_deaths and any(map(self._suspects.is_exposed, self.requests.streams()))
 
+    @property
+    def has_unread_end(self) -> bool:
+        """The core is gone for good, and this client has not handled the news of it."""
+        return self.supervisor.end is not None and (bool(self._news) or self.supervisor.has_news)
+
     def attach(self) -> None:
         """Receive from the core on the running loop; raises EngineDeadError if the engine was closed."""
         if self._closed_with is not None:
@@ -338,6 +343,7 @@ class EngineCoreClient:
         if call is None:
             return
         if reply.error is None:
+            self.supervisor.note_call(call.name, call.args)
             call.settle(reply.result, None)
         else:
             call.settle(None, (NotOperatorError if reply.needs_operator else EngineError)(reply.error))
@@ -456,6 +462,9 @@ class EngineCoreClient:
 
     def _on_end(self, end: End) -> None:
         logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause
+        if end.death is not None and any(client.dead_error is None for client in self._peers.clients):
+            unexplained, self._unexplained = self._unexplained, None
+            self._blame(end.death, self.requests.live() if unexplained is None else unexplained.live())
         self._peers.on_change()
         self._fail_everything(EngineDeadError(end.cause))  # what no other core has taken over
 

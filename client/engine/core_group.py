@@ -51,6 +51,8 @@ class CoreGroup:
         self._latest_choice: tuple[RequestStream, RoutedRequest] | None = None
         """The request for which a core was chosen last, which is sent at once."""
         self._num_ranks = 0
+        self._is_closed = False
+        """`fail_all` was called: no request moves any more."""
         self._owner = os.getpid()
         for supervisor in supervisors:
             self._add_client(supervisor, self.reserve_rank())
@@ -207,6 +209,8 @@ class CoreGroup:
 
     def fail_all(self, error: EngineDeadError) -> None:
         """End every stream and call with `error`, which later ones raise too; from any thread."""
+        # A core that dies now must not leave its requests to a client that has failed all of its own.
+        self._is_closed = True
         for client in self._peers.clients:
             client.fail_all(error)
 
@@ -262,7 +266,9 @@ class CoreGroup:
 
     def _begin_routing(self) -> None:
         """Follow the requests from now on, because there is a choice between cores."""
-        self._router = Router()
+        first = self.first.supervisor.core
+        # Of an own core, this client is the only one.
+        self._router = Router(seed=first.client if first.process is None else None)
         for client in self._peers.clients:
             self._router.add_core(client.rank, _cache_tokens(client.supervisor))
         self._peers.on_sent, self._peers.on_read = self._note_sent, self._note_read
@@ -312,10 +318,10 @@ class CoreGroup:
 
     def _move_stranded(self) -> None:
         """Let other cores go on with the requests of cores that are dead."""
-        if self._router is None:
+        if self._router is None or self._is_closed:
             return
         for client in self._peers.clients:
-            if client.has_core:
+            if client.has_core or client.has_unread_end:  # the news tells which requests may have caused the death
                 continue
             self._router.forget_prefixes(client.rank)
             others = [rank for rank in self._candidates() if self.client(rank).has_core]

@@ -42,6 +42,12 @@ class RestartLimit:
         self._num_failed_starts += 1
         return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (self._num_failed_starts - 1))
 
+    @property
+    def num_left(self) -> int | None:
+        """Number of further deaths that a successor follows, -1 beyond the limit; None: any number."""
+        with self._lock:
+            return None if self._max_restarts is None else max(-1, self._max_restarts - len(self._deaths))
+
     def forgive(self, times: Collection[float]) -> None:
         """Count no longer the deaths that were recorded at `times`; from any thread."""
         with self._lock:

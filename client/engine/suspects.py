@@ -6,7 +6,8 @@ the first death, and have made no progress since, are suspects. The search for t
 (Dorfman 1943; Hwang 1972): the suspects are divided into two groups, and each group runs isolated until its requests
 are past the step of the death. A group in whose step a core dies is divided again. A request that is alone in such a
 death is to blame; the others stay suspects. So one culprit among n requests costs at most 2 + log2(n) deaths, with the
-logarithm rounded up.
+logarithm rounded up. If a core may not die as often as that (`max_core_restarts`), each suspect runs alone, at the cost
+of time, so that the culprit is found at the next death.
 
 A signal from outside, such as SIGTERM or SIGKILL, blames no request. But a request can bring about such signals, for
 example through the memory that it takes. So such deaths count if a request was in three of them without progress, and
@@ -18,7 +19,8 @@ group has a new token. A request that was alone in its group is to blame after f
 
 An engine of several cores counts the deaths of all of them together. A request that may have caused one death is
 exposed: `CoreGroup` moves all exposed requests of a core to one other core, so that a further death costs that core
-alone, and leaves suspects with the core that died, whose successor tests them while other cores serve all others.
+alone, and leaves suspects with the core that died, whose successor tests them while other cores serve all others. If no
+successor follows, all requests in the step are suspects after this first death, and another core tests them.
 """
 
 from collections.abc import Iterable
@@ -57,8 +59,9 @@ class _Deaths:
     """The group in which a suspect is tested; 0: it is no suspect."""
     deaths: list[Death] = field(default_factory=list)
 
-    def is_suspect(self, is_inside: bool) -> bool:
-        return self.num_inside >= _MIN_DEATHS if is_inside else self.num_outside >= _MIN_OUTSIDE_DEATHS
+    def is_suspect(self, is_inside: bool, is_final: bool) -> bool:
+        min_inside = 1 if is_final else _MIN_DEATHS
+        return self.num_inside >= min_inside if is_inside else self.num_outside >= _MIN_OUTSIDE_DEATHS
 
     def is_culprit(self, is_inside: bool, was_alone: bool) -> bool:
         enough = self.num_inside >= _MIN_DEATHS if is_inside else self.num_outside >= _MIN_OUTSIDE_DEATHS_ALONE
@@ -147,7 +150,7 @@ class Suspects:
         for _, awaited, progress in in_step:
             self._count(awaited, progress, is_inside, death)
         self._holds_back = not death.is_step_known
-        suspects = [entry for entry in in_step if self._deaths[entry[1]].is_suspect(is_inside)]
+        suspects = [entry for entry in in_step if self._deaths[entry[1]].is_suspect(is_inside, death.is_final)]
         streams = list({id(stream): stream for stream, _, _ in suspects}.values())
         # In an unknown step, the others were held back.
         was_alone = len(streams) == 1 and (not death.is_step_known or len(suspects) == death.num_in_step)
@@ -157,7 +160,7 @@ class Suspects:
             if self._deaths[awaited].is_culprit(is_inside, was_alone)
         }
         streams = [stream for stream in streams if id(stream) not in culprits]
-        self._divide(streams, [(stream, awaited) for stream, awaited, _ in suspects])
+        self._divide(streams, [(stream, awaited) for stream, awaited, _ in suspects], death.num_restarts_left)
         return list(culprits.values())
 
     def deaths_of(self, stream: RequestStream) -> list[Death]:
@@ -188,13 +191,18 @@ class Suspects:
         deaths.num_outside += not is_inside
         deaths.deaths.append(death)
 
-    def _divide(self, streams: list[RequestStream], suspects: list[Entry]) -> None:
-        """Put each half of `streams` into a group of its own; all completions of a request stay together."""
+    def _divide(self, streams: list[RequestStream], suspects: list[Entry], num_restarts_left: int | None) -> None:
+        """Put each half of `streams` into a group of its own, or each stream if the core may not die so often.
+
+        All completions of a request stay together.
+        """
         if not suspects:
             return
-        half = (len(streams) + 1) // 2
-        group_of = {id(stream): self._ledger.num_groups + 1 + (i >= half) for i, stream in enumerate(streams)}
-        self._ledger.num_groups += 2
+        most_deaths = (len(streams) - 1).bit_length()
+        is_halved = num_restarts_left is None or most_deaths <= num_restarts_left
+        size = (len(streams) + 1) // 2 if is_halved else 1
+        group_of = {id(stream): self._ledger.num_groups + 1 + i // size for i, stream in enumerate(streams)}
+        self._ledger.num_groups += len(streams)
         for stream, awaited in suspects:
             group = self._deaths[awaited].group = group_of.get(id(stream), 0)
             (self._ledger.suspects.add if group else self._ledger.suspects.discard)(awaited)

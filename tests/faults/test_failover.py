@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -98,7 +99,15 @@ def test_cores_of_different_models_are_refused(tmp_path):
 
 def test_client_of_one_core_adds_and_removes_another(tmp_path):
     async def run(engine, address):
-        assert await engine.add_core(address) == 1
+        path = Path(address.removeprefix("ipc://"))
+        link = tmp_path / "link"
+        link.symlink_to(path.parent)
+        added = await asyncio.gather(engine.add_core(address), engine.add_core(address), return_exceptions=True)
+        assert sorted(map(str, added))[1].startswith(f"address={address!r}: the core with rank ")
+        for other in (address, f"ipc://{link}/../{path.parent.name}/{path.name}", f"ipc://{link}/{path.name}"):
+            with pytest.raises(ValueError, match="is there already; give the address of another core"):
+                await engine.add_core(other)
+        (_, added) = engine.core_ranks
         params = SamplingParams(max_tokens=100, ignore_eos=True, seed=3)
         streams = [asyncio.create_task(rest(engine.generate([7] * 20, params))) for _ in range(4)]
 
@@ -110,7 +119,7 @@ def test_client_of_one_core_adds_and_removes_another(tmp_path):
         answers = await asyncio.gather(*streams)
         assert all(each.token_ids == answers[0].token_ids for each in answers)
         with pytest.raises(ValueError, match="no other core"):
-            await engine.remove_core(1)
+            await engine.remove_core(added)
 
     with replay_cores(tmp_path, 2) as (one, other):
         engine = AsyncLLM.connect(one)

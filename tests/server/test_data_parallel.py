@@ -5,6 +5,7 @@ import os
 import signal
 
 import httpx
+import psutil
 import pytest
 from support.server_process import StreamedAnswers, served
 
@@ -90,3 +91,44 @@ def test_streams_of_two_fronts_go_on_with_the_other_core_when_one_is_killed(smal
         server.wait_for(lambda: server.get("/core_status")[1]["cores"][1].get("pid") not in (None, cores[1]["pid"]))
         server.process.terminate()
         assert server.process.wait(30) == 0
+
+
+def test_fronts_serve_on_without_a_core_that_is_gone_for_good_and_fail_with_the_last(small_model, tmp_path):
+    flags = ["--api-server-count", "2", "--data-parallel-size", "2", "--num-threads", "1", "--max-model-len", "1024"]
+    flags += ["--kv-cache-memory-bytes", str(2**27), "--fault-injection", "slow@step=*,seconds=0.02"]
+    flags += ["--max-core-restarts", "0"]
+    prompts = [f"The number {index} is" for index in range(8)]
+
+    def states(server):
+        """Return the states of both cores, as several connections, and so usually both fronts, tell them."""
+        statuses = [server.get("/core_status")[1] for _ in range(8)]
+        return {tuple(core["state"] for core in status.get("cores", [status])) for status in statuses}
+
+    def answers_after(server, strike):
+        answers = StreamedAnswers(server, prompts, 60)
+
+        async def disturbed():
+            running = asyncio.create_task(answers.run())
+            await answers.all_run.wait()
+            strike()
+            return await running
+
+        return asyncio.run(disturbed()), answers.ends
+
+    def kill_front():
+        fronts = [child for child in psutil.Process(server.pid).children() if "vllm_mp.server.front" in child.cmdline()]
+        fronts[0].kill()
+
+    with served(small_model, tmp_path, *flags, TMPDIR=str(tmp_path)) as server:
+        server.wait_until_ready()
+        expected = asyncio.run(StreamedAnswers(server, prompts, 60).run())
+        first, second = (core["pid"] for core in server.get("/core_status")[1]["cores"])
+        assert answers_after(server, lambda: os.kill(first, signal.SIGKILL)) == (expected, ["length"] * 8)
+        server.wait_for(lambda: all(state[0] == "DEAD" for state in states(server)))
+        kill_front()
+        assert asyncio.run(StreamedAnswers(server, prompts, 60).run()) == expected, (
+            "a new front has the cores that are left"
+        )
+        _, ends = answers_after(server, lambda: os.kill(second, signal.SIGKILL))
+        assert all("max_core_restarts=0" in end for end in ends)
+        assert server.process.wait(30) == 1

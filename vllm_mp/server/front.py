@@ -1,6 +1,7 @@
 """`python -m vllm_mp.server.front`: a front process, one of several that share a core and a port."""
 
 import asyncio
+import functools
 import os
 import socket
 import sys
@@ -12,7 +13,7 @@ from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.errors import EngineError
 from vllm_mp.log_setup import set_up_log
-from vllm_mp.server.front_launch import READY_LINE, CoreGone, FrontLaunch
+from vllm_mp.server.front_launch import READY_LINE, AllGone, CoreGone, FrontLaunch
 from vllm_mp.server.run import ServerProcess
 from vllm_mp.server.security import tls_context
 from vllm_mp.server.shared_state import SharedState
@@ -26,7 +27,7 @@ async def serve(launch: FrontLaunch, parent: asyncio.StreamReader) -> int:
     options = launch.options
 
     async def load() -> AsyncLLM:
-        return await call_in_thread(
+        engine = await call_in_thread(
             lambda: AsyncLLM.connect(
                 launch.address,
                 key_file=options.key_file,
@@ -36,21 +37,33 @@ async def serve(launch: FrontLaunch, parent: asyncio.StreamReader) -> int:
                 **launch.client_options,
             )
         )
+        loaded.set_result(engine)
+        return engine
 
+    loaded: asyncio.Future[AsyncLLM] = asyncio.get_running_loop().create_future()
     listener = socket.socket(fileno=launch.listener)
     process = ServerProcess(options, tls_context(options), listener, load, shared, listens_early=not launch.is_restart)
-    following = asyncio.create_task(_follow(parent, process))
+    following = asyncio.create_task(_follow(parent, process, loaded))
     try:
         return await process.run(lambda: None, lambda _: _tell_ready())
     finally:
         following.cancel()
 
 
-async def _follow(parent: asyncio.StreamReader, process: ServerProcess) -> None:
+async def _follow(parent: asyncio.StreamReader, process: ServerProcess, loaded: asyncio.Future[AsyncLLM]) -> None:
     """Pass on what the parent says, and end this process at once with the parent."""
     while line := await parent.readline():
-        process.end(msgspec.json.decode(line, type=CoreGone).cause)
+        message = msgspec.json.decode(line, type=CoreGone | AllGone)
+        if isinstance(message, AllGone):
+            process.end(message.cause)
+        else:
+            loaded.add_done_callback(functools.partial(_give_up, message))
     os._exit(_ORPHANED)
+
+
+def _give_up(message: CoreGone, loaded: asyncio.Future[AsyncLLM]) -> None:
+    """Let the engine, once it has loaded, do without a core."""
+    loaded.result().give_up_core(message.address, message.cause, message.is_from_outside)
 
 
 def _tell_ready() -> None:

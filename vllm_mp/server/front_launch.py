@@ -1,6 +1,7 @@
 """How a front process is launched, and what its parent tells it: lines of JSON on its standard input.
 
-The first line is a `FrontLaunch`. A later line is a `CoreGone`. The end of the input means that the parent has died.
+The first line is a `FrontLaunch`. A later line is a `CoreGone` or an `AllGone`. The end of the input means that the
+parent has died.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
     options: ServerOptions
     """With the API keys from all sources."""
     address: str
-    """The address of the core."""
+    """The addresses of the cores, separated by commas."""
     client_options: dict[str, Any]
     """Further arguments of `AsyncLLM.connect`. For a core of this server they name its tokenizer."""
     connect_timeout: float
@@ -40,7 +41,16 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
     """Folder in which the front processes share their statistics."""
 
 
-class CoreGone(msgspec.Struct):
-    """The core is gone for good: the front process fails its requests and ends."""
+class CoreGone(msgspec.Struct, tag=True):
+    """One of several cores is gone for good: the others go on with its requests."""
+
+    address: str
+    cause: str
+    is_from_outside: bool
+    """Its last death was due to another process, and to no request."""
+
+
+class AllGone(msgspec.Struct, tag=True):
+    """All cores are gone for good: the front process fails its requests and ends."""
 
     cause: str

@@ -30,7 +30,7 @@ from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.errors import EngineDeadError, EngineError
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.server.console import drain_line, say
-from vllm_mp.server.front_launch import READY_LINE, CoreGone, FrontLaunch
+from vllm_mp.server.front_launch import READY_LINE, AllGone, CoreGone, FrontLaunch
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.shared_state import SharedState, make_shared_memory
 
@@ -137,9 +137,10 @@ class FrontProcesses:
     async def _keep_cores(self) -> None:
         """Keep all cores alive until they are closed. Raises EngineStartError if one does not start.
 
-        Raises EngineDeadError once the last core is gone for good.
+        The front processes hear of a core that is gone for good. Raises EngineDeadError once the last one is.
         """
-        keeping = {asyncio.create_task(core.keep()) for core in self._cores}
+        core_of = {asyncio.create_task(core.keep()): core for core in self._cores}
+        keeping = set(core_of)
         try:
             while keeping:
                 done, keeping = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
@@ -150,6 +151,8 @@ class FrontProcesses:
                         if not keeping:
                             raise
                         logger.error("%s; %d of the cores are left", str(error).partition(";")[0], len(keeping))
+                        for process in self._processes.values():
+                            _send(process, _gone(core_of[task], str(error)))
         finally:
             for task in keeping:
                 task.cancel()
@@ -214,7 +217,7 @@ class FrontProcesses:
             address, reconnect_timeout = self._options.connect or "", 300.0
         else:
             # The parent knows when the core is gone for good, and tells.
-            address, reconnect_timeout = ",".join(core.address for core in self._cores), math.inf
+            address, reconnect_timeout = ",".join(core.address for core in self._cores if core.end is None), math.inf
         seed = self._client_options["seed"]
         launch = FrontLaunch(
             options=self._options,
@@ -268,7 +271,7 @@ class FrontProcesses:
         """Tell the front processes why they end, so that they tell their clients, and wait for their ends."""
         self._stopping.set()
         for process in self._processes.values():
-            _send(process, CoreGone(str(error)))
+            _send(process, AllGone(str(error)))
         left = [task for task in fronts if not task.done()]
         if left:
             await asyncio.wait(left, timeout=_END_GRACE_S)
@@ -284,7 +287,13 @@ class FrontProcesses:
         self._signalled.set()
 
 
-def _send(process: asyncio.subprocess.Process, message: FrontLaunch | CoreGone) -> None:
+def _gone(core: SharedCore, cause: str) -> CoreGone:
+    """Return what the front processes must know of a core that is gone for good."""
+    death = None if core.end is None else core.end.death
+    return CoreGone(core.address, cause, is_from_outside=death is None or death.is_from_outside)
+
+
+def _send(process: asyncio.subprocess.Process, message: FrontLaunch | CoreGone | AllGone) -> None:
     """Send a line to a front process; no-op if it has died."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -86,6 +86,8 @@ class ShownCore(msgspec.Struct, frozen=True):
     num_waiting: int
     kv_cache_usage: float
     """Share of the KV cache in use, 0 to 1; 0 if it is unknown."""
+    node: str
+    """Its node of a Ray cluster, and what is reserved there; empty without Ray."""
 
 
 class Snapshot(Point, frozen=True, kw_only=True):
@@ -282,6 +284,7 @@ def _shown_core(status: dict[str, Any]) -> ShownCore:
         status.get("num_running", 0),
         status.get("num_waiting", 0),
         1 - status.get("free_blocks", 0) / total if total else 0.0,
+        status.get("node", ""),
     )
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_mp import EngineDeadError, EngineError, SamplingParams, wire
+from vllm_mp import EngineDeadError, EngineError, EngineGenerateError, SamplingParams, wire
 from vllm_mp.client.engine.core_group import CoreGroup
-from vllm_mp.client.engine.supervisor import Death
+from vllm_mp.client.engine.supervisor import Death, End
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_processor import OutputProcessor
@@ -49,8 +49,8 @@ class Core:
 
     news_fd, end, has_news = -1, None, False
 
-    def __init__(self, is_shared=False):
-        self.is_shared, self.num_deaths = is_shared, 0
+    def __init__(self, is_shared=False, number=0):
+        self.is_shared, self.number, self.num_deaths = is_shared, number, 0
         self.sent = []
         self.answers = {}
         self.forgiven = []
@@ -58,6 +58,7 @@ class Core:
 
     def start(self, last_death=None):
         return SimpleNamespace(
+            client=self.number,
             connection=Connection(self),
             process=None if self.is_shared else object(),
             welcome=SimpleNamespace(why_dropped="", last_death=last_death),
@@ -70,6 +71,9 @@ class Core:
     def release(self, core):
         pass
 
+    def note_call(self, name, args):
+        pass
+
     def status(self):
         return None
 
@@ -80,10 +84,10 @@ class Core:
 class Engine:
     """A group of cores."""
 
-    def __init__(self, num_cores=2, is_shared=False):
+    def __init__(self, num_cores=2, is_shared=False, number=0):
         self.stats = EngineStats(64, False)
         self.requests = LiveRequests(self.stats.note_end)
-        self.cores = [Core(is_shared) for _ in range(num_cores)]
+        self.cores = [Core(is_shared, number) for _ in range(num_cores)]
         self.group = CoreGroup(list(self.cores), self.requests, self.stats)
         self.time = 0.0
 
@@ -98,19 +102,23 @@ class Engine:
         self.stats.note_sent(stream, 0.0, {})
         return stream
 
-    def die(self, rank, *streams, outside=False, is_step_known=True):
-        """Let a core die with `streams` in its step."""
+    def die(self, rank, *streams, outside=False, left=None):
+        """Let a core die with `streams` in its step and `left` restarts; -1: let it be gone for good."""
         core, client = self.cores[rank], self.group.client(rank)
         core.num_deaths += 1
         self.time += 1.0
         in_step = {awaited.slot: awaited.num_tokens for stream in streams for awaited in stream.awaited}
-        death = Death("it died; log", in_step, len(in_step), outside, time=self.time)
+        death = Death("it died; log", in_step, len(in_step), outside, time=self.time, num_restarts_left=left)
         core.last_death = wire.LastDeath(
             core.num_deaths - 1, "it died", "signal", outside, len(in_step), list(in_step.items())
         )
         if core.is_shared:
             death = death._replace(in_step={}, num_in_step=0, is_from_outside=True, is_step_known=False)
-        client._on_death(death)
+        if death.is_final:
+            core.end = "it died too often"
+            client._on_end(End(core.end, death))
+        else:
+            client._on_death(death)
         core.sent.clear()
 
     def rejoin(self, rank):
@@ -118,11 +126,6 @@ class Engine:
         core = self.cores[rank]
         core.core = core.start(core.last_death)
         self.group.client(rank)._replay_to(core.core)
-
-    def end(self, rank):
-        """Let a core be gone for good."""
-        self.cores[rank].end = "it died too often"
-        self.group.client(rank)._on_end(SimpleNamespace(cause="it died too often"))
 
     def sent(self, rank):
         """Return the ids of the requests that a core was sent since the last call, with their isolation groups."""
@@ -161,6 +164,17 @@ def test_requests_are_spread_and_a_pinned_one_goes_to_its_core():
         assert names(engine.sent(1)) == ["b", "d"]
         engine.add("e", rank=1)
         assert names(engine.sent(1)) == ["e"]
+
+    run(test)
+
+
+def test_clients_of_shared_cores_begin_with_different_cores():
+    def test():
+        engines = [Engine(8, is_shared=True, number=number) for number in range(1, 9)]
+        for engine in engines:
+            engine.add("a")
+        chosen = [next(rank for rank in range(8) if engine.sent(rank)) for engine in engines]
+        assert len(set(chosen)) > 3
 
     run(test)
 
@@ -318,6 +332,64 @@ def test_poison_fails_alone_and_the_other_cores_serve_all_others_without_restart
     run(test)
 
 
+@pytest.mark.parametrize(("max_restarts", "num_deaths"), [(0, 2), (1, 3)])
+def test_poison_ends_a_bounded_number_of_cores_for_good(max_restarts, num_deaths):
+    """As above, with cores that are gone for good after few deaths."""
+
+    def test():
+        engine = Engine(4)
+        poison = engine.add("poison", rank=0)
+        others = [engine.add(f"r{i}") for i in range(20)]
+        left = dict.fromkeys(range(4), max_restarts)
+        died = []
+        while not poison.is_over:
+            rank = next(client.rank for client in engine.group.clients if poison in client.requests)
+            client = engine.group.client(rank)
+            groups = {client._suspects.isolation(stream.awaited[0]).group for stream in client.requests.streams()}
+            group = client._suspects.isolation(poison.awaited[0]).group
+            assert group or groups == {0}
+            step = [s for s in client.requests.streams() if client._suspects.isolation(s.awaited[0]).group == group]
+            left[rank] -= 1
+            died.append(rank)
+            engine.die(rank, *step, left=left[rank])
+            if left[rank] >= 0:
+                engine.rejoin(rank)
+        assert len(died) == num_deaths
+        assert sum(count < 0 for count in left.values()) <= 2
+        assert isinstance(poison.error, EngineGenerateError)
+        assert "alone in the last" in str(poison.error)
+        assert not any(stream.is_over for stream in others)
+        lasting = [client for client in engine.group.clients if client.dead_error is None]
+        assert {s for client in lasting for s in client.requests.streams()} == set(others)
+
+    run(test)
+
+
+def test_requests_of_a_core_that_is_gone_do_not_move_before_its_last_news_is_handled():
+    def test():
+        engine = Engine(3)
+        stream = engine.add("a", rank=0)
+        core = engine.cores[0]
+        core.end, core.has_news = "it died too often", True
+        engine.die(2, outside=True)
+        assert engine.sent(1) == [], "it is not known yet whether the request was in the step"
+        core.has_news = False
+        engine.die(0, stream, left=-1)
+        assert engine.sent(1) == [("a", 1)], "it runs isolated"
+
+    run(test)
+
+
+def test_signal_from_outside_that_ends_a_core_for_good_makes_no_suspects():
+    def test():
+        engine = Engine()
+        streams = [engine.add(name, rank=0) for name in "ab"]
+        engine.die(0, *streams, outside=True, left=-1)
+        assert sorted(engine.sent(1)) == [("a", 0), ("b", 0)]
+
+    run(test)
+
+
 def test_new_requests_avoid_a_core_that_tests_suspects():
     def test():
         engine = Engine()
@@ -397,15 +469,33 @@ def test_engine_goes_on_without_a_core_that_is_gone_for_good_and_fails_with_the_
     def test():
         engine = Engine()
         stream = engine.add("a", rank=0)
-        engine.end(0)
+        engine.die(0, left=-1)
         assert names(engine.sent(1)) == ["a"]
         assert engine.group.dead_error is None
         engine.add("b", rank=0)
         assert names(engine.sent(1)) == ["b"], "a pinned request goes to another core"
-        engine.end(1)
+        engine.die(1, left=-1)
         assert isinstance(stream.error, EngineDeadError)
         with pytest.raises(EngineDeadError, match="too often"):
             engine.group.attach()
+
+    run(test)
+
+
+def test_requests_of_a_core_that_ends_during_the_shutdown_fail_with_all_others(monkeypatch):
+    def test():
+        engine = Engine()
+        streams = [engine.add("a", rank=0), engine.add("b", rank=1)]
+        first = engine.group.client(0)
+        fail_first = first.fail_all
+
+        def fail_first_and_end_second(error):
+            fail_first(error)
+            engine.die(1, left=-1)
+
+        monkeypatch.setattr(first, "fail_all", fail_first_and_end_second)
+        engine.group.fail_all(EngineDeadError("the engine was shut down"))
+        assert all(isinstance(stream.error, EngineDeadError) for stream in streams)
 
     run(test)
 
@@ -415,7 +505,7 @@ def test_requests_of_a_core_that_ends_for_good_wait_for_a_core_that_restarts():
         engine = Engine()
         stream = engine.add("a", rank=0)
         engine.die(1, outside=True)
-        engine.end(0)
+        engine.die(0, left=-1)
         engine.rejoin(1)
         assert names(engine.sent(1)) == ["a"]
         assert not stream.is_over

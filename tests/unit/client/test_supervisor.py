@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 from vllm_mp import EngineStartError
 from vllm_mp.client.engine import supervisor as supervisor_module
-from vllm_mp.client.engine.launcher import Core
+from vllm_mp.client.engine.launcher import Core, CoreLauncher, RemoteCore
 from vllm_mp.client.engine.restart_limit import RestartLimit
-from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death
+from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, End
 
 
 def test_cores_that_served_are_restarted_at_once_up_to_the_limit():
@@ -52,13 +52,14 @@ def core():
     """Return a core of this process that serves."""
     signals = []
     process = SimpleNamespace(signals=signals, send_signal=signals.append)
-    config = SimpleNamespace(liveness_config=SimpleNamespace(core_restart_window_s=1.0))
+    config = SimpleNamespace(liveness_config=SimpleNamespace(core_restart_window_s=1.0, max_core_restarts=1))
     return Core(SimpleNamespace(incarnation=1), 0, config, None, process, SimpleNamespace(last_death=None))
 
 
 def test_core_that_is_told_to_end_at_the_moment_when_it_serves_gets_the_signal():
-    class Source:
-        predecessor = None
+    class Source(CoreLauncher):
+        def __init__(self):
+            self.predecessor = None
 
         def begin(self):
             pass
@@ -100,3 +101,59 @@ def test_absence_of_a_shared_core_is_reported_again_only_when_the_last_report_wa
     supervisor = CoreSupervisor(Source(), core(), None)
     supervisor._rejoin(Source(), Death("it broke", {}, 0, True))
     assert reports == [[Death], [Absence], [Absence]]
+
+
+def test_shared_core_that_its_parent_gives_up_ends_with_what_the_parent_knows():
+    class Source(RemoteCore):
+        def __init__(self):
+            self.reconnect_timeout = 1e9
+
+        def load_progress(self):
+            return None
+
+        def finish(self, check):
+            check()
+            supervisor.give_up("it died too often", is_from_outside=False)
+            check()
+            raise AssertionError("the supervisor still waits")
+
+    supervisor = CoreSupervisor(Source(), core(), None)
+    death = Death("the connection broke", {3: 0}, 1, is_from_outside=True)
+    assert supervisor._replace(supervisor.core, death) is None
+    told, end = supervisor.take_news()
+    assert told == death
+    assert end.cause == supervisor.end == "it died too often"
+    assert end.death.is_final
+    assert (end.death.in_step, end.death.is_from_outside) == ({3: 0}, False)
+
+
+def news_of_deaths(max_restarts, num_deaths):
+    """Return the news of deaths of cores in a row."""
+
+    class Source(CoreLauncher):
+        def __init__(self):
+            self.predecessor = None
+
+        def begin(self):
+            pass
+
+        def discard(self, process):
+            assert isinstance(supervisor._news[-1], Death | End), "other cores wait for the news"
+
+        def finish(self, check):
+            return core()
+
+    restarts = None if max_restarts is None else RestartLimit(max_restarts, 100.0)
+    supervisor = CoreSupervisor(Source(), core(), restarts)
+    for number in range(num_deaths):
+        supervisor._replace(supervisor.core, Death("it died", {3: 0}, 1, False, time=float(number)))
+    return supervisor.take_news()
+
+
+def test_death_without_a_successor_is_news_together_with_the_end():
+    for max_restarts in (None, 0):  # None: there is no recovery
+        (end,) = news_of_deaths(max_restarts, 1)
+        assert end.death.is_final
+        assert end.death.in_step == {3: 0}
+    death, _, end = news_of_deaths(1, 2)
+    assert (death.num_restarts_left, death.is_final, end.death.is_final) == (0, False, True)

@@ -158,7 +158,7 @@ function showCores({ cores }) {
   cores.forEach((core, index) => {
     const row = body.rows[index] ?? coreRow(body);
     const texts = [STATES[core.state] ?? core.state, number(core.num_running), number(core.num_waiting)];
-    setText(row.cells[0], `Core ${core.rank}`);
+    setText(row.cells[0], core.node ? `Core ${core.rank}, ${core.node}` : `Core ${core.rank}`);
     [...texts, `${percent(core.kv_cache_usage)} %`].forEach((words, cell) => setText(row.cells[cell + 1], words));
   });
 }
