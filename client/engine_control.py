@@ -63,7 +63,7 @@ class EngineControl(EngineLifecycle):
         else:
             self._attach()
             results = await self._cores.call("collective_rpc", timeout, method, arguments)
-        if self.vllm_config.parallel_config.tensor_parallel_size == 1:
+        if self.vllm_config.parallel_config.world_size == 1:
             return results
         return [result for of_core in results for result in of_core]
 

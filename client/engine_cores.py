@@ -5,6 +5,7 @@ import threading
 import time
 
 from vllm_mp.client.background_call import call_in_thread
+from vllm_mp.client.engine.endpoint import endpoint
 from vllm_mp.client.engine.placement import free_place
 from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
@@ -56,10 +57,12 @@ class EngineCores(EngineLifecycle):
         A new process loads the model while requests run. It gets the CPUs or the GPUs of a core that was removed, or
         further ones, enters the pause and the sleep that are in force, and has the same adapters.
 
-        Raises ValueError if an address is given for a new process, or lacks, EngineStartError if the core does not
-        serve the model, and EngineError if no core serves now, or a pause or a sleep begins or ends meanwhile.
+        Raises ValueError if an address is given for a new process, lacks, or is that of a core of this engine,
+        EngineStartError if the core does not serve the model, and EngineError if no core serves now, or a pause or a
+        sleep begins or ends meanwhile.
         """
         self._attach()
+        self._check_is_new(address)
         open_core = self._open_core
         if open_core is None:
             raise ValueError("this engine cannot open further cores; make an engine with several from the start")
@@ -80,6 +83,7 @@ class EngineCores(EngineLifecycle):
                 now = page_now and page_now.read().suspension
                 if before and now and (before.pause, before.sleep) != (now.pause, now.sleep):
                     raise EngineError("a pause or a sleep began or ended while the core started; add the core again")
+                self._check_is_new(address)  # another call may have added it meanwhile
             except BaseException:
                 await call_in_thread(supervisor.stop)
                 raise
@@ -98,6 +102,29 @@ class EngineCores(EngineLifecycle):
         self._attach()
         supervisor = self._cores.remove(rank)
         await call_in_thread(supervisor.stop)
+
+    def give_up_core(self, address: str, cause: str, is_from_outside: bool) -> None:
+        """Wait no longer for the shared core at `address`, because its parent says that it is gone for good.
+
+        Other cores go on with its requests. `cause` says why the core died, and `is_from_outside` that no request can
+        be to blame. Raises ValueError if this engine has no core at `address`.
+        """
+        self._attach()
+        for client in self._cores.clients:
+            if client.supervisor.core.connection.address == address:
+                client.supervisor.give_up(cause, is_from_outside)
+                return
+        raise ValueError(f"address={address!r}: this engine has no core there")
+
+    def _check_is_new(self, address: str | None) -> None:
+        """Raise ValueError if this engine uses the core at `address` already."""
+        for client in self._cores.clients:
+            known = client.supervisor.core.connection.address
+            if address is not None and endpoint(address) == endpoint(known):
+                raise ValueError(
+                    f"address={address!r}: the core with rank {client.rank} is there already; give the address of "
+                    "another core"
+                )
 
     def _serving_page(self) -> StatusPage | None:
         """Return the status page of a core that serves, None if it is not visible; raises EngineError if none does."""

@@ -7,11 +7,12 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from vllm_mp.client.background_call import call_in_thread
+from vllm_mp.client.engine.endpoint import endpoint
 from vllm_mp.client.engine.launcher import Core, CoreLauncher, RemoteCore
 from vllm_mp.client.engine.placement import config_of_place
 from vllm_mp.client.engine.restart_limit import RestartLimit
@@ -27,6 +28,12 @@ from vllm_mp.engine_args import EngineArgs
 from vllm_mp.operator_key import read_operator_key
 from vllm_mp.status_page import StatusPage
 from vllm_mp.usage_context import UsageContext
+
+if TYPE_CHECKING:
+    from vllm_mp.client.ray import RayCore
+
+MakeSource = Callable[[int], "CoreLauncher | RayCore"]
+"""Makes the source of the core at a place of an engine."""
 
 
 class EngineStart(EngineLifecycle):
@@ -115,11 +122,12 @@ class EngineStart(EngineLifecycle):
         """Start the cores and return the engine when all are ready; `check` is called meanwhile, and may raise."""
         tracer = _tracer(vllm_config, vllm_config.observability_config.otlp_traces_endpoint)
         size = vllm_config.parallel_config.data_parallel_size
-        sources: list[CoreLauncher] = []
+        sources: list[CoreLauncher | RayCore] = []
         cores: list[Core] = []
         try:
+            make_source = _source_maker(vllm_config)
             for rank in range(size):
-                sources.append(CoreLauncher(config_of_place(vllm_config, rank)))
+                sources.append(make_source(rank))
                 sources[rank].begin()
             # The tokenizer loads while the cores start.
             prompt_tokenizer = _load_prompt_tokenizer(vllm_config.model_config)
@@ -128,7 +136,7 @@ class EngineStart(EngineLifecycle):
                 CoreSupervisor(source, core, _restart_limit(vllm_config))
                 for source, core in zip(sources, cores, strict=True)
             ]
-            return cls(supervisors, prompt_tokenizer, tracer, functools.partial(_start_core, vllm_config))
+            return cls(supervisors, prompt_tokenizer, tracer, functools.partial(_start_core, make_source, vllm_config))
         except BaseException:
             for source, core in itertools.zip_longest(sources, cores):
                 source.close(None, core)
@@ -177,7 +185,7 @@ class EngineStart(EngineLifecycle):
         that cannot be used.
         """
         addresses = [each.strip() for each in address.split(",")] if isinstance(address, str) else list(address)
-        if not addresses or len(set(addresses)) < len(addresses):
+        if not addresses or len(set(map(endpoint, addresses))) < len(addresses):
             raise ValueError(f"address={address!r} must name at least one core, and each core once")
         key_files = _one_for_each(addresses, "key_file", key_file)
         operator_key_files = _one_for_each(addresses, "operator_key_file", operator_key_file)
@@ -231,7 +239,18 @@ class EngineStart(EngineLifecycle):
         return await call_in_thread(lambda: cls.connect(address, **options))
 
 
-def _start_core(vllm_config: VllmConfig, place: int, address: str | None, page: StatusPage | None) -> CoreSupervisor:
+def _source_maker(config: VllmConfig) -> MakeSource:
+    """Return what makes the source of the core at each place. Raises ValueError if Ray is needed and missing."""
+    if config.parallel_config.data_parallel_backend == "ray":
+        from vllm_mp.client.ray import DriverProcess, RayCore
+
+        return functools.partial(RayCore, DriverProcess(config))
+    return lambda place: CoreLauncher(config_of_place(config, place))
+
+
+def _start_core(
+    make_source: MakeSource, vllm_config: VllmConfig, place: int, address: str | None, page: StatusPage | None
+) -> CoreSupervisor:
     """Start a further core and return its supervisor when it is ready; `address` must be None.
 
     `page` is that of a core whose pause, sleep and adapters it must have too.
@@ -239,10 +258,10 @@ def _start_core(vllm_config: VllmConfig, place: int, address: str | None, page: 
     Raises ValueError for an address, and EngineStartError, with the cause, if the core does not start.
     """
     if address is not None:
-        raise ValueError(f"address={address!r}: the cores of this engine are its own processes; leave it None")
-    source = CoreLauncher(config_of_place(vllm_config, place))
+        raise ValueError(f"address={address!r}: this engine starts its cores itself; leave it None")
+    source = make_source(place)
     try:
-        if page is not None:
+        if page is not None and isinstance(source, CoreLauncher):
             source.inherit(page)
         source.begin()
         return CoreSupervisor(source, source.finish(lambda: None), _restart_limit(vllm_config))

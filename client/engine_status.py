@@ -37,7 +37,7 @@ class EngineStatus(EngineLifecycle):
         """Return the core's incarnation, pid, restarts, requests, KV blocks, heartbeat age and standby.
 
         `restarts` counts those by the core's parent, for a shared core that of `vllm-mp engine`. `last_death` says why
-        the predecessor died; None if there was none.
+        the predecessor died; None if there was none. A core on Ray also has `node`, with what is reserved there.
 
         With several cores, numbers of requests, blocks, steps and restarts are sums, the rest is the first core's, and
         `cores` has the status of each core with its `rank` and `state`; that of a core without an answer is what
@@ -109,7 +109,7 @@ class EngineStatus(EngineLifecycle):
             "restarts": client.supervisor.num_restarts,
             "last_death": client.supervisor.core.last_cause,
             "standby_pid": client.supervisor.standby_pid,
-        }
+        } | ({} if client.supervisor.node is None else {"node": client.supervisor.node})
 
     async def ping(self, timeout: float) -> None:
         """Return once a core answers.

@@ -206,7 +206,7 @@ _refuse = refuse(
     {
         "LLMEngine": "use LLM in a script, or AsyncLLM",
         "ModelRegistry": "docs/internals/adding_a_model.md says how a model is added",
-        "initialize_ray_cluster": "the engine runs on one machine without Ray",
+        "initialize_ray_cluster": "an engine connects to Ray by itself; give data_parallel_backend='ray'",
     },
 )
 

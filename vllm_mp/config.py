@@ -26,6 +26,10 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     """The local folder that holds config.json, weights and tokenizer."""
     tokenizer: str
     """The local folder that holds the tokenizer."""
+    revision: str | None = None
+    """The branch, tag or commit of a model of the hub; None: the main branch."""
+    download_dir: str | None = None
+    """The folder of downloads and converted models; None: the default caches."""
     tokenizer_mode: str
     skip_tokenizer_init: bool
     trust_remote_code: bool
@@ -42,6 +46,8 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     max_model_len: int
     """Maximum number of tokens of a request, prompt and completion together."""
     enforce_eager: bool
+    max_cudagraph_capture_size: int = 512
+    """Maximum number of rows of a decode step that is captured."""
     hf_config: dict[str, Any]
     """The unchanged content of config.json."""
     eos_token_ids: list[int]
@@ -142,17 +148,41 @@ class ParallelConfig(msgspec.Struct, kw_only=True):
     """How many devices work on the model: each rank of a core has one."""
 
     tensor_parallel_size: int = 1
+    """Ranks that share each layer."""
     pipeline_parallel_size: int = 1
+    """Stages that share out the layers; each has `tensor_parallel_size` ranks."""
     data_parallel_size: int = 1
     """Cores that the engine starts, each with the whole model."""
     data_parallel_rank: int = 0
     """The place of the core among them, which decides its devices and CPUs. A core that takes the place of one that was
     removed has its number."""
+    data_parallel_backend: str = "mp"
+    """"mp": the cores are processes of the client's machine; "ray": they run on the nodes of a Ray cluster."""
     distributed_executor_backend: str = "mp"
+    """"ray" has an effect only on `data_parallel_backend`: no rank is a process of Ray's."""
+    nnodes: int = 1
+    """Machines that the ranks are shared out to; node 0 has the core."""
+    node_rank: int = 0
+    """The number of this machine."""
+    master_addr: str = ""
+    """The address of node 0 for the other machines."""
+    master_port: int = 0
+    """The port of the core for rank hosts."""
+    node_key_file: str = ""
+    """The key of this machine: on node 0 the server's, on others that of a client; empty with one machine."""
 
     @property
     def world_size(self) -> int:
+        """The number of ranks of a core: rank r is rank r % tensor_parallel_size of stage r // tensor_parallel_size."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.world_size // self.nnodes
+
+    def ranks_of(self, node: int) -> range:
+        """Return the ranks that a machine has."""
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
 
 class DeviceConfig(msgspec.Struct, kw_only=True):

@@ -29,10 +29,12 @@ from vllm_mp.lora_request import parse_adapter
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.generation import default_sampling_params, eos_token_ids, read_generation_config
 from vllm_mp.model_config.json_file import read_json
+from vllm_mp.model_config.pipeline_parallel import check_pipeline_parallel
 from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
 from vllm_mp.model_config.registry import FP8_ARCHITECTURES, read_architecture
 from vllm_mp.model_config.tensor_parallel import check_tensor_parallel
 from vllm_mp.model_store import recommended_generation_config, resolve_model
+from vllm_mp.nodes import check_nodes, node_key_file
 from vllm_mp.options import MAX_INTEGER
 from vllm_mp.processor_registration import import_folders
 from vllm_mp.structured_outputs import BACKEND_NAMES
@@ -56,6 +58,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
     """
     if args.cpus:
         parse_cpus(args.cpus)
+    check_nodes(args)
     folder = resolve_model(
         args.model,
         revision=args.revision,
@@ -76,6 +79,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
     if is_encoder:
         _check_encoder_options(args)
     check_tensor_parallel(_with_blocks(args, architecture), args.tensor_parallel_size, args.model)
+    check_pipeline_parallel(architecture, args.pipeline_parallel_size, args.model)
     max_model_len = _max_model_len(args, architecture, read_max_seq_length(folder))
     overrides = args.override_generation_config or {}
     recommended = recommended_generation_config(args.model) if args.generation_config == "auto" else {}
@@ -105,13 +109,42 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
             enable_prefix_caching=args.enable_prefix_caching is not False and not is_encoder,
         ),
         scheduler_config=_scheduler_config(args, max_model_len, is_encoder),
-        parallel_config=_section(ParallelConfig, args, distributed_executor_backend="mp"),
+        parallel_config=_parallel_config(args),
         device_config=_section(DeviceConfig, args),
         attention_config=AttentionConfig(backend=args.attention_backend),
         decoding_config=DecodingConfig(backend=BACKEND_NAMES[args.guided_decoding_backend]),
         observability_config=_section(ObservabilityConfig, args),
         liveness_config=_section(LivenessConfig, args, engine_iteration_timeout_s=_iteration_timeout(args)),
         lora_config=_lora_config(args, architecture),
+    )
+
+
+def _parallel_config(args: "EngineArgs") -> ParallelConfig:
+    """Raise ValueError if options contradict each other, or for CPUs by number or several machines with Ray."""
+    executor = args.distributed_executor_backend or ("ray" if args.worker_use_ray else "mp")
+    if args.worker_use_ray and executor != "ray":
+        raise ValueError(f"worker_use_ray=True contradicts distributed_executor_backend={executor!r}; leave one out")
+    uses_ray = args.engine_use_ray or executor == "ray"
+    backend = args.data_parallel_backend or ("ray" if uses_ray else "mp")
+    if uses_ray and backend != "ray":
+        asks = "engine_use_ray=True" if args.engine_use_ray else "distributed_executor_backend='ray'"
+        raise ValueError(f"{asks} contradicts data_parallel_backend={backend!r}; leave one out")
+    if backend == "ray" and args.cpus:
+        raise ValueError(
+            f"cpus={args.cpus!r} is not served on Ray, which chooses the node; leave it empty, and give num_threads, "
+            "the number of CPUs to reserve for each core"
+        )
+    if backend == "ray" and args.nnodes > 1:
+        raise ValueError(
+            f"nnodes={args.nnodes} is not served on Ray, which chooses the nodes; leave it 1, or leave out the options "
+            "of Ray"
+        )
+    return _section(
+        ParallelConfig,
+        args,
+        data_parallel_backend=backend,
+        distributed_executor_backend=executor,
+        node_key_file=node_key_file(args),
     )
 
 
@@ -275,6 +308,12 @@ def _scheduler_config(args: "EngineArgs", max_model_len: int, is_encoder: bool) 
         raise ValueError(
             f"{below} with enable_chunked_prefill=False a whole prompt must fit in one step; raise the first, lower "
             "the second, or allow chunked prefill"
+        )
+    if args.async_scheduling and args.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"async_scheduling=True: with pipeline_parallel_size={args.pipeline_parallel_size} as many steps are under "
+            "way as there are stages, and a request gets its next token only after the token before it is known; leave "
+            "it out"
         )
     max_num_seqs = args.max_num_seqs
     if max_num_seqs is None:

@@ -20,9 +20,6 @@ _DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
 _ATTENTION_BACKENDS = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"}
 """vLLM's names of attention backends."""
-_ONE_STAGE = "the layers run one after the other in each process; tensor_parallel_size shares each layer"
-_ONE_MACHINE = "ranks are processes of the core's machine"
-_NO_RAY = "the core is a process of its own on the machine of the client"
 
 
 @dataclasses.dataclass
@@ -99,6 +96,7 @@ class EngineArgs(Options):
         subject="device",
     )
     enforce_eager: bool = option(False, "Never capture CUDA graphs.")
+    max_cudagraph_capture_size: int = option(512, "Capture CUDA graphs of decode steps with up to N requests.", low=1)
     attention_backend: str = option(
         "auto",
         "Use this implementation of attention; auto: on GPUs FlashAttention if it is installed and serves the model, "
@@ -180,7 +178,11 @@ class EngineArgs(Options):
         high=256,
     )
     pipeline_parallel_size: int = option(
-        1, "Divide the layers into N groups, each on its own device.", low=1, unserved=_ONE_STAGE
+        1,
+        "Divide the layers into N stages, each on GPUs of its own, or on its share of the CPUs; with "
+        "tensor_parallel_size, each stage has that many ranks.",
+        low=1,
+        high=256,
     )
     data_parallel_size: int = option(
         1,
@@ -188,14 +190,34 @@ class EngineArgs(Options):
         low=1,
         high=256,
     )
+    data_parallel_backend: str | None = option(
+        None,
+        "Start the cores in this way; mp: processes of this machine; ray: on the nodes of a Ray cluster. Default: ray "
+        "with engine_use_ray, worker_use_ray or distributed_executor_backend=ray, else mp.",
+        choices=("mp", "ray"),
+    )
+    nnodes: int = option(1, "Share the ranks equally among N machines.", low=1, high=256)
+    node_rank: int = option(
+        0, "Run the ranks of this machine: 0 has the core, and each other needs --headless.", low=0, high=255
+    )
+    master_addr: str = option("127.0.0.1", "Find the machine with node_rank 0 at this address.")
+    master_port: int = option(
+        29_501, "Let the other machines connect to the core at this port of master_addr.", low=1, high=65_535
+    )
+    node_key_file: str | None = option(
+        None,
+        "Connect machines with the key in this file. Default: a file in the folder `nodes` of the cache that "
+        "`vllm-mp env` prints, which node 0 makes.",
+    )
     distributed_executor_backend: str | None = option(
         None,
-        "Run several devices with this implementation. Default: none.",
+        "Start the ranks of a core in this way; mp: processes of the core's machine, or of nnodes machines; ray: "
+        "processes of the core's machine, with the core on a node of a Ray cluster that has room for all its ranks. "
+        "Default: ray with worker_use_ray, else mp.",
         choices=("mp", "ray"),
-        unserved=_ONE_MACHINE,
     )
-    worker_use_ray: bool = option(False, "Run workers with Ray.", unserved=_NO_RAY)
-    engine_use_ray: bool = option(False, "Run the engine with Ray.", unserved=_NO_RAY)
+    worker_use_ray: bool = option(False, "Do what distributed_executor_backend=ray does.")
+    engine_use_ray: bool = option(False, "Do what data_parallel_backend=ray does, also with one core.")
     enable_lora: bool = option(False, "Serve LoRA adapters.")
     max_loras: int = option(1, "Run at most N LoRA adapters in one step.", low=1, high=1024)
     max_cpu_loras: int | None = option(

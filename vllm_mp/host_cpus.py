@@ -1,4 +1,4 @@
-"""The CPUs (logical processors) of this machine that a process may use, their NUMA nodes and the limit of CPU time."""
+"""The CPUs (logical processors) of this machine that a process may use, NUMA nodes and the limit of CPU time."""
 
 import math
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _NODES = Path("/sys/devices/system/node")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _GROUP = Path("/sys/fs/cgroup")
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _NODE = re.compile(r"node(\d{1,5})")
@@ -99,6 +100,15 @@ def numa_nodes() -> dict[int, frozenset[int]]:
         except (OSError, ValueError):
             continue
     return dict(sorted(nodes.items()))
+
+
+def pci_numa_node(address: str) -> int | None:
+    """Return the NUMA node of a PCI device, such as "0000:3b:00.0"; None if the system does not tell."""
+    try:
+        node = int((_PCI_DEVICES / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def default_threads(num_cores: int = 1) -> int:

@@ -1,6 +1,10 @@
-"""The sources of a client's cores: its own processes, or a shared core at an address."""
+"""The sources of a client's cores: its own processes, or a shared core at an address.
+
+A third source, nodes of a Ray cluster, is in `client/ray/ray_core.py`.
+"""
 
 import contextlib
+import logging
 import math
 import os
 import secrets
@@ -9,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import zmq
 
@@ -25,8 +29,14 @@ from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.lora_request import AdapterRecord
 from vllm_mp.model_store.gguf import gguf_place
+from vllm_mp.nodes import is_missing_node, prepare_node_0
 from vllm_mp.operator_key import new_operator_key
 from vllm_mp.status_page import NOT_SUSPENDED, CoreState, StatusPage
+
+if TYPE_CHECKING:
+    from vllm_mp.client.ray import RayCore
+
+logger = logging.getLogger(__name__)
 
 
 class Core(NamedTuple):
@@ -69,16 +79,29 @@ Check = Callable[[], None]
 class CoreLauncher:
     """Starts cores as processes of this client, with their files in one private folder, which `close` removes."""
 
-    def __init__(self, config: VllmConfig, operator_key: bytes | None = None, has_log_files: bool = True) -> None:
+    node = None
+    """Only a core on Ray has a node."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        operator_key: bytes | None = None,
+        has_log_files: bool = True,
+        folder: Path | None = None,
+    ) -> None:
         """Clients with `operator_key` are operators of the cores; None: only this process is, empty: there are none.
 
-        Without `has_log_files` the cores write their logs to the standard error of this process.
+        Without `has_log_files` the cores write their logs to the standard error of this process. `folder` is a result
+        of `make_folder`; None: another one. Raises ValueError if the ranks are on several machines, and the core is not
+        on this one or no keys can be made.
         """
+        if config.parallel_config.nnodes > 1:
+            logger.info("the core needs its other machines: %s", prepare_node_0(config))
         self._config = config
         self._has_log_files = has_log_files
         self._limits = config.liveness_config
         self._owner = os.getpid()
-        self.folder = Path(tempfile.mkdtemp(prefix="vllm_mp-", dir=_socket_root()))
+        self.folder = folder or make_folder()
         self._public: HeldAddress | None = None
         self._first_incarnation = 1
         self._num_started = 0
@@ -174,15 +197,21 @@ class CoreLauncher:
         incarnation = self._first_incarnation + self._num_started - (not standby)
         return CoreProcess(self.folder, incarnation, standby, self._public, self._has_log_files)
 
-    def model_error(self) -> str | None:
-        """Return why no further core can load the model: its GGUF file is missing, changed or damaged; else None."""
+    def note_call(self, name: str, args: tuple[wire.CallArgument, ...]) -> None:
+        """No-op: the status page says what the next core must know."""
+
+    def lasting_error(self, error: str) -> str | None:
+        """Return why no further core can serve, after a core did not start because of `error`; None if one may.
+
+        The model's GGUF file is missing, changed or damaged, or a machine has not come back in time.
+        """
         try:
             place = gguf_place(self._config.model_config.folder)
             if place is not None:
                 place.read()
-        except ValueError as error:
-            return str(error)
-        return None
+        except ValueError as model_error:
+            return f"no further core can load the model: {model_error}"
+        return f"the next core cannot start: {error}" if is_missing_node(error) else None
 
     def inherit(self, page: StatusPage) -> None:
         """Let the first core enter the pause and the sleep of the core of `page`, and know the same adapters."""
@@ -227,6 +256,9 @@ class CoreLauncher:
 
 class RemoteCore:
     """The shared core at an address, and after its death the next core there that serves the same model."""
+
+    node = None
+    """Only a core on Ray has a node."""
 
     def __init__(
         self,
@@ -291,8 +323,8 @@ class RemoteCore:
                 if connection is not None:
                     connection.close()
                 raise
-        model = _served_model(welcome, config)
-        if differing := _differences(self._model or model, model):
+        model = served_model(welcome, config)
+        if differing := differences(self._model or model, model):
             connection.close()
             raise EngineStartError(
                 f"the core that now serves {self.address} has another model ({config.model_config.model}): "
@@ -305,7 +337,7 @@ class RemoteCore:
         """Raise EngineStartError unless the core that `other` found first has the same model; call after `finish`."""
         assert self._model is not None
         assert other._model is not None
-        if differing := _differences(other._model, self._model):
+        if differing := differences(other._model, self._model):
             raise EngineStartError(
                 f"the cores at {other.address} and {self.address} have different models: {', '.join(differing)}; "
                 "connect to cores of one model"
@@ -332,6 +364,9 @@ class RemoteCore:
             return None
         return StatusPage.open(self._path.with_name(f"{self._path.name}.status"))
 
+    def note_call(self, name: str, args: tuple[wire.CallArgument, ...]) -> None:
+        """No-op: the state of a shared core is kept by its parent."""
+
     def prepare_standby(self) -> None:
         """No-op: a shared core has no standby."""
 
@@ -342,7 +377,7 @@ class RemoteCore:
         """No-op: a shared core serves on."""
 
 
-CoreSource = CoreLauncher | RemoteCore
+CoreSource: TypeAlias = "CoreLauncher | RemoteCore | RayCore"
 
 
 def _wait(seconds: float, check: Check) -> None:
@@ -358,7 +393,7 @@ def _load_progress(page: StatusPage | None) -> object:
     return page.progress() if page is not None and page.state in (CoreState.STARTING, CoreState.LOADING) else None
 
 
-def _served_model(welcome: wire.Welcome, config: VllmConfig) -> dict[str, object]:
+def served_model(welcome: wire.Welcome, config: VllmConfig) -> dict[str, object]:
     """Return, by name, all that a successor must have in common with the core, so that streams can continue there."""
     digest, model = welcome.model, config.model_config
     digests = {"weights": digest.weights, "config.json": digest.config, "tokenizer": digest.tokenizer}
@@ -366,13 +401,18 @@ def _served_model(welcome: wire.Welcome, config: VllmConfig) -> dict[str, object
     return digests | limits
 
 
-def _differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
+def differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
     """Return the names of what differs, with values where they mean something."""
     return [
         f"other {name}" if name in ("weights", "config.json", "tokenizer") else f"{name} {new[name]} instead of {was}"
         for name, was in old.items()
         if new[name] != was
     ]
+
+
+def make_folder() -> Path:
+    """Make a private folder for the files of cores, and return its path."""
+    return Path(tempfile.mkdtemp(prefix="vllm_mp-", dir=_socket_root()))
 
 
 def _socket_root() -> str | None:

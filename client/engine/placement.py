@@ -1,5 +1,6 @@
 """Which CPUs and which GPUs each of several cores on this machine gets."""
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -22,11 +23,16 @@ def config_of_place(config: VllmConfig, place: int) -> VllmConfig:
     if size == 1 and place == 0:
         return config
     device = config.device_config
-    # The client does not load torch, which the core asks for a GPU.
-    if device.device == "cpu" or (device.device == "auto" and not _NVIDIA_DRIVER.exists()):
+    if device.device == "cpu" or (device.device == "auto" and not _has_gpu()):
         device = msgspec.structs.replace(device, cpus=divide_cpus(device.cpus, place % size, size))
     parallel = msgspec.structs.replace(config.parallel_config, data_parallel_rank=place)
     return msgspec.structs.replace(config, parallel_config=parallel, device_config=device)
+
+
+def _has_gpu() -> bool:
+    """Return whether there is a GPU, as far as the client sees, which does not load torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    return _NVIDIA_DRIVER.exists() and visible not in ("", "-1")
 
 
 def free_place(taken: Collection[int]) -> int:

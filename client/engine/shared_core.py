@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import Core, CoreLauncher
@@ -28,15 +29,17 @@ class SharedCore:
         operator_key: bytes = b"",
         has_log_files: bool = True,
         on_restart: Callable[[str], None] = lambda kind: None,
+        folder: Path | None = None,
     ) -> None:
         """Hold `address`, by default a Unix socket in the private folder, until `close`.
 
         TCP needs `key_file`. Clients with `operator_key` are operators; empty: there are none. Without `has_log_files`
         the core writes its log to the standard error of this process. `on_restart` is called with the kind of each
-        death once the successor serves. Raises ValueError, with the remedy, if the address cannot be used.
+        death once the successor serves. `folder` is as for `CoreLauncher`. Raises ValueError, with the remedy, if the
+        address cannot be used.
         """
         self._limits = config.liveness_config
-        self._launcher = CoreLauncher(config, operator_key, has_log_files)
+        self._launcher = CoreLauncher(config, operator_key, has_log_files, folder)
         try:
             self.address = self._launcher.share(address, key_file)
         except BaseException:
@@ -44,9 +47,13 @@ class SharedCore:
             raise
         self.folder = self._launcher.folder
         """The private folder, which exists until `close`."""
+        self.end: End | None = None
+        """Why the core is gone for good; None while it is not."""
         self._on_restart = on_restart
         self._supervisor: CoreSupervisor | None = None
         self._starting: asyncio.Future[Core] | None = None
+        self.serves = asyncio.Event()
+        """Set once the first core serves."""
         self._is_stopping = threading.Event()
         """The core drains or is being ended."""
 
@@ -69,6 +76,7 @@ class SharedCore:
             core = await asyncio.shield(self._starting)
         except _Stopping:
             return
+        self.serves.set()
         limits = self._limits
         restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
         supervisor = self._supervisor = CoreSupervisor(self._launcher, core, restarts)
@@ -87,6 +95,7 @@ class SharedCore:
                     process = supervisor.core.process
                     if self._is_stopping.is_set() and process is not None and process.was_drained:
                         return
+                    self.end = news
                     raise EngineDeadError(news.cause)
                 if isinstance(news, Death):
                     kind = news.kind

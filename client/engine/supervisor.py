@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
@@ -19,6 +19,9 @@ from vllm_mp.client.engine.restart_limit import RestartLimit
 from vllm_mp.core_launch import Predecessor
 from vllm_mp.errors import EngineStartError
 from vllm_mp.status_page import CoreStatus, StatusPage
+
+if TYPE_CHECKING:
+    from vllm_mp.client.ray import RayCore
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ _ABSENCE_INTERVAL_S = 0.25
 
 
 class Death(NamedTuple):
-    """The core has died; its successor is being started."""
+    """The core has died; its successor is being started, unless `num_restarts_left` is negative."""
 
     cause: str
     in_step: dict[int, int]
@@ -62,12 +65,21 @@ class Death(NamedTuple):
     """False: `in_step` is empty because it is unknown which requests were in the step."""
     incarnation: int = 0
     """The incarnation of the core that died."""
+    num_restarts_left: int | None = None
+    """Number of further deaths that a successor follows; -1: none follows this one; None: any number, or unknown."""
+
+    @property
+    def is_final(self) -> bool:
+        """No successor follows."""
+        return self.num_restarts_left is not None and self.num_restarts_left < 0
 
 
 class End(NamedTuple):
     """The core is gone for good; there is no successor."""
 
     cause: str
+    death: Death | None = None
+    """The death that no successor follows; None if it was news before, because a successor was to follow."""
 
 
 class Absence(NamedTuple):
@@ -118,6 +130,8 @@ class CoreSupervisor:
         """A core has completed a step since deaths were last forgiven; else the limit of restarts ends the engine."""
         self._end_signal: int | None = None
         """The signal with which this process ends the core, which gets no successor then."""
+        self._told_end: tuple[str, bool] | None = None
+        """What `give_up` was told; None before."""
         self._end_lock = threading.Lock()
         """Held while `core` or `_end_signal` is set, so that a core that has just started gets the signal too."""
         self._thread = threading.Thread(target=self._run, name="core-supervisor", daemon=True)
@@ -169,12 +183,28 @@ class CoreSupervisor:
         """The process id of the standby; None if there is none."""
         return self._source.standby_pid
 
+    @property
+    def node(self) -> str | None:
+        """The node of a Ray cluster on which the core runs, and what it has reserved there; None without Ray."""
+        return self._source.node
+
+    def note_call(self, name: str, args: tuple[wire.CallArgument, ...]) -> None:
+        """Note a call that the core has carried out, for a core elsewhere that must have the same state."""
+        self._source.note_call(name, args)
+
     def end_core(self, number: int) -> None:
         """Send the core of this process a signal that ends it; it gets no successor, and `End` follows."""
         with self._end_lock:
             self._end_signal, process = number, self.core.process
         if process is not None:
             process.send_signal(number)
+
+    def give_up(self, cause: str, is_from_outside: bool) -> None:
+        """Wait for no further core at the address of a shared core, because its parent says that it is gone for good.
+
+        `cause` and `is_from_outside`, as in `Death`, are what the parent knows. `End` follows the death.
+        """
+        self._told_end = cause, is_from_outside
 
     def stop(self, timeout: float | None = None) -> None:
         """End the thread, every connection and every process of the source, by force after `timeout` seconds.
@@ -322,32 +352,22 @@ class CoreSupervisor:
 
     def _replace(self, core: Core, death: Death) -> Core | None:
         """Start the successor of `core`; return None if there is none."""
-        if isinstance(self._source, RemoteCore):
+        if not isinstance(self._source, CoreLauncher):
             return self._rejoin(self._source, death)
-        cause, has_served, died_at = death.cause, True, death.time
+        if core.page is not None and self._restarts is not None:
+            self._forgive_convicted(core.page, self._restarts)
+        delay = self._delay_or_end(death.cause, death.time, core)
+        if isinstance(delay, End):
+            self._tell(End(delay.cause, death._replace(num_restarts_left=-1)))
+        else:
+            assert self._restarts is not None
+            self._tell(death._replace(num_restarts_left=self._restarts.num_left))
+        # This takes time, so the news comes first: other cores go on with the streams.
         self._source.predecessor = self._predecessor(self._source, core, death)
         if core.process is not None:
             self._source.discard(core.process)
-        is_told = False
-        if core.page is not None and self._restarts is not None:
-            self._forgive_convicted(core.page, self._restarts)
-        while True:
-            if self._restarts is None or self._end_signal is not None:
-                self._tell(End(cause))
-                return None
-            delay = self._restarts.delay_after(died_at, has_served, core.connection.incarnation if has_served else 0)
-            if delay is None:
-                limits = self._limits
-                self._tell(
-                    End(
-                        f"the core has died more than max_core_restarts={limits.max_core_restarts} times within "
-                        f"core_restart_window_s={limits.core_restart_window_s:g}; the last time, {cause}"
-                    )
-                )
-                return None
-            if not is_told:  # the last death ends all requests, so no request is blamed for it
-                self._tell(death)
-                is_told = True
+        cause = death.cause
+        while not isinstance(delay, End):
             if self._stops.wait(delay):
                 return None
             try:
@@ -356,16 +376,36 @@ class CoreSupervisor:
             except _Stopped:
                 if self._stops.is_set():
                     return None
-                continue
             except (EngineStartError, OSError, ValueError, zmq.ZMQError) as error:
                 logger.warning("%s", str(error).partition(";")[0])
-                cause, has_served, died_at = str(error), False, time.monotonic()
-                if (model_error := self._source.model_error()) is not None:
-                    self._tell(End(f"{death.cause}, and no further core can load the model: {model_error}"))
+                cause = str(error)
+                if (lasting := self._source.lasting_error(cause)) is not None:
+                    self._tell(End(f"{death.cause}, and {lasting}"))
                     return None
-                continue
-            self._tell(successor)
-            return successor
+            else:
+                self._tell(successor)
+                return successor
+            delay = self._delay_or_end(cause, time.monotonic(), None)
+            if isinstance(delay, End):
+                self._tell(delay)
+        return None
+
+    def _delay_or_end(self, cause: str, died_at: float, served: Core | None) -> float | End:
+        """Return the seconds to wait before the next core is started, or why there is none.
+
+        `served` is the core that died at `died_at` of `cause`; None: a core that has not served.
+        """
+        if self._restarts is None or self._end_signal is not None:
+            return End(cause)
+        incarnation = 0 if served is None else served.connection.incarnation
+        delay = self._restarts.delay_after(died_at, served is not None, incarnation)
+        if delay is not None:
+            return delay
+        limits = self._limits
+        return End(
+            f"the core has died more than max_core_restarts={limits.max_core_restarts} times within "
+            f"core_restart_window_s={limits.core_restart_window_s:g}; the last time, {cause}"
+        )
 
     def _forgive_convicted(self, page: StatusPage, restarts: RestartLimit) -> None:
         """Forgive the deaths for which clients have found a culprit, unless no core computes anything any more.
@@ -396,10 +436,10 @@ class CoreSupervisor:
             earlier_deaths=earlier_deaths,
         )
 
-    def _rejoin(self, source: RemoteCore, death: Death) -> Core | None:
-        """Wait for the next core at the address of a shared core, for as long as it takes.
+    def _rejoin(self, source: "RemoteCore | RayCore", death: Death) -> Core | None:
+        """Wait for the next core that another process starts, for as long as it takes.
 
-        Return None when told to stop, or if the next core has another model.
+        Return None when told to stop or to give up, or if there will be none that serves the model.
         """
         self._tell(death)
         next_report = death.time + source.reconnect_timeout
@@ -420,6 +460,10 @@ class CoreSupervisor:
         try:
             successor = source.finish(look)
         except _Stopped:
+            if self._told_end is not None:
+                cause, is_from_outside = self._told_end
+                known = death._replace(cause=cause, is_from_outside=is_from_outside, num_restarts_left=-1)
+                self._tell(End(cause, known))
             return None
         except EngineStartError as error:
             self._tell(End(f"{death.cause}, and {error}"))
@@ -428,7 +472,7 @@ class CoreSupervisor:
         return successor
 
     def _raise_if_stopped(self) -> None:
-        if self._stops.is_set() or self._end_signal is not None:
+        if self._stops.is_set() or self._end_signal is not None or self._told_end is not None:
             raise _Stopped
 
 

@@ -265,6 +265,22 @@ def test_poison_request_fails_alone_and_all_others_complete(small_model):
         asyncio.run(run(engine))
 
 
+@pytest.mark.parametrize("max_restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_poison_request_ends_at_most_two_cores_for_good(small_model, max_restarts):
+    async def run(engine):
+        expected = await asyncio.gather(*(tokens_of(engine, *case) for case in cases()))
+        tasks = [asyncio.create_task(tokens_of(engine, *case)) for case in cases()]
+        with pytest.raises(EngineGenerateError, match=r"in the step of each of .* alone in the last"):
+            await tokens_of(engine, "The end", greedy(5), request_id="poison")
+        assert await asyncio.gather(*tasks) == expected
+        assert sum(client.dead_error is not None for client in engine._cores.clients) <= 2
+
+    faults = f"{SLOW_STEPS};segv@request=poison"
+    options = {"data_parallel_size": 3, "max_core_restarts": max_restarts, "num_threads": 1}
+    with running_engine(small_model, fault_injection=faults, **options) as engine:
+        asyncio.run(run(engine))
+
+
 def test_cpus_are_divided_among_the_cores(engine):
     cpus = [client.supervisor.core.config.device_config.cpus for client in engine._cores.clients]
     usable = os.sched_getaffinity(0)
@@ -290,7 +306,7 @@ def test_core_that_is_added_takes_the_place_of_one_that_was_removed(engine):
 
 
 def test_address_is_refused_for_an_engine_with_own_cores(engine):
-    with pytest.raises(ValueError, match="address='ipc:///nowhere': the cores of this engine are its own processes"):
+    with pytest.raises(ValueError, match="address='ipc:///nowhere': this engine starts its cores itself"):
         asyncio.run(engine.add_core("ipc:///nowhere"))
 
 

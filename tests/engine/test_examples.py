@@ -18,7 +18,7 @@ from vllm_mp import LLM, SamplingParams
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TESTED = {"batch", "concurrent_requests", "embeddings", "http_server", "lora", "recovery", "shared_core", "streaming"}
-TESTED |= {"stand_in_engine", "timeout", "weight_update"}
+TESTED |= {"ray_serve", "stand_in_engine", "timeout", "weight_update"}
 
 
 def run(name, *arguments):
@@ -129,6 +129,28 @@ def test_http_server(small_model):
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=30)
             assert not any(child.is_running() for child in children)
+        finally:
+            watchdog.cancel()
+            process.kill()
+
+
+@pytest.mark.slow
+def test_ray_serve(small_model, monkeypatch):
+    pytest.importorskip("ray.serve", reason="needs Ray Serve: pip install 'ray[serve]'")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    command = [sys.executable, str(EXAMPLES / "ray_serve.py"), str(small_model)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        watchdog = threading.Timer(120, process.kill)
+        watchdog.start()
+        try:
+            assert any("is ready at" in line for line in process.stderr)
+            with httpx.stream("POST", "http://127.0.0.1:8000/", content="Once upon a time", timeout=60) as response:
+                assert response.status_code == 200
+                assert len(list(response.iter_text())) > 1
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+            assert psutil.wait_procs(children, timeout=30)[1] == []
         finally:
             watchdog.cancel()
             process.kill()

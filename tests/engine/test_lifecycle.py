@@ -366,7 +366,7 @@ def test_forked_child_is_refused_at_once_and_its_end_does_not_harm_the_engine_of
                 "tokenize": ["Hello"], "detokenize": [[1]], "ping": [1.0], "has_room": ["Hello", 1],
                 "add_logger": ["x", None], "remove_logger": ["x"], "chat": [[]],
                 "add_lora": [None], "remove_lora": [1], "pin_lora": [1],
-                "drain_core": [0], "resume_core": [0], "remove_core": [0],
+                "drain_core": [0], "resume_core": [0], "remove_core": [0], "give_up_core": ["x", "it died", True],
             }
             usable = {"shutdown", "aclose"}
             for name, method in inspect.getmembers(type(llm), inspect.isfunction):

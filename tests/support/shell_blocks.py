@@ -25,6 +25,7 @@ NOT_RUN = {
     ". .venv/bin/activate": "changes the shell of a developer",
     "tools/faults": "takes minutes; tests/faults/test_scenarios.py runs its scenarios",
     "python tools/gpu_check.py": "takes minutes and a GPU; tests/unit/tools/test_gpu_check.py runs its parts",
+    "python tools/gpu_page.py": "needs results of a GPU; tests/unit/tools/test_gpu_check.py makes a page",
     "vllm-mp bench": "measures for minutes; tests/engine/test_cli.py and tests/unit run short benchmarks",
     "python tools/structured_output_suite.py": "needs a suite of schemas; its test runs it",
     "python tools/block_speed.py": "takes minutes",
@@ -33,6 +34,8 @@ NOT_RUN = {
     "python tools/structured_answers.py": "needs a suite of schemas, and takes minutes",
     "python tools/simulate_cluster.py": "takes minutes; tests/unit/tools/test_simulate_cluster.py runs small cases",
     "python tools/agent_clients.py": "needs other packages, which are not installed",
+    "vllm-mp serve MODEL --data-parallel-size 4 --data-parallel-backend ray": "needs Ray, which is an extra; "
+    "tests/engine/test_ray.py starts such engines",
     "lm_eval": "another program, which is not installed",
     "vllm bench": "another program, which is not installed",
 }

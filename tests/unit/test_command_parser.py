@@ -47,7 +47,7 @@ def parsers(parser):
         ("chat --temperature hot", "vllm-mp chat: --temperature must be a number, got 'hot'"),
         ("chat --override-generation-config x", "--override-generation-config must be a JSON object, got 'x'"),
         ("chat --max-model-len", "vllm-mp chat: --max-model-len N: expected one argument; see vllm-mp chat --help"),
-        ("engine", "vllm-mp engine: missing --listen; see vllm-mp engine --help"),
+        ("engine", "vllm-mp engine: missing --listen or --headless; see vllm-mp engine --help"),
         ("", "vllm-mp: missing COMMAND; see vllm-mp --help"),
     ],
 )

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+import sys
 import typing
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from vllm_mp import (
+    AsyncLLM,
     CacheConfig,
     DecodingConfig,
     DeviceConfig,
@@ -42,13 +44,7 @@ LLAMA = {
 }
 FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
 HINTS = typing.get_type_hints(AsyncEngineArgs)
-NOT_SERVED = {
-    "swap_space",
-    "pipeline_parallel_size",
-    "distributed_executor_backend",
-    "worker_use_ray",
-    "engine_use_ray",
-}
+NOT_SERVED = {"swap_space"}
 """The options that accept only their default."""
 SERVED = [name for name in FIELDS if name not in NOT_SERVED]
 ALIASES = {"half", "float", "fp8_e4m3", "FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA"}
@@ -59,19 +55,28 @@ NOT_READ = {
     "decoding_config.reasoning_backend",
     "parallel_config.distributed_executor_backend",
 }
-"""Fields of the configuration that belong to options that are not served."""
-OPTIONS_OF_LORA = ("max_loras", "max_cpu_loras", "max_lora_rank", "lora_modules")
-"""The options that have an effect only with `enable_lora`."""
+"""Fields of the configuration that belong to options that are not served, or that only decide other fields."""
+NEEDED: dict[str, dict[str, typing.Any]] = {
+    **{name: {"enable_lora": True} for name in ("max_loras", "max_cpu_loras", "max_lora_rank", "lora_modules")},
+    "nnodes": {"tensor_parallel_size": 2},
+    **{name: {"nnodes": 2, "tensor_parallel_size": 2} for name in ("node_rank", "node_key_file")},
+}
+"""Options that have an effect only with others, and these."""
 _SPECIAL_VALUES: dict[str, typing.Any] = {
     "cpus": "0-3,node0",
     "chat_template": "{{ messages }}",
+    "data_parallel_backend": "ray",
+    "distributed_executor_backend": "ray",
     "download_dir": "/a b",
     "enable_chunked_prefill": False,
     "enable_prefix_caching": False,
     "fault_injection": "exit@step=3",
     "generation_config": "vllm",
     "kv_cache_memory_bytes": 2**35,
+    "nnodes": 2,
+    "node_rank": 1,
     "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
     "logits_processors": ("some.module:Class", "name=entry-point"),
     "lora_modules": ("sql=/adapters/a b", '{"name": "law", "path": "/adapters/law"}'),
     "max_logprobs": -1,
@@ -223,8 +228,42 @@ def test_all_flags_together_mean_the_same_as_all_arguments():
 @pytest.mark.parametrize("name", [name for name in SERVED if name not in FINDS_FILES])
 def test_every_served_option_changes_the_configuration(model, name):
     folder = model(generation={"eos_token_id": 7})
-    others = {"enable_lora": True} if name in OPTIONS_OF_LORA else {}
+    others = NEEDED.get(name, {})
     assert config_of(folder, **others, **{name: other_value(name)}) != config_of(folder, **others)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel_backend": "ray"},
+        {"data_parallel_backend": "ray", "distributed_executor_backend": "mp"},
+        {"engine_use_ray": True, "distributed_executor_backend": "mp"},
+        {"distributed_executor_backend": "ray"},
+        {"worker_use_ray": True},
+    ],
+)
+def test_each_option_for_ray_puts_the_cores_on_ray(model, options):
+    assert config_of(model(), **options).parallel_config.data_parallel_backend == "ray"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"worker_use_ray": True, "distributed_executor_backend": "mp"}, "worker_use_ray=True contradicts dist.*='mp'"),
+        ({"engine_use_ray": True, "data_parallel_backend": "mp"}, "engine_use_ray=True contradicts data_par.*='mp'"),
+        ({"worker_use_ray": True, "data_parallel_backend": "mp"}, "backend='ray' contradicts data_par.*='mp'"),
+        ({"engine_use_ray": True, "cpus": "0"}, "cpus='0' is not served on Ray.*num_threads"),
+    ],
+)
+def test_options_for_ray_that_contradict_each_other_are_refused_by_name(model, options, words):
+    with pytest.raises(ValueError, match=words):
+        config_of(model(), **options)
+
+
+def test_engine_on_ray_without_ray_says_what_to_install(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"data_parallel_backend='ray' needs Ray.*pip install 'vllm-mp\[ray\]'"):
+        AsyncLLM.from_vllm_config(config_of(model(), engine_use_ray=True))
 
 
 def test_configuration_of_adapters_keeps_as_many_in_host_memory_as_on_the_device_by_default(model):
@@ -422,6 +461,7 @@ def test_configuration_holds_the_values_of_the_options(model):
         otlp_traces_endpoint="http://localhost:4318",
         skip_tokenizer_init=True,
         enforce_eager=True,
+        max_cudagraph_capture_size=700,
         max_logprobs=33,
         stream_interval=4,
         check_invariants=True,
@@ -431,6 +471,7 @@ def test_configuration_holds_the_values_of_the_options(model):
     assert (made.dtype, made.seed, made.max_model_len) == ("float32", 7, 300)
     assert made.skip_tokenizer_init
     assert made.enforce_eager
+    assert made.max_cudagraph_capture_size == 700
     assert made.max_logprobs == 33
     assert made.hf_config == LLAMA
     assert (made.get_vocab_size(), made.get_hidden_size()) == (100, 64)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +14,8 @@ _NOUNS: dict[Any, str] = {int: "an integer", float: "a number", json.loads: "a J
 """What the value of a flag must be, by the function that converts it."""
 _REQUIRED = "the following arguments are required: "
 """How the base class begins the message about missing arguments."""
+_ONE_REQUIRED = re.compile("one of the arguments (.+) is required")
+"""Its message about missing arguments of which one is enough."""
 
 
 class CommandParser(FlexibleArgumentParser):
@@ -52,6 +55,8 @@ class CommandParser(FlexibleArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print `message` in one line on stderr and exit with code 2."""
         names = message.removeprefix(_REQUIRED)
+        if one_of := _ONE_REQUIRED.fullmatch(message):
+            names = " or ".join(one_of[1].split())
         if names != message:
             message = f"missing {names}; see {self.prog} --help"
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_mp.cli.headless import add_headless, run_headless
 from vllm_mp.config import ModelConfig
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.errors import EngineDeadError, EngineStartError
@@ -22,12 +23,14 @@ _INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument(
         "--listen",
-        required=True,
         metavar="ADDRESS",
-        help="Let clients connect at ADDRESS: ipc:///PATH/TO/SOCKET or tcp://HOST:PORT. Required.",
+        help="Let clients connect at ADDRESS, ipc:///PATH/TO/SOCKET or tcp://HOST:PORT, unless the command has "
+        "--headless. Required.",
     )
+    add_headless(place)
     parser.add_argument(
         "--key-file",
         metavar="FILE",
@@ -53,18 +56,25 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mp.client.engine.held_address import check_address
     from vllm_mp.client.engine.shared_core import SharedCore
 
+    if args.headless:
+        run_headless(AsyncEngineArgs.from_cli_args(args))
     check_address(args.listen, args.key_file)
     if args.key_file:
         from vllm_mp.curve_keys import read_server_key
 
         read_server_key(args.key_file)  # refuses a bad file before anything is loaded
     engine_args = AsyncEngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config()
     if engine_args.data_parallel_size > 1:
         raise ValueError(
             f"--data-parallel-size {engine_args.data_parallel_size}: `vllm-mp engine` runs one core; run it once for "
             "each core, and give clients all addresses, separated by commas"
         )
-    config = engine_args.create_engine_config()
+    if config.parallel_config.data_parallel_backend == "ray":
+        raise ValueError(
+            "`vllm-mp engine` runs its core on this machine, without Ray; give --data-parallel-backend and the other "
+            "options for Ray to `vllm-mp serve`"
+        )
     _prepare_tokenizer(config.model_config)
     operator_key = b""
     if args.operator_key_file:

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from vllm_mp.host_cpus import cpu_share, cpu_time_limit, default_threads, descri
 from vllm_mp.host_memory import host_memory
 from vllm_mp.model_store import cache_root
 from vllm_mp.model_store.entries import folder_size
+from vllm_mp.nodes import HOST_KEY, SERVER_KEY, node_folder
 
 USAGE = "[--json]"
 
@@ -69,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     rows += [
         ("cpu", f"{report['cpu']['name']}, {report['cpu']['cores']} cores"),
         ("threads", f"{report['cpu']['threads']} by default, on {report['cpu']['cpus']}"),
-        ("ranks", "; ".join(report["ranks"])),
+        *(("" if number else "placement", line) for number, line in enumerate(report["placement"])),
+        ("node", f"this machine is {report['node']['name']}; {report['node']['ranks']}; {report['node']['keys']}"),
         ("features", ", ".join(f"{name}: {'yes' if has else 'no'}" for name, has in report["cpu"]["features"].items())),
         ("kernels", "; ".join([report["kernels"]["build"], *report["kernels"]["others"].values()])),
         (
@@ -110,7 +113,12 @@ def _report() -> dict[str, Any]:
             "available_bytes": memory.available,
             "cgroup_limit_bytes": memory.group_limit,
         },
-        "ranks": _ranks(len(gpus)),
+        "placement": _placement(_visible_gpus(len(gpus))),
+        "node": {
+            "name": socket.gethostname(),
+            "ranks": "of R ranks on nnodes=N machines, node K runs K*R/N to (K+1)*R/N - 1",
+            "keys": _node_keys(),
+        },
         "gpus": gpus,
         "no_gpu": no_gpu,
         "cache": {"folder": str(cache), "bytes": folder_size(cache)},
@@ -118,18 +126,49 @@ def _report() -> dict[str, Any]:
     }
 
 
-def _ranks(num_gpus: int) -> list[str]:
-    """Return for some values of tensor_parallel_size which GPUs or CPUs its ranks get by default."""
-    if num_gpus > 1:
-        return [f"tensor_parallel_size={num_gpus}: GPUs 0 to {num_gpus - 1}, in the order of ranks"]
-    if num_gpus:
-        return ["tensor_parallel_size=1 only: each rank needs a GPU of its own"]
+def _node_keys() -> str:
+    """Say which keys this machine has for engines on several machines."""
+    folder = node_folder()
+    names = [path.name for path in (folder / SERVER_KEY, folder / HOST_KEY) if path.exists()]
+    return f"keys in {folder}: {', '.join(names) or 'none'}"
+
+
+def _placement(gpus: list[str]) -> list[str]:
+    """Return for some numbers of cores and ranks which GPU, or which CPUs, each rank of each core gets by default."""
+    if len(gpus) == 1:
+        return [f"one core with one rank on GPU {gpus[0]}; each further one needs a GPU of its own"]
     cpus = usable_cpus()
-    return [
-        f"tensor_parallel_size={size}: " + " | ".join(describe(cpu_share(cpus, rank, size)) for rank in range(size))
+
+    def place(core: int, num_cores: int, rank: int, num_ranks: int) -> str:
+        if gpus:
+            return f"GPU {gpus[core * num_ranks + rank]}"
+        return describe(cpu_share(cpu_share(cpus, core, num_cores), rank, num_ranks))
+
+    layouts = [
+        (num_cores, size // num_cores)
         for size in (2, 4, 8)
-        if size <= max(2, len(cpus))
+        if size <= (len(gpus) or max(2, len(cpus)))
+        for num_cores in (1, 2, 4, 8)
+        if num_cores <= size
     ]
+    lines = []
+    for num_cores, num_ranks in layouts:
+        places = [
+            " | ".join(place(core, num_cores, rank, num_ranks) for rank in range(num_ranks))
+            for core in range(num_cores)
+        ]
+        of_cores = "; ".join(f"core {core}: {text}" for core, text in enumerate(places))
+        sizes = f"data_parallel_size={num_cores}, pipeline_parallel_size * tensor_parallel_size={num_ranks}"
+        lines.append(f"{sizes}: {of_cores}")
+    return lines
+
+
+def _visible_gpus(num_gpus: int) -> list[str]:
+    """Return the numbers or ids of the GPUs that CUDA_VISIBLE_DEVICES leaves, in the order in which cores get them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not num_gpus:
+        return [str(number) for number in range(num_gpus)]
+    return [name for part in visible.split(",") if (name := part.strip()) not in ("", "-1")]
 
 
 def _platform() -> str:

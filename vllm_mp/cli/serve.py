@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from vllm_mp.cli.connect_flags import check_connect
+from vllm_mp.cli.headless import add_headless, run_headless
 from vllm_mp.engine_args import AsyncEngineArgs
 from vllm_mp.server.options import ServerOptions
 
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help=f"Serve this model, as --model names it. Default: {AsyncEngineArgs.model}.",
     )
+    add_headless(parser)
     ServerOptions.add_cli_args(parser)
     AsyncEngineArgs.add_cli_args(parser)
 
@@ -34,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.served_model
     check_connect(args)
     engine_args = AsyncEngineArgs.from_cli_args(args)
+    if args.headless:
+        run_headless(engine_args)
 
     from vllm_mp.server.listening import is_loopback, listen_together, url_of
     from vllm_mp.server.parsers import load_parsers
@@ -114,6 +118,11 @@ def _serve_with_fronts(
     from vllm_mp.server.front_processes import FrontProcesses
 
     config = engine_args.create_engine_config() if options.connect is None else None
+    if config is not None and config.parallel_config.data_parallel_backend == "ray":
+        raise ValueError(
+            f"--api-server-count {options.api_server_count} is not served with cores on Ray, which serve one process; "
+            "leave it at 1"
+        )
     name = str(options.connect) if config is None else config.model_config.served_model_name
 
     async def run() -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -105,6 +106,8 @@ class ReplayCore:
             "num_dropped_messages": self._num_dropped,
             "num_clients": len(self._clients),
             "rank_pids": [os.getpid()],
+            "rank_nodes": [0],
+            "node_names": [socket.gethostname()],
         }
 
     def _time_until_due(self) -> float:

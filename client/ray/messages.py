@@ -1,0 +1,78 @@
+"""What the client and its driver process tell each other: lines of JSON, on the driver's standard input and output."""
+
+import msgspec
+
+from vllm_mp.config import VllmConfig
+
+
+class Launch(msgspec.Struct, kw_only=True):
+    """The first line to the driver."""
+
+    config: VllmConfig
+    folder: str
+    """The client's private folder, in which the driver makes the key files of the client."""
+    operator_key: bytes
+    """The key with which the client is an operator of the cores."""
+    address: str | None
+    """The cluster that an earlier driver has used; None: the cluster that `RAY_ADDRESS` or this machine has, else a
+    local one."""
+    parent_pid: int
+
+
+class StartCore(msgspec.Struct, tag="start", frozen=True):
+    """Start the core of a place, which has none."""
+
+    place: int
+
+
+class StopCore(msgspec.Struct, tag="stop", frozen=True):
+    """End the core of a place, and release what is reserved for it alone."""
+
+    place: int
+
+
+class Connected(msgspec.Struct, tag="connected", frozen=True):
+    """The driver is connected to a cluster."""
+
+    address: str | None
+    """None: a local cluster, which ends with the driver."""
+
+
+class Waits(msgspec.Struct, tag="waits", frozen=True):
+    """The cluster has no room for a core, which starts once there is."""
+
+    place: int
+    why: str
+
+
+class Serves(msgspec.Struct, tag="serves", frozen=True):
+    """A core serves."""
+
+    place: int
+    address: str
+    key_file: str
+    """The client's key file for this core."""
+    node: str
+    """The name of the node, for people."""
+    resources: dict[str, float]
+    """What is reserved for the core."""
+
+
+class Lost(msgspec.Struct, tag="lost", frozen=True):
+    """A place has no core: it did not start, or its actor or its node is gone."""
+
+    place: int
+    cause: str
+    is_final: bool
+    """Another attempt would fail too."""
+
+
+class Stopped(msgspec.Struct, tag="stopped", frozen=True):
+    """The answer to `StopCore`."""
+
+    place: int
+
+
+Order = StartCore | StopCore
+State = Waits | Serves | Lost | Stopped
+"""What the driver says of a place."""
