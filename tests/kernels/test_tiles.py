@@ -21,6 +21,7 @@ from support.paged_batch import MIXED, PREFILLS, PagedBatch
 from support.random_blocks import random_weight
 from support.tile_emulation import IS_X86, TileEmulation, compiled
 
+from vllm_mp.cpu_info import runnable_builds
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.block_linear import BlockLinear
 from vllm_mp.kernels.cpu.library import Library, load
@@ -220,7 +221,7 @@ def computed_by(build: Library, threads: int, monkeypatch: pytest.MonkeyPatch) -
         torch.set_num_threads(before)
 
 
-@runs_machine_code
+@pytest.mark.skipif(runnable_builds()[0] not in ("amx", "avx512"), reason="the kernels for tiles also use AVX-512")
 @pytest.mark.usefixtures("tiles")
 def test_kernels_compute_with_machine_code_what_they_compute_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_code, model = load("amx"), load("amx_model")
