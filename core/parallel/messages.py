@@ -15,7 +15,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core.parallel.shared_memory import MemoryLayout
 from vllm_mp.wire import SCHEMA
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Version of the messages between the ranks of a core."""
 MAX_REPLY_BYTES: Final = 2**16
 

@@ -13,10 +13,6 @@ def check_tensor_parallel(arch: Architecture, size: int, model: str) -> None:
     if size == 1:
         return
     option = f"tensor_parallel_size={size}"
-    if arch.is_encoder:
-        raise ValueError(
-            f"{option}: decoders are shared among ranks, and {model} ({arch.name}) is an encoder; set it to 1"
-        )
     if not isinstance(arch, NativeArchitecture):
         return
     for name, value in _divided_sizes(arch).items():
