@@ -39,27 +39,34 @@ def assert_near(found, expected, near_tie=NEAR_TIE):
 
 def answers_with_slot(engine, slot):
     """Return the answers of requests that use the adapter in `slot`."""
+    with adapter_slot(slot):
+        return answers(engine)
+
+
+@contextlib.contextmanager
+def adapter_slot(slot):
+    """Let all steps in the block use the adapter in `slot`."""
+    encode, lay_out = StepEncoder.encode, model_runner.step_inputs
+
+    def in_message(self, step, batch, *args):
+        with slots(batch):
+            return encode(self, step, batch, *args)
+
+    def in_inputs(step, batch, *args):
+        with slots(batch):
+            return lay_out(step, batch, *args)
+
+    @contextlib.contextmanager
+    def slots(batch):
+        own = batch.adapter_slot
+        batch.adapter_slot = np.full_like(own, slot)
+        yield
+        batch.adapter_slot = own
+
     with pytest.MonkeyPatch.context() as patch:
-        encode, lay_out = StepEncoder.encode, model_runner.step_inputs
-
-        def in_message(self, step, batch, *args):
-            with slots(batch):
-                return encode(self, step, batch, *args)
-
-        def in_inputs(step, batch, *args):
-            with slots(batch):
-                return lay_out(step, batch, *args)
-
-        @contextlib.contextmanager
-        def slots(batch):
-            own = batch.adapter_slot
-            batch.adapter_slot = np.full_like(own, slot)
-            yield
-            batch.adapter_slot = own
-
         patch.setattr(StepEncoder, "encode", in_message)
         patch.setattr(model_runner, "step_inputs", in_inputs)
-        return answers(engine)
+        yield
 
 
 class Poison:

@@ -33,6 +33,13 @@ def check_tensor_parallel(arch: Architecture, size: int, model: str) -> None:
                 f"{option}: {what} of {model} cannot be cut into {value // size} inputs ({name}={value} shared among "
                 f"{size} ranks): it must be a multiple of {unit}; lower tensor_parallel_size"
             )
+    of_kv_heads = max(1, kv_heads // size) * arch.head_dim
+    if arch.fp8 == "block" and of_kv_heads % unit:
+        raise ValueError(
+            f"{option}: {what} of {model} cannot be cut into {of_kv_heads} outputs of keys and values "
+            f"(num_key_value_heads={kv_heads}, head_dim={arch.head_dim}): it must be a multiple of {unit}; lower "
+            "tensor_parallel_size"
+        )
 
 
 def shard_of(arch: NativeArchitecture, rank: int, size: int) -> NativeArchitecture:

@@ -30,6 +30,11 @@ def changed(**sizes):
         (msgspec.structs.replace(ENCODER, intermediate_size=3073), 2, "intermediate_size=3073 of tiny is no multiple"),
         (changed(blocks="int4"), 2, r"the weights in blocks \(int4\) of tiny cannot be cut into 24 inputs"),
         (changed(fp8="block"), 2, "the FP8 weights with a scale for each 128 x 128 of tiny"),
+        (
+            changed(fp8="block", num_heads=8, head_dim=64, intermediate_size=256),
+            2,
+            "the FP8 weights .* of tiny cannot be cut into 64 outputs of keys and values .num_key_value_heads=2",
+        ),
         (msgspec.structs.replace(MIXTURE, num_heads=32, num_kv_heads=2), 16, "intermediate_size of the experts=24"),
     ],
 )
