@@ -37,7 +37,7 @@ class Ranks:
         limits, parallel = config.liveness_config, config.parallel_config
         self._beat = beat
         self._limit_s = PATIENCE * limits.engine_iteration_timeout_s
-        self._start_limit_s = limits.start_timeout_s
+        self._start_limit_s = PATIENCE * limits.start_timeout_s
         self.closing = threading.Event()
         """Set before the ranks are told to end."""
         self._lock = threading.RLock()
@@ -179,6 +179,9 @@ class Ranks:
             raise WorkerFailedError(
                 f"{last.name} has made no progress for {last.still_s:.1f} s; if its steps take that long, raise "
                 "engine_iteration_timeout_s"
+                if self._is_serving
+                else f"{last.name} has not got on with its start for {last.still_s:.1f} s; look for the cause on its "
+                "machine, or if it takes that long, raise start_timeout_s"
             )
 
     def _next(self, state: RankState, kind: type[Said], keep_going: Callable[[], None]) -> Said:
@@ -193,6 +196,7 @@ class Ranks:
             self.look()
             self._check_progress([state])
             keep_going()
+        self._beat()
         said = state.unread.pop(0)
         if not isinstance(said, kind):
             raise WorkerFailedError(f"{state.name} says {type(said).__name__} where {kind.__name__} is due")

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._autograd import _enable_record_function
 
-from vllm_mp.core.parallel.group import RankGroup, minimum_of
+from vllm_mp.core.parallel.group import RankGroup
 from vllm_mp.core.parallel.meeting_place import open_store, use_network_of
 from vllm_mp.core.parallel.pipeline import Pipeline
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
 
 _LOOK: Final = datetime.timedelta(seconds=0.1)
+_POLL_S: Final = 0.01
 _EXPLANATION_S: Final = 2.0
 """Time that `check` gets to say why an operation has failed."""
 
@@ -67,7 +68,14 @@ class TorchGroup(RankGroup):
         return x
 
     def minimum(self, value: int) -> int:
-        return minimum_of(self, value, self._device)
+        values = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        values[self.rank] = value
+        work: Any = dist.all_reduce(values, group=self._group, async_op=True)
+        while not work.is_completed():  # on GPUs too: the other ranks may still load, and one may hang
+            self._check()
+            time.sleep(_POLL_S)
+        self._finish(work)
+        return int(values.min())
 
     def divided(self, size: int) -> "TorchGroup":
         """Return the group of this rank, where each `size` ranks of this group, one after another, make a group.
