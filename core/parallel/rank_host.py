@@ -37,6 +37,7 @@ from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.parallel.worker_processes import WorkerProcesses
 from vllm_mp.curve_keys import ClientKey, read_client_key
 from vllm_mp.nodes import ip_address
+from vllm_mp.wire import DECODE_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,13 @@ class RankHost:
             link.follow_connection(hello)
             for kind, *parts in link.messages():
                 if kind == ANSWER:
-                    answer: Answer = msgspec.msgpack.decode(b"".join(parts), type=Answer)
+                    try:
+                        answer: Answer = msgspec.msgpack.decode(b"".join(parts), type=Answer)
+                    except DECODE_ERRORS as error:
+                        raise RefusedError(
+                            f"the core at {self._address} answers what no core answers: {error}; install one version "
+                            "of vllm-mp"
+                        ) from error
                     if isinstance(answer, Refused):
                         raise RefusedError(f"the core at {self._address} refuses this machine: {answer.reason}")
                     return answer.meeting_place

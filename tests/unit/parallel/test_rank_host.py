@@ -13,6 +13,7 @@ from support.nodes import node_configs
 
 from vllm_mp.core.parallel import worker_processes
 from vllm_mp.core.parallel.messages import Reply
+from vllm_mp.core.parallel.node_messages import ANSWER
 from vllm_mp.core.parallel.node_ranks import NodeRanks
 from vllm_mp.core.parallel.rank_host import RankHost, RefusedError
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
@@ -122,6 +123,20 @@ def test_refused_machine_ends_with_the_reason(configs):
         serving = Serving(msgspec.structs.replace(other, cache_config=cache))
         receive_until(core, lambda: serving.error)
     with pytest.raises(RefusedError, match="block_size=32 instead of 16"):
+        raise serving.join()
+
+
+@pytest.mark.parametrize("rubbish", [b"\xc1", b"\x82\xa4type\xa7refused\xa6reason\xa1\xff", b"\x91" * 100_000])
+def test_machine_ends_when_the_core_answers_what_no_core_answers(rubbish, configs, monkeypatch):
+    def answer(self, identity, answer):
+        self._socket.send_multipart([identity, ANSWER, rubbish])
+
+    monkeypatch.setattr(NodeRanks, "_answer", answer)
+    own, other = configs
+    with contextlib.closing(NodeRanks(own, "")) as core:
+        serving = Serving(other)
+        receive_until(core, lambda: serving.error)
+    with pytest.raises(RefusedError, match=r"answers what no core answers: .* install one version of vllm-mp"):
         raise serving.join()
 
 
