@@ -33,6 +33,10 @@ def model(tmp_path_factory):
         ({"nnodes": 2, "node_rank": 2, "tensor_parallel_size": 2}, "node_rank=2: .* have the numbers 0 to 1"),
         ({"node_rank": 1}, "node_rank=1: nnodes=1"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size=2 with nnodes=2"),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "engine_iteration_timeout_s": 1.0},
+            "engine_iteration_timeout_s=1 is too short for nnodes=2, .* set it to at least 2",
+        ),
         ({"nnodes": 2, "tensor_parallel_size": 2, "engine_use_ray": True}, "nnodes=2 is not served on Ray"),
     ],
 )
