@@ -46,6 +46,7 @@ _DEFAULT_MAX_NUM_SEQS = 256
 TIMEOUT_VARIABLE = "VLLM_ENGINE_ITERATION_TIMEOUT_S"
 """The environment variable that is the default of `engine_iteration_timeout_s`."""
 DEFAULT_TIMEOUT_S, MIN_TIMEOUT_S = 60.0, 0.1
+_MIN_NODES_TIMEOUT_S = 2.0
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
@@ -158,10 +159,21 @@ def _with_blocks(args: "EngineArgs", architecture: Architecture) -> Architecture
 def _iteration_timeout(args: "EngineArgs") -> float:
     """Return the option, or else the value of the environment variable.
 
-    Raises ValueError if the variable is no number in the option's range.
+    Raises ValueError if the variable is no number in the option's range, or if the time is too short for `nnodes`.
     """
-    if args.engine_iteration_timeout_s is not None:
-        return args.engine_iteration_timeout_s
+    seconds = args.engine_iteration_timeout_s
+    if seconds is None:
+        seconds = _timeout_of_environment()
+    if args.nnodes > 1 and seconds < _MIN_NODES_TIMEOUT_S:
+        raise ValueError(
+            f"engine_iteration_timeout_s={seconds:g} is too short for nnodes={args.nnodes}, because the other machines "
+            f"report progress every 0.5 s; set it to at least {_MIN_NODES_TIMEOUT_S:g}"
+        )
+    return seconds
+
+
+def _timeout_of_environment() -> float:
+    """Return the value of the environment variable, or its default; raises ValueError if it is no number in range."""
     text = os.environ.get(TIMEOUT_VARIABLE, "").strip()
     try:
         seconds = float(text) if text else DEFAULT_TIMEOUT_S

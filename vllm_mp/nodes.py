@@ -18,6 +18,7 @@ SERVER_KEY, HOST_KEY = "core.key", "rank-host.key"
 _ORPHAN_TIMEOUT_S: Final = 6.0
 """Time that the core of an engine that was killed has to end."""
 _ORPHAN_POLL_S: Final = 0.1
+_ALL_ADDRESSES: Final = "0.0.0.0"
 _IS_MISSING: Final = "has not joined, after"
 
 
@@ -89,7 +90,10 @@ def prepare_node_0(config: VllmConfig) -> str:
     except ValueError as error:
         raise ValueError(f"node_key_file={parallel.node_key_file!r}: {error}") from error
     numbers = "1" if parallel.nnodes == 2 else f"K from 1 to {parallel.nnodes - 1}"
-    return f"on the machine of node {numbers}, {what_to_run(config, numbers.partition(' ')[0])}"
+    where = f"on the machine of node {numbers}"
+    if ip_address(parallel.master_addr).startswith("127."):
+        where += f" (this one, because no other reaches master_addr={parallel.master_addr!r})"
+    return f"{where}, {what_to_run(config, numbers.partition(' ')[0])}"
 
 
 def _check_listening(host: str, port: int) -> None:
@@ -113,6 +117,9 @@ def _check_listening(host: str, port: int) -> None:
 
 
 def _bind_error(address: str, port: int) -> OSError | None:
+    """Return why no process can listen at an address now; None if one can."""
+    if address == _ALL_ADDRESSES:  # which a process can listen at, but no other machine can reach
+        return OSError(errno.EADDRNOTAVAIL, "it stands for all addresses")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

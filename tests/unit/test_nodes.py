@@ -33,6 +33,10 @@ def model(tmp_path_factory):
         ({"nnodes": 2, "node_rank": 2, "tensor_parallel_size": 2}, "node_rank=2: .* have the numbers 0 to 1"),
         ({"node_rank": 1}, "node_rank=1: nnodes=1"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size=2 with nnodes=2"),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "engine_iteration_timeout_s": 1.0},
+            "engine_iteration_timeout_s=1 is too short for nnodes=2, .* set it to at least 2",
+        ),
         ({"nnodes": 2, "tensor_parallel_size": 2, "engine_use_ray": True}, "nnodes=2 is not served on Ray"),
     ],
 )
@@ -80,6 +84,7 @@ def test_node_0_makes_keys_once_and_names_the_command_for_the_other_machine(mode
     config = AsyncEngineArgs(model, **OPTIONS, **options).create_engine_config()
     text = prepare_node_0(config)
     assert f"vllm-mp engine --model {model} --nnodes 2 --node-rank 1 --headless --master-addr 127.0.0.1" in text
+    assert "node 1 (this one, because no other reaches master_addr='127.0.0.1')" in text
     key = read_client_key(file.with_name("rank-host.key"))
     assert str(file.with_name("rank-host.key")) in text
     assert key.server == read_server_key(file).public
@@ -114,7 +119,9 @@ def test_address_or_port_that_node_0_cannot_use_is_refused_before_a_core_starts(
         in_use = f"master_port={port}: cannot listen on 127.0.0.1:{port}: Address already in use; give a free port"
         assert refusal(master_port=port) == in_use
     # An address of TEST-NET-1, which no machine has (RFC 5737).
-    assert "master_addr='192.0.2.1' is no address of this machine; give the one" in refusal(master_addr="192.0.2.1")
+    for address in ("192.0.2.1", "0.0.0.0", ""):
+        refused = f"master_addr='{address}' is no address of this machine; give the one at which the other machines"
+        assert refused in refusal(master_addr=address)
     assert "master_addr='no.such.invalid' has no IPv4 address" in refusal(master_addr="no.such.invalid")
 
 

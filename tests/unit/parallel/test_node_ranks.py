@@ -129,6 +129,13 @@ def test_rank_host_that_cannot_join_is_told_why_and_the_core_waits_on(changes, r
     assert connect(hello(config)).answer().meeting_place
 
 
+def test_places_of_files_may_differ_from_machine_to_machine(config, core, connect):
+    places = {"path": "/b/llama", "tokenizer": "/b/llama", "revision": "main", "download_dir": "/b"}
+    model = msgspec.structs.replace(config.model_config, **places)
+    other = msgspec.structs.replace(config, model_config=model)
+    assert connect(hello(config, options=shared_options(other))).answer().meeting_place
+
+
 def test_difference_of_options_is_named_with_both_values(config, core, connect):
     options = {**shared_options(config), "max_num_seqs": 7}
     assert "max_num_seqs=7 instead of 256" in connect(hello(config, options=options)).answer().reason
