@@ -111,6 +111,10 @@ def start_streams(engine, max_tokens):
     return [asyncio.ensure_future(tokens_of(engine, *case)) for case in zip(PROMPTS, params, strict=True)]
 
 
+async def all_tokens(engine, max_tokens):
+    return await asyncio.gather(*start_streams(engine, max_tokens))
+
+
 async def is_serving(engine):
     return all(client.has_core for client in engine._cores.clients)
 
@@ -152,6 +156,25 @@ def test_streams_go_on_when_a_node_is_killed_and_another_node_replaces_it(cluste
     pids = []
     with on_ray(small_model, data_parallel_size=2) as engine:
         asyncio.run(run())
+    asyncio.run(eventually(lambda: have_ended(pids)))
+
+
+@pytest.mark.parametrize(
+    "size", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)]
+)
+def test_ranks_on_two_nodes_stream_the_tokens_of_one_process(cluster, small_model, size):
+    async def run():
+        status = await engine.core_status()
+        assert status["rank_nodes"] == [0, 1]
+        assert status["node"].count("node ") == 2
+        assert status["node"].endswith(": 1 CPU each")
+        assert await asyncio.gather(*start_streams(engine, 40)) == expected
+        return [status["pid"], driver_of(engine), *status["rank_pids"]]
+
+    with running_engine(small_model, num_threads=1) as engine:
+        expected = asyncio.run(all_tokens(engine, 40))
+    with running_engine(small_model, worker_use_ray=True, nnodes=2, **{size: 2}) as engine:
+        pids = asyncio.run(run())
     asyncio.run(eventually(lambda: have_ended(pids)))
 
 
