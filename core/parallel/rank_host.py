@@ -73,9 +73,9 @@ def main() -> int:
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
-    if "--follow-parent" in sys.argv[1:]:
-        threading.Thread(target=_follow_parent, args=(parent_pid,), name="parent-watch", daemon=True).start()
     try:
+        if "--follow-parent" in sys.argv[1:]:
+            threading.Thread(target=_follow_parent, args=(parent_pid,), name="parent-watch", daemon=True).start()
         host = RankHost(config)
         while True:
             host.serve_next_core()
