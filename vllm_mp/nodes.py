@@ -22,8 +22,11 @@ _ALL_ADDRESSES: Final = "0.0.0.0"
 _IS_MISSING: Final = "has not joined, after"
 
 
-def check_nodes(args: "EngineArgs") -> None:
-    """Raise ValueError, naming the option, if the ranks cannot be shared out to the machines as `args` say."""
+def check_nodes(args: "EngineArgs", uses_ray: bool) -> None:
+    """Raise ValueError, naming the option, if the ranks cannot be shared out to the machines as `args` say.
+
+    `uses_ray`: Ray chooses the machines.
+    """
     num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size
     if num_ranks % args.nnodes:
         sizes = f"tensor_parallel_size={args.tensor_parallel_size}"
@@ -38,10 +41,11 @@ def check_nodes(args: "EngineArgs") -> None:
             f"node_rank={args.node_rank}: nnodes={args.nnodes} machines have the numbers 0 to {args.nnodes - 1}; give "
             "one of them"
         )
-    if args.nnodes > 1 and args.data_parallel_size > 1:
+    if args.nnodes > 1 and args.data_parallel_size > 1 and not uses_ray:
         raise ValueError(
             f"data_parallel_size={args.data_parallel_size} with nnodes={args.nnodes}: an engine on several machines "
-            "has one core; run `vllm-mp engine` once for each core, and give clients all addresses"
+            "has one core; run `vllm-mp engine` once for each core, and give clients all addresses, or give "
+            "data_parallel_backend='ray'"
         )
 
 
@@ -149,7 +153,13 @@ def _make_keys(file: Path, host_file: Path) -> None:
 
 def missing_node(config: VllmConfig, number: int, seconds: float) -> str:
     """Say that no rank host of a node has come for some seconds, and what to do."""
-    return f"node {number} {_IS_MISSING} {seconds:g} s: on its machine {what_to_run(config, str(number))}"
+    remedy = (
+        "its log is in Ray's log folder on its machine, which must reach "
+        f"{config.parallel_config.master_addr}:{config.parallel_config.master_port}"
+        if config.parallel_config.data_parallel_backend == "ray"
+        else f"on its machine {what_to_run(config, str(number))}"
+    )
+    return f"node {number} {_IS_MISSING} {seconds:g} s: {remedy}"
 
 
 def is_missing_node(error: str) -> bool:

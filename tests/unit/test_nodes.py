@@ -37,7 +37,8 @@ def model(tmp_path_factory):
             {"nnodes": 2, "tensor_parallel_size": 2, "engine_iteration_timeout_s": 1.0},
             "engine_iteration_timeout_s=1 is too short for nnodes=2, .* set it to at least 2",
         ),
-        ({"nnodes": 2, "tensor_parallel_size": 2, "engine_use_ray": True}, "nnodes=2 is not served on Ray"),
+        ({"engine_use_ray": True, "node_rank": 1}, "node_rank=1 is not served on Ray"),
+        ({"engine_use_ray": True, "master_addr": "10.0.0.1"}, r"master_addr='10\.0\.0\.1' is not served on Ray"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused_by_name(options, message, model):

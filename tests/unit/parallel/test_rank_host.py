@@ -33,6 +33,7 @@ while (message := ring.read(rank - 1, launch["event"], [says.fileno()])) is not 
     says.sendall(msgspec.msgpack.encode({"type": "reply", "number": rank, "result": result}))
 """
 """The program of a rank that repeats each message, and ends at `end`."""
+POPEN = subprocess.Popen
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,8 @@ def configs(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def ranks_repeat_messages(monkeypatch):
-    popen = subprocess.Popen
     monkeypatch.setattr(
-        worker_processes.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", RANK], **options)
+        worker_processes.subprocess, "Popen", lambda command, **options: POPEN([sys.executable, "-c", RANK], **options)
     )
 
 
@@ -154,3 +154,14 @@ def test_machine_without_a_core_ends(configs):
     limits = msgspec.structs.replace(other.liveness_config, start_timeout_s=1.0)
     with pytest.raises(RefusedError, match=r"no core at tcp://.* has taken this machine for start_timeout_s=1 s"):
         RankHost(msgspec.structs.replace(other, liveness_config=limits)).serve_next_core()
+
+
+def test_rank_host_that_follows_its_parent_ends_when_its_standard_input_does(configs):
+    command = [sys.executable, "-P", "-m", "vllm_mp.core", "--rank-host", "--follow-parent"]
+    process = POPEN(command, stdin=subprocess.PIPE)
+    try:
+        process.stdin.write(msgspec.json.encode(configs[1]) + b"\n")
+        process.stdin.close()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
