@@ -64,7 +64,7 @@ def quantize() -> None:
 def multiply_float8(rows: int) -> None:
     for outputs, inputs in ((HIDDEN, INNER), (2 * INNER, HIDDEN)):
         weight = torch.empty(outputs, inputs, dtype=FLOAT8)
-        operations.fp8_linear(torch.empty(rows, inputs, dtype=DTYPE), weight, torch.empty(outputs, 1))
+        operations.linear(torch.empty(rows, inputs, dtype=DTYPE), weight, None, torch.empty(outputs, 1))
 
 
 def draw() -> None:

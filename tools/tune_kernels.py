@@ -117,7 +117,7 @@ def _fp8_product(rows: int, outputs: int, inputs: int, has_blocks: bool, device:
     x, weight = _random((rows, inputs), device), _random((outputs, inputs), device).to(FLOAT8)
     shape = (outputs // 64, -(-inputs // 128)) if has_blocks else (outputs, 1)
     scale = torch.ones(shape, device=device)
-    return lambda: operations.fp8_linear(x, weight, scale)
+    return lambda: operations.linear(x, weight, None, scale)
 
 
 def _adapters(count: int, outputs: int, inputs: int, device: torch.device) -> Run:

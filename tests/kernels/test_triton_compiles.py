@@ -18,9 +18,11 @@ SHARED_BYTES = {(9, 0): 227 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024}
 """The shared memory of one program: on Hopper, on the smallest supported GPU, and on the smallest with 8-bit floats."""
 KERNELS = {
     "_activation_kernel",
+    "_add_kernel",
     "_decode_kernel",
     "_depth_kernel",
     "_expand_kernel",
+    "_few_rows_kernel",
     "_highest_kernel",
     "_layer_norm_kernel",
     "_list_kernel",
@@ -35,7 +37,14 @@ KERNELS = {
     "_token_mask_kernel",
     "_write_kernel",
 }
-FLOAT8_KERNELS = {"_activation_kernel", "_add_kernel", "_product_kernel", "_quantize_kernel", "_rms_norm_kernel"}
+FLOAT8_KERNELS = {
+    "_activation_kernel",
+    "_add_kernel",
+    "_few_rows_kernel",
+    "_product_kernel",
+    "_quantize_kernel",
+    "_rms_norm_kernel",
+}
 FLOAT8_CACHE_KERNELS = {"_decode_kernel", "_merge_kernel", "_prefill_kernel", "_rotary_write_kernel", "_write_kernel"}
 EXPECTED = {
     (9, 0): KERNELS | FLOAT8_KERNELS,
