@@ -32,7 +32,8 @@ def linear(
     if scale is None:
         assert isinstance(x, Tensor), "quantized rows need a weight with scales"
         rows = x.numel() // inputs
-        if weight.dtype.itemsize != 2 or inputs % _ALIGNED or not weight.is_contiguous() or not rows:
+        has_kernel = x.dtype == weight.dtype and weight.dtype.itemsize == 2 and weight.is_contiguous()
+        if not has_kernel or inputs % _ALIGNED or not 0 < rows <= _ROWS:
             return F.linear(x, weight, bias)
         launch = linear_options(outputs, inputs, 16, weight.device)
         if rows > launch["MAX_ROWS"]:
@@ -44,7 +45,7 @@ def linear(
     (quantized, x_scale, dtype), shape = rows_of_product(x, scale.shape[1], quantize_rows)
     rows, device = len(quantized), weight.device
     launch = linear_options(outputs, inputs, 8, device)
-    is_few = rows <= launch["MAX_ROWS"]
+    is_few = rows <= min(launch["MAX_ROWS"], _ROWS)
     if not is_few and rows > options("fp8_library", device)["ROWS"] and _library_multiplies(dtype, weight, scale):
         out = torch._scaled_mm(quantized, weight.t(), x_scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
         if bias is not None:
