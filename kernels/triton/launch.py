@@ -72,7 +72,7 @@ _HOPPER: Final[dict[str, Options]] = {
     # The inputs are cut into parts until each multiprocessor has PROGRAMS programs, but a part keeps at least TILES
     # tiles.
     "fp8_parts": {"PROGRAMS": 1, "TILES": 4},
-    # torch multiplies more rows than this if it can.
+    # torch multiplies more rows than this if it can, and of fewer rows those beyond MAX_ROWS.
     "fp8_library": {"ROWS": 64},
     # LoRA adapters: up to 16 tokens, and more.
     "lora_shrink/16": {"ROWS": 16, "INPUT_TILE": 128, "num_warps": 4, "num_stages": 2},

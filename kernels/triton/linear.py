@@ -46,13 +46,14 @@ def linear(
     rows, device = len(quantized), weight.device
     launch = linear_options(outputs, inputs, 8, device)
     is_few = rows <= min(launch["MAX_ROWS"], _ROWS)
-    if not is_few and rows > options("fp8_library", device)["ROWS"] and _library_multiplies(dtype, weight, scale):
+    by_library = not is_few and _library_multiplies(dtype, weight, scale)
+    if by_library and (rows <= _ROWS or rows > options("fp8_library", device)["ROWS"]):
         out = torch._scaled_mm(quantized, weight.t(), x_scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
         if bias is not None:
             out += bias
     else:
         out = torch.empty((rows, outputs), dtype=dtype, device=device)
-        if is_few and rows:
+        if 0 < rows <= _ROWS:
             _multiply_few(quantized, x_scale, weight, scale, bias, out, launch)
         elif rows:
             multiply(quantized, x_scale, weight, scale, bias, out)
