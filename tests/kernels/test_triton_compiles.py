@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 TESTS = Path(__file__).parents[1]
 REPORT = TESTS.parent / "tools" / "kernel_report.py"
+ESTIMATE = TESTS.parent / "tools" / "decode_estimate.py"
 
 SHARED_BYTES = {(9, 0): 227 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024}
 """The shared memory of one program: on Hopper, on the smallest supported GPU, and on the smallest with 8-bit floats."""
@@ -101,6 +102,14 @@ def test_code_for_hopper_stays_within_its_bounds():
         assert code["registers"] <= bound.registers, code
         assert code["loop"] <= bound.loop, code
         assert code["programs"] >= bound.programs, code
+
+
+@pytest.mark.slow
+def test_estimated_step_takes_little_longer_than_its_weights():
+    found = run_compiler(str(ESTIMATE))
+    assert 0.8 <= found["bf16"]["share_of_bandwidth"] < 1
+    assert 0.65 <= found["fp8"]["share_of_bandwidth"] < 1
+    assert found["fp8"]["step_us"] < found["bf16"]["step_us"]
 
 
 @pytest.mark.timeout(900)  # it compiles for minutes, and longer beside other tests
