@@ -18,9 +18,11 @@ SHARED_BYTES = {(9, 0): 227 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024}
 """The shared memory of one program: on Hopper, on the smallest supported GPU, and on the smallest with 8-bit floats."""
 KERNELS = {
     "_activation_kernel",
+    "_copy_step_kernel",
     "_decode_kernel",
     "_depth_kernel",
     "_expand_kernel",
+    "_fill_awaited_kernel",
     "_highest_kernel",
     "_layer_norm_kernel",
     "_list_kernel",
