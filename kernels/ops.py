@@ -35,6 +35,7 @@ from vllm_mp.kernels.cpu.library import DTYPES, library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, QuantizedRows
 from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams, TokenMasks
+from vllm_mp.kernels.step_columns import StepColumns
 from vllm_mp.kernels.triton import available as triton
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "QuantizedRows",
+    "StepColumns",
     "TokenMasks",
     "add_adapters",
     "add_rms_norm",
@@ -71,8 +73,10 @@ __all__ = [
     "block_experts",
     "block_linear",
     "computes_blocks",
+    "copy_step",
     "encoder_attention",
     "experts",
+    "fill_awaited",
     "fuse_decoder",
     "gated_product",
     "gelu",
@@ -304,6 +308,16 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
         return cpu_logits.sample(kernels, logits, params)
     tokens: Tensor = _operations(logits).sample(logits, params)
     return tokens
+
+
+def fill_awaited(input_ids: Tensor, latest: Tensor) -> None:
+    """See `kernels.step_columns.fill_awaited`."""
+    _operations(input_ids).fill_awaited(input_ids, latest)
+
+
+def copy_step(step: StepColumns, buffers: StepColumns, latest: Tensor | None = None) -> None:
+    """See `kernels.step_columns.copy_step`."""
+    _operations(step.input_ids).copy_step(step, buffers, latest)
 
 
 def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:

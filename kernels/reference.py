@@ -16,6 +16,8 @@ from torch import Tensor
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.sampling import argmax as argmax
 from vllm_mp.kernels.sampling import sample as sample
+from vllm_mp.kernels.step_columns import copy_step as copy_step
+from vllm_mp.kernels.step_columns import fill_awaited as fill_awaited
 
 # Bounds on the size of what one attention call materialises, in elements of [rows or queries, context].
 MAX_GATHERED_TOKENS = 32_768

@@ -9,6 +9,7 @@ from vllm_mp.kernels.triton.lora import add_adapters
 from vllm_mp.kernels.triton.norms import add_rms_norm, add_rms_norm_rows, layer_norm, rms_norm
 from vllm_mp.kernels.triton.rotary import rotary, rotary_write_kv, write_kv
 from vllm_mp.kernels.triton.sampling import argmax, sample
+from vllm_mp.kernels.triton.step import copy_step, fill_awaited
 from vllm_mp.kernels.triton.token_masks import apply_token_masks
 
 __all__ = [
@@ -17,7 +18,9 @@ __all__ = [
     "add_rms_norm_rows",
     "apply_token_masks",
     "argmax",
+    "copy_step",
     "experts",
+    "fill_awaited",
     "gelu",
     "gelu_tanh",
     "layer_norm",

@@ -20,10 +20,12 @@ SHARED_BYTES = {(9, 0): 227 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024}
 KERNELS = {
     "_activation_kernel",
     "_add_kernel",
+    "_copy_step_kernel",
     "_decode_kernel",
     "_depth_kernel",
     "_expand_kernel",
     "_few_rows_kernel",
+    "_fill_awaited_kernel",
     "_highest_kernel",
     "_layer_norm_kernel",
     "_list_kernel",
