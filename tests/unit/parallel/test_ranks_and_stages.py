@@ -68,6 +68,15 @@ def test_prompts_whose_prefix_is_cached_are_answered_like_before(layout, model_o
 
 
 @every_layout
+def test_seeds_give_the_samples_of_one_process(layout, model_of):
+    folder, params = model_of("llama"), {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2}
+    expected = answers(LocalEngine(folder), **params)
+    with local_group(folder, **layout._asdict()) as group:
+        found = answers(group.engine, **params)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+
+
+@every_layout
 def test_prompts_as_embeddings_reach_all_ranks(layout, model_of):
     folder, options = model_of("llama"), {"enable_prompt_embeds": True}
     embeds = torch.randn(9, 48, generator=torch.Generator().manual_seed(0))
