@@ -37,7 +37,7 @@ _STANDBY_RETRY_S = 30.0
 _PARENT_MARGIN_S = 2.0
 """Time that the parent of a shared core gets to end a core that hangs, before a client gives the core up by itself."""
 _MAX_STEPS_IN_FLIGHT = 2
-"""A core that has begun more steps has completed one."""
+"""A core of one stage that has begun more steps has completed one."""
 _MAX_EARLIER_DEATHS = 16
 """Deaths before the latest death for which a client may name a culprit: as many as a search by halves takes."""
 _ABSENCE_INTERVAL_S = 0.25
@@ -306,7 +306,7 @@ class CoreSupervisor:
         if not isinstance(self._source, CoreLauncher):
             return self._rejoin(self._source, death)
         if core.page is not None and self._restarts is not None:
-            self._forgive_convicted(core.page, self._restarts)
+            self._forgive_convicted(core.page, core.config.parallel_config.pipeline_parallel_size, self._restarts)
         delay = self._delay_or_end(death.cause, death.time, core)
         if isinstance(delay, End):
             self._tell(End(delay.cause, death._replace(num_restarts_left=-1)))
@@ -358,12 +358,12 @@ class CoreSupervisor:
             f"core_restart_window_s={limits.core_restart_window_s:g}; the last time, {cause}"
         )
 
-    def _forgive_convicted(self, page: StatusPage, restarts: RestartLimit) -> None:
+    def _forgive_convicted(self, page: StatusPage, num_stages: int, restarts: RestartLimit) -> None:
         """Forgive the deaths for which clients have found a culprit, unless no core computes anything any more.
 
-        `page` is that of a shared core which has died.
+        `page` is that of a shared core of `num_stages` which has died.
         """
-        self._cores_work = self._cores_work or page.read().step > _MAX_STEPS_IN_FLIGHT
+        self._cores_work = self._cores_work or page.read().step > max(_MAX_STEPS_IN_FLIGHT, num_stages)
         if self._cores_work and restarts.forgive_cores(page.convicted()):
             self._cores_work = False
 

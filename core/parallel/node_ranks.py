@@ -5,7 +5,7 @@ import logging
 import reprlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import zmq
@@ -14,7 +14,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from vllm_mp import __version__
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.ipc.curve_server import require_keys
-from vllm_mp.core.parallel.messages import PROTOCOL, shared_options
+from vllm_mp.core.parallel.messages import PROTOCOL, differences, shared_options
 from vllm_mp.core.parallel.node_messages import (
     ANSWER,
     MAX_SAID_BYTES,
@@ -44,7 +44,6 @@ _PROBE_S: Final = 1.0
 """Interval in which the core looks whether the connections still exist."""
 _READ_S: Final = 0.1
 """Interval in which a core that only sends reads too."""
-_MAX_DIFFERENCES: Final = 4
 
 
 class _Node:
@@ -173,8 +172,8 @@ class NodeRanks:
         if node.identity is not None:
             self._send(node, PROBE)  # raises if the connection is lost, and this is the same rank host again
             return Refused(reason=f"node_rank={hello.node} is taken by the machine {node.machine}; give another number")
-        if differences := _differences(hello.options, self._options):
-            return Refused(reason=f"it has other options than the core: {differences}; give all machines the same")
+        if differing := differences(hello.options, self._options):
+            return Refused(reason=f"it has other options than the core: {differing}; give all machines the same")
         node.admit(identity, hello.machine)
         logger.info("%s runs the ranks %s", node.name, ", ".join(str(state.rank) for state in node.ranks))
         return Welcome(meeting_place=self._meeting_place)
@@ -234,13 +233,3 @@ def _decode(frames: Sequence[bytes]) -> FromHost:
         raise msgspec.DecodeError(f"{len(frames)} frames instead of one")
     said: FromHost = msgspec.msgpack.decode(frames[0], type=FromHost)
     return said
-
-
-def _differences(theirs: dict[str, Any], own: dict[str, Any]) -> str:
-    """Say which options of a rank host differ from the core's; empty if none."""
-    names = [name for name in {**own, **theirs} if theirs.get(name) != own.get(name)]
-    texts = [
-        f"{name}={reprlib.repr(theirs.get(name))} instead of {reprlib.repr(own.get(name))}"
-        for name in names[:_MAX_DIFFERENCES]
-    ]
-    return ", ".join(texts + ["..."] * (len(names) > _MAX_DIFFERENCES))

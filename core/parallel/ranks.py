@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from vllm_mp import __version__
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.core.parallel.meeting_place import MeetingPlace
-from vllm_mp.core.parallel.messages import PROTOCOL, Joined, Ready, Reply, digest_of
+from vllm_mp.core.parallel.messages import PROTOCOL, Joined, Ready, Reply, chosen_options, differences, digest_of
 from vllm_mp.core.parallel.node_ranks import NodeRanks
 from vllm_mp.core.parallel.rank_state import PATIENCE, RankSource, RankState, WorkerFailedError
 from vllm_mp.core.parallel.worker_processes import WorkerProcesses
@@ -83,6 +83,10 @@ class Ranks:
         for state in self._ranks:
             joined = self._next(state, Joined, keep_going)
             if (joined.protocol, joined.package, joined.digest) != expected or joined.rank != state.rank:
+                if joined.package == __version__ and (differing := differences(joined.chosen, chosen_options(config))):
+                    raise ValueError(
+                        f"{state.name} cannot join: its machine has chosen {differing}; give all machines these options"
+                    )
                 raise ValueError(
                     f"{state.name} cannot join: it has protocol {joined.protocol}, version {joined.package} and "
                     f"options with the digest {joined.digest}, and the core has {expected[0]}, {expected[1]} and "

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_mp import AsyncEngineArgs, __version__
 from vllm_mp.core.parallel import worker_processes
-from vllm_mp.core.parallel.messages import PROTOCOL, Failed, Joined, Ready, digest_of
+from vllm_mp.core.parallel.messages import PROTOCOL, Failed, Joined, Ready, chosen_options, digest_of
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.parallel.ranks import Ranks
 from vllm_mp.testing.random_models import CONFIGS, save_config
@@ -66,6 +66,7 @@ def start(config, monkeypatch, tmp_path):
 
 def joined(config, **changes):
     fields = {"rank": 1, "protocol": PROTOCOL, "package": __version__, "digest": digest_of(config)}
+    fields["chosen"] = chosen_options(config)
     return Joined(**{**fields, **changes})
 
 
@@ -80,6 +81,13 @@ def test_rank_with_the_same_version_and_options_joins(start, config):
 def test_rank_with_another_version_or_other_options_is_refused(changes, start, config):
     with pytest.raises(ValueError, match=r"rank 1 \(process \d+\) cannot join: .* install one version"):
         start(joined(config, **changes)).join(config, lambda: None)
+
+
+def test_option_that_the_machine_of_a_rank_chose_otherwise_is_named(start, config):
+    chosen = {**chosen_options(config), "dtype": "bfloat16"}
+    refusal = r"rank 1 \(process \d+\) cannot join: .* chosen dtype='bfloat16' instead of 'auto'; give all"
+    with pytest.raises(ValueError, match=refusal):
+        start(joined(config, digest="00", chosen=chosen)).join(config, lambda: None)
 
 
 @pytest.mark.parametrize(
