@@ -326,7 +326,7 @@ def test_added_core_gets_a_node_and_a_removed_core_frees_it(cluster, small_model
     ("options", "words"),
     [
         ({"num_threads": 8}, r"no room for 1 x \{8 CPU\}, one for each core.*no node has that: lower num_threads"),
-        ({"tensor_parallel_size": 2}, r"no room for 1 x \{2 CPU\}.*no node has that for 2 .*give a larger nnodes"),
+        ({"tensor_parallel_size": 2}, r"no room for 1 x \{2 CPU\}.*no node has that for 2 .*give nnodes=2, which"),
         (
             {"tensor_parallel_size": 2, "nnodes": 2, "num_threads": 2},
             r"no room for 2 x \{2 CPU\}, nnodes=2 for each core.*no node has that: lower num_threads",
