@@ -27,6 +27,7 @@ from vllm_mp.client.ray.resources import bundle_of, no_room
 from vllm_mp.config import VllmConfig
 from vllm_mp.curve_keys import make_client_key
 from vllm_mp.errors import EngineDeadError, EngineStartError
+from vllm_mp.nodes import is_missing_node
 
 _MAX_LINE_BYTES = 64 * 2**20
 _LOCAL_STORE_BYTES = 80 * 2**20
@@ -292,7 +293,9 @@ def _explain(error: Exception, node: str) -> tuple[str, bool]:
         if isinstance(inner, EngineStartError):
             return f"the core on {node} did not start: {inner}", False
         if isinstance(inner, EngineDeadError):
-            return f"the core on {node} is gone for good: {inner}", True
+            # Other actors may have a rank host that joins.
+            return f"the core on {node} is gone for good: {inner}", not is_missing_node(str(inner))
+        return f"the actor of the core on {node} failed: {_last_line(text)}", False
     if isinstance(error, RayActorError):
         return f"the actor of the core on {node} died, or its node was lost: {_last_line(text)}", False
     return text, False

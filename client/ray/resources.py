@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from vllm_mp.config import VllmConfig
 
 
@@ -29,15 +31,31 @@ def no_room(config: VllmConfig, bundle: dict[str, float], num_cores: int, nodes:
     has = "; ".join(sorted(map(describe_bundle, totals), reverse=True)) or "no node"
     num_bundles, for_each = num_cores * parallel.nnodes, "one" if parallel.nnodes == 1 else f"nnodes={parallel.nnodes}"
     asked = f"the Ray cluster has no room for {num_bundles} x {{{describe_bundle(bundle)}}}, {for_each} for each core"
-    if not any(all(total[name] >= amount for name, amount in bundle.items()) for total in totals):
-        ranks = parallel.ranks_per_node
-        remedy = (
-            f"no node has that for {ranks} of the {parallel.world_size} ranks of a core: give a larger nnodes, which "
-            "shares them among more nodes, lower tensor_parallel_size, pipeline_parallel_size or num_threads, or add a "
-            "larger node"
-            if ranks > 1
-            else "no node has that: lower num_threads, or add a larger node"
-        )
-    else:
+    if any(all(total[name] >= amount for name, amount in bundle.items()) for total in totals):
         remedy = "lower data_parallel_size, add nodes, or end what else runs there"
+    elif parallel.ranks_per_node == 1:
+        remedy = "no node has that: lower num_threads, or add a larger node"
+    else:
+        nnodes = _enough_nodes(config, bundle, num_cores, totals)
+        give = f"give nnodes={nnodes}, which shares them among as many nodes, " if nnodes else ""
+        remedy = (
+            f"no node has that for {parallel.ranks_per_node} of the {parallel.world_size} ranks of a core: {give}lower "
+            "tensor_parallel_size, pipeline_parallel_size or num_threads, or add a larger node"
+        )
     return f"{asked}; its nodes have in all, used or not: {has}; {remedy}"
+
+
+def _enough_nodes(
+    config: VllmConfig, bundle: dict[str, float], num_cores: int, totals: list[dict[str, float]]
+) -> int | None:
+    """Return the least `nnodes` with which nodes that have `totals` hold all cores; None if there is none."""
+    parallel = config.parallel_config
+    for nnodes in range(parallel.nnodes + 1, parallel.world_size + 1):
+        if parallel.world_size % nnodes:
+            continue
+        shared = msgspec.structs.replace(config, parallel_config=msgspec.structs.replace(parallel, nnodes=nnodes))
+        share = bundle_of(shared, "GPU" in bundle)
+        room = sum(min(total[name] // amount for name, amount in share.items()) for total in totals)
+        if room >= num_cores * nnodes:
+            return nnodes
+    return None

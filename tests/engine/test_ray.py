@@ -69,8 +69,10 @@ def add_node(cluster, tmp_path):
     added = []
 
     def add(lines, num_cpus):
-        (tmp_path / "sitecustomize.py").write_text(lines)
-        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        folder = tmp_path / str(len(added))
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(lines)
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         added.append(
             cluster.add_node(num_cpus=num_cpus, object_store_memory=STORE_BYTES, env_vars={"PYTHONPATH": path})
         )
@@ -271,6 +273,25 @@ def test_killed_core_is_restarted_on_its_node_and_a_killed_driver_gets_a_success
 
 
 @pytest.mark.slow
+def test_core_whose_rank_host_hangs_is_placed_again(cluster, small_model):
+    async def run():
+        expected = await all_tokens(engine, 20)
+        [host] = rank_hosts()
+        rank = psutil.Process((await engine.core_status())["rank_pids"][1])
+        host.suspend()
+
+        async def is_replaced():
+            return await have_ended([host.pid, rank.pid]) and await is_serving(engine)
+
+        await eventually(is_replaced, timeout=120)
+        assert await all_tokens(engine, 20) == expected
+
+    limits = {"engine_iteration_timeout_s": 3.0, "start_timeout_s": 25.0}
+    with on_ray(small_model, worker_use_ray=True, nnodes=2, tensor_parallel_size=2, **limits) as engine:
+        asyncio.run(run())
+
+
+@pytest.mark.slow
 def test_each_of_several_cores_has_two_nodes_and_a_removed_core_frees_them(cluster, small_model):
     async def run():
         for added in (None, 2):
@@ -305,7 +326,7 @@ def test_added_core_gets_a_node_and_a_removed_core_frees_it(cluster, small_model
     ("options", "words"),
     [
         ({"num_threads": 8}, r"no room for 1 x \{8 CPU\}, one for each core.*no node has that: lower num_threads"),
-        ({"tensor_parallel_size": 2}, r"no room for 1 x \{2 CPU\}.*no node has that for 2 .*give a larger nnodes"),
+        ({"tensor_parallel_size": 2}, r"no room for 1 x \{2 CPU\}.*no node has that for 2 .*give nnodes=2, which"),
         (
             {"tensor_parallel_size": 2, "nnodes": 2, "num_threads": 2},
             r"no room for 2 x \{2 CPU\}, nnodes=2 for each core.*no node has that: lower num_threads",
@@ -366,10 +387,16 @@ def test_core_that_cannot_start_is_an_error_with_its_node_and_cause(cluster, sma
 @pytest.mark.parametrize(
     ("lines", "what"), [(HIDES_PACKAGE, "cannot import vllm-mp"), (CHANGES_VERSION, r"has vllm-mp 0\.0\.9")]
 )
-def test_node_without_the_package_or_with_another_version_is_an_error(cluster, add_node, small_model, lines, what):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_node_without_the_package_or_with_another_version_is_an_error(
+    cluster, add_node, small_model, lines, what, ranks
+):
     add_node(lines, num_cpus=4)
+    if ranks == 2:
+        add_node("", num_cpus=4)
+    options = {"engine_use_ray": True, "num_threads": 4, "tensor_parallel_size": ranks, "nnodes": ranks}
     with pytest.raises(EngineStartError, match=rf"node \S+ \(\w{{8}}\) {what}.*this machine has vllm-mp \d"):
-        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(small_model), engine_use_ray=True, num_threads=4))
+        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(small_model), **options))
 
 
 @pytest.mark.slow

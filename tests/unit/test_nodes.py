@@ -11,7 +11,7 @@ from vllm_mp import AsyncEngineArgs, AsyncLLM, cli, nodes
 from vllm_mp.authorized_clients import AuthorizedClients
 from vllm_mp.client.engine.process import CoreProcess
 from vllm_mp.curve_keys import make_server_key, read_client_key, read_server_key
-from vllm_mp.nodes import prepare_node_0
+from vllm_mp.nodes import is_missing_node, missing_node, prepare_node_0
 from vllm_mp.testing.random_models import CONFIGS, save_config
 
 OPTIONS = {"skip_tokenizer_init": True, "load_format": "dummy"}
@@ -77,6 +77,13 @@ def test_command_that_makes_no_rank_host_is_refused(flags, message, model):
     args = cli.parser().parse_args(command)
     with pytest.raises(ValueError, match=message):
         args.run(args)
+
+
+def test_missing_node_of_a_ray_cluster_is_not_for_a_person_to_start(model):
+    args = AsyncEngineArgs(model, **OPTIONS, tensor_parallel_size=2, nnodes=2, engine_use_ray=True)
+    text = missing_node(args.create_engine_config(), 1, 5.0)
+    assert text.startswith("node 1 has not joined, after 5 s: its log is in Ray's log folder on its machine")
+    assert is_missing_node(text)
 
 
 def test_node_0_makes_keys_once_and_names_the_command_for_the_other_machine(model, tmp_path):

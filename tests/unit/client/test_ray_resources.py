@@ -44,7 +44,9 @@ def test_core_reserves_a_gpu_for_each_rank_of_a_node_or_a_cpu_for_each_thread(co
 @pytest.mark.parametrize(
     ("ranks", "nodes", "words"),
     [
-        (4, [node(CPU=8.0, GPU=2.0)] * 2, "no node has that for 4 of the 4 ranks of a core: give a larger nnodes"),
+        (4, [node(CPU=8.0, GPU=3.0)] * 4, "for 4 of the 4 ranks of a core: give nnodes=2, "),
+        (4, [node(CPU=8.0, GPU=1.0)] * 8, "for 4 of the 4 ranks of a core: give nnodes=4, "),
+        (4, [node(CPU=8.0, GPU=2.0)] * 3, "for 4 of the 4 ranks of a core: lower tensor_parallel_size"),
         (1, [node(CPU=8.0), node(alive=False, CPU=8.0, GPU=1.0)], "no node has that: lower num_threads"),
         (1, [node(CPU=8.0, GPU=1.0)], "lower data_parallel_size"),
         (1, [], "its nodes have in all, used or not: no node"),
@@ -59,7 +61,7 @@ def test_lack_of_room_is_told_with_its_remedy(ranks, nodes, words):
     ("nnodes", "words"),
     [
         (2, "no room for 4 x {4 CPU, 4 GPU}, nnodes=2 for each core"),
-        (2, "no node has that for 4 of the 8 ranks of a core: give a larger nnodes"),
+        (2, "no node has that for 4 of the 8 ranks of a core: lower tensor_parallel_size"),
         (4, "lower data_parallel_size, add nodes"),
     ],
 )
