@@ -14,10 +14,8 @@ from torch import Tensor
 
 from vllm_mp.kernels.reference import QuantizedRows, rows_of_product
 from vllm_mp.kernels.triton.float8 import add_parts, multiply, product, quantize_rows
-from vllm_mp.kernels.triton.launch import Options, linear_options, options
+from vllm_mp.kernels.triton.launch import MAX_FEW_ROWS, Options, linear_options, options
 
-_ROWS = 16
-"""The rows of a tile of the tensor cores, and the most that the kernel takes."""
 _LIBRARY_UNIT = 16
 """torch's product with 8-bit floats needs numbers of inputs and outputs that are multiples of this."""
 _ALIGNED = 8
@@ -33,9 +31,9 @@ def linear(
         assert isinstance(x, Tensor), "quantized rows need a weight with scales"
         rows = x.numel() // inputs
         has_kernel = x.dtype == weight.dtype and weight.dtype.itemsize == 2 and weight.is_contiguous()
-        if not has_kernel or inputs % _ALIGNED or not 0 < rows <= _ROWS:
+        if not has_kernel or inputs % _ALIGNED or not 0 < rows <= MAX_FEW_ROWS:
             return F.linear(x, weight, bias)
-        launch = linear_options(outputs, inputs, 16, weight.device)
+        launch = linear_options(outputs, inputs, "16", weight.device)
         if rows > launch["MAX_ROWS"]:
             return F.linear(x, weight, bias)
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
@@ -44,16 +42,16 @@ def linear(
         return out.view(*x.shape[:-1], outputs)
     (quantized, x_scale, dtype), shape = rows_of_product(x, scale.shape[1], quantize_rows)
     rows, device = len(quantized), weight.device
-    launch = linear_options(outputs, inputs, 8, device)
-    is_few = rows <= min(launch["MAX_ROWS"], _ROWS)
+    launch = linear_options(outputs, inputs, "8" if scale.shape[1] == 1 else "blocks", device)
+    is_few = rows <= min(launch["MAX_ROWS"], MAX_FEW_ROWS)
     by_library = not is_few and _library_multiplies(dtype, weight, scale)
-    if by_library and (rows <= _ROWS or rows > options("fp8_library", device)["ROWS"]):
+    if by_library and (rows <= MAX_FEW_ROWS or rows > options("fp8_library", device)["ROWS"]):
         out = torch._scaled_mm(quantized, weight.t(), x_scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
         if bias is not None:
             out += bias
     else:
         out = torch.empty((rows, outputs), dtype=dtype, device=device)
-        if 0 < rows <= _ROWS:
+        if 0 < rows <= MAX_FEW_ROWS:
             _multiply_few(quantized, x_scale, weight, scale, bias, out, launch)
         elif rows:
             multiply(quantized, x_scale, weight, scale, bias, out)
@@ -86,7 +84,7 @@ def _multiply_few(
     out: Tensor,
     launch: Options,
 ) -> None:
-    """Fill `out` [rows, outputs] for at most `_ROWS` rows `x` of contiguous elements."""
+    """Fill `out` [rows, outputs] for at most `MAX_FEW_ROWS` rows `x` of contiguous elements."""
     (rows, inputs), outputs = x.shape, len(weight)
     slices, slice_inputs, output_tile = launch["SLICES"], launch["SLICE_INPUTS"], launch["OUTPUT_TILE"]
     steps = triton.cdiv(inputs, slices * slice_inputs)
@@ -110,12 +108,11 @@ def _multiply_few(
         GROUPED=scale is not None and scale.shape[1] > 1,
         OUTPUTS_A_SCALE=1 if scale is None else outputs // len(scale),
         BIASED=bias is not None and parts == 1,
-        ROWS=_ROWS,
+        ROWS=MAX_FEW_ROWS,
         OUTPUT_TILE=output_tile,
         SLICES=slices,
         SLICE_INPUTS=slice_inputs,
-        num_warps=slices,
-        **{name: value for name, value in launch.items() if name.islower()},
+        **{name: value for name, value in launch.items() if name in ("num_warps", "num_stages", "maxnreg")},
     )
     if parts > 1:
         add_parts(sums, bias, out)
