@@ -153,6 +153,10 @@ def _few_rows_kernel(
     weights = weight + first.to(tl.int64) * INPUTS
     x_scales, scales = x_scale + row * GROUPS, scale + (first + in_tile) // OUTPUTS_A_SCALE * GROUPS
     total = tl.zeros([SLICES, ROWS, OUTPUT_TILE], tl.float32)
+    if GROUPED:
+        group = part * steps_a_part * SLICES + of_step[:, None]
+        of_rows = _scales(x_scales, group, in_rows, GROUPS)
+        of_outputs = _scales(scales, group, in_outputs, GROUPS)
     for step in tl.range(part * steps_a_part, tl.minimum((part + 1) * steps_a_part, STEPS)):
         column = step * STEP + in_step
         # Masks that hold for every element would cost instructions.
@@ -166,12 +170,13 @@ def _few_rows_kernel(
         places = weights + in_tile[None, None, :] * INPUTS + column[:, :, None]
         tile = tl.load(places) if weight_mask is None else tl.load(places, mask=weight_mask, other=0.0)
         if GROUPED:
-            group = step * SLICES + of_step[:, None]
-            in_group = group < GROUPS
-            of_rows = tl.load(x_scales[None, :] + group, mask=in_group & in_rows[None, :], other=0.0)
-            of_outputs = tl.load(scales[None, :] + group, mask=in_group & in_outputs[None, :], other=0.0)
+            # The scales of the next step arrive during this one.
+            group = (step + 1) * SLICES + of_step[:, None]
+            next_of_rows = _scales(x_scales, group, in_rows, GROUPS)
+            next_of_outputs = _scales(scales, group, in_outputs, GROUPS)
             of_tile = product(rows, tile, tl.zeros([SLICES, ROWS, OUTPUT_TILE], tl.float32))
             total += of_tile * of_rows[:, :, None] * of_outputs[:, None, :]
+            of_rows, of_outputs = next_of_rows, next_of_outputs
         else:
             total = product(rows, tile, total)
     result = tl.sum(total, 0)
@@ -183,3 +188,12 @@ def _few_rows_kernel(
         result += tl.load(bias + first + in_tile, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
     place = out + part.to(tl.int64) * num_rows * OUTPUTS + row[:, None] * OUTPUTS + (first + in_tile)[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=in_rows[:, None] & in_outputs[None, :])
+
+
+@triton.jit
+def _scales(scales, group, exists, GROUPS: tl.constexpr):
+    """Return the scales [SLICES, N] of groups `group` [SLICES, 1], of the rows that `scales` [N] points to.
+
+    Those of rows that do not exist, and of groups beyond GROUPS, are zero.
+    """
+    return tl.load(scales[None, :] + group, mask=(group < GROUPS) & exists[None, :], other=0.0)
