@@ -3,9 +3,10 @@
 
 Prints a JSON object for bfloat16 and for FP8 weights with FP8 cache: microseconds of a step, and the share of the
 bandwidth that its weights take. It is an estimate, not a measurement. A product starts, and then takes as long as the
-multiprocessor with the most programs needs for their weights. That reads at the lowest of three rates: its share of the
+multiprocessor with the most programs needs for their weights. That reads at the lowest of four rates: its share of the
 bandwidth; the bytes that its programs copy ahead, by the shared memory of the compiled code, once per latency of the
-memory; and the bytes of a loop's step per time to issue its instructions. Every other kernel has a fixed time.
+memory; and the weights of a step of the loop per time to issue its instructions, and per time to write and read weights
+and rows in the shared memory. Every other kernel has a fixed time.
 """
 
 import json
@@ -25,6 +26,8 @@ BYTES_PER_S = 4.3e12
 """What an H200 reads."""
 ISSUED_PER_S = 4 * 1.755e9
 """Instructions that a multiprocessor issues."""
+SHARED_BYTES_PER_S = 128 * 1.755e9
+"""What the shared memory of a multiprocessor reads or writes."""
 MEMORY_LATENCY_S = 1e-6
 """From the request of a byte to its arrival, while the memory is busy."""
 START_S = 1.7e-6
@@ -63,7 +66,7 @@ def product_seconds(product: Product, dtype: torch.dtype) -> float:
         x, scale = QuantizedRows(rows, torch.empty(1, 1), DTYPE), torch.empty(outputs, 1)
     with compiling(CAPABILITY) as compiler:
         operations.linear(x, torch.empty(outputs, inputs, dtype=dtype), None, scale)
-        options = launch.linear_options(outputs, inputs, 8 * dtype.itemsize, torch.device("cpu"))
+        options = launch.linear_options(outputs, inputs, str(8 * dtype.itemsize), torch.device("cpu"))
     codes = {key[0]: read_code(kernel, CAPABILITY) for key, kernel in compiler.kernels.items()}
     code = codes["_few_rows_kernel"]
     row_bytes = options["SLICES"] * options["SLICE_INPUTS"] * dtype.itemsize
@@ -71,12 +74,13 @@ def product_seconds(product: Product, dtype: torch.dtype) -> float:
     steps = -(-inputs * dtype.itemsize // row_bytes)
     programs = -(-outputs // options["OUTPUT_TILE"]) * options["PARTS"]
     of_busiest = -(-programs // NUM_PROCESSORS)
-    # A copy ahead holds weights and a tile of 16 rows.
-    ahead = code.shared // (tile_bytes + 16 * row_bytes) * tile_bytes * min(code.programs, of_busiest)
+    step_bytes = tile_bytes + launch.MAX_FEW_ROWS * row_bytes
+    ahead = code.shared // step_bytes * tile_bytes * min(code.programs, of_busiest)
     rate = min(
         BYTES_PER_S / NUM_PROCESSORS,
         ahead / MEMORY_LATENCY_S,
         tile_bytes / (code.loop * code.warps / ISSUED_PER_S),
+        tile_bytes / (2 * step_bytes / SHARED_BYTES_PER_S),
     )
     read = of_busiest * -(-steps // options["PARTS"]) * tile_bytes
     return START_S + read / rate + (KERNEL_S if options["PARTS"] > 1 else 0)

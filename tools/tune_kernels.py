@@ -43,7 +43,7 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "decode": {"KEYS": [32, 64, 128], "num_warps": [4, 8], "num_stages": [2, 3, 4]},
     "merge": {"num_warps": [1, 2, 4, 8]},
     "splits": {"PROGRAMS": [1, 2, 3, 4, 6], "TOKENS": [64, 128, 256, 512]},
-    "linear": {"OUTPUT_TILE": [16, 32, 64], "PARTS": [1, 2, 4], "SLICES": [4, 8], "num_stages": [4, 5, 6]},
+    "linear": {"OUTPUT_TILE": [16, 32, 64], "PARTS": [1, 2, 4], "num_warps": [2, 4], "num_stages": [3, 4, 6]},
     "fp8": {"ROWS": [32, 64, 128], "OUTPUT_TILE": [32, 64, 128], "num_warps": [4, 8], "num_stages": [3, 4, 6]},
     "fp8_parts": {"PROGRAMS": [1, 2, 3, 4], "TILES": [2, 4, 8]},
     "fp8_library": {"ROWS": [16, 32, 64, 128]},
@@ -65,8 +65,10 @@ FEW_ROWS = (1, 2, 4, 8, 16)
 
 def entries(device: torch.device, quick: bool) -> list[str]:
     """Return the entries to tune: those of the launch table, with one for each shape of a product of few rows."""
-    shapes = {bits: [(64, 256)] if quick else PRODUCTS[: len(PRODUCTS) - (bits == 8)] for bits in (16, 8)}
-    products = [launch.linear_key(*shape, bits) for bits, of_type in shapes.items() for shape in of_type]
+    shapes = {"16": PRODUCTS, "8": PRODUCTS[:-1]}
+    if quick:
+        shapes = {weights: [(64, 256)] for weights in shapes}
+    products = [launch.linear_key(*shape, weights) for weights, of_kind in shapes.items() for shape in of_kind]
     return [*products, *(key for key in launch.table(device) if not key.startswith("linear/"))]
 
 
@@ -130,18 +132,18 @@ def _random(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _product(rows: int, key: str, device: torch.device) -> Run:
     """Return a product of few rows, in the shape of the entry `key`."""
-    bits, outputs, inputs = _shape_of(key)
-    if bits == 8:
+    outputs, inputs, weights = _shape_of(key)
+    if weights == "8":
         return _fp8_product(rows, outputs, inputs, False, device)
     x, weight = _random((rows, inputs), device), _random((outputs, inputs), device)
     return lambda: operations.linear(x, weight)
 
 
-def _shape_of(key: str) -> tuple[int, int, int]:
-    """Return the bits, outputs and inputs of an entry of `launch.linear_key`."""
-    _, bits, shape = key.split("/")
-    outputs, inputs = shape.split("x")
-    return int(bits), int(outputs), int(inputs)
+def _shape_of(key: str) -> tuple[int, int, str]:
+    """Return what `launch.linear_key` made `key` of."""
+    _, weights, shape = key.split("/")
+    outputs, inputs = map(int, shape.split("x"))
+    return outputs, inputs, weights
 
 
 def _fp8_product(rows: int, outputs: int, inputs: int, has_blocks: bool, device: torch.device) -> Run:
@@ -219,6 +221,8 @@ def compiled(options: launch.Options, key: str, capability: tuple[int, int], tab
     digest = hashlib.sha256(b"".join(kernel.asm["cubin"] for kernel in compiler.kernels.values())).hexdigest()
     digest += f" in {options.get('PARTS', 1)} parts"  # which are programs of the same code
     spills, programs = sum(code.spills for code in codes), min(code.programs for code in codes)
+    if any(code.unswizzled for code in codes):
+        return digest, "rows of a tile in the same banks of the shared memory"
     if spills:
         return digest, f"{spills} spills"
     if programs < LEAST_PROGRAMS.get(key.split("/")[0], 2):
@@ -251,7 +255,7 @@ def best(key: str, device: torch.device, quick: bool, pool: Pool | None) -> tupl
     before = _present(key, device)
     tried: Iterable[launch.Options] = candidates(key, before, quick)
     # Options of the grid do not change the code.
-    if pool is not None and {"num_warps", "num_stages"} & set(before):
+    if pool is not None and "num_warps" in before:
         tried = list(worth_timing(key, list(tried), table, device, pool))
     runs = list(cases(key, device, quick))
     times: list[tuple[float, launch.Options]] = []
@@ -275,8 +279,7 @@ def _present(key: str, device: torch.device) -> launch.Options:
     """Return the options that an entry has; the kernel for products of few rows takes all of them."""
     if not key.startswith("linear/"):
         return launch.table(device)[key]
-    bits, outputs, inputs = _shape_of(key)
-    return {**launch.linear_options(outputs, inputs, bits, device), "MAX_ROWS": max(FEW_ROWS)}
+    return {**launch.linear_options(*_shape_of(key), device), "MAX_ROWS": max(FEW_ROWS)}
 
 
 def limit_rows(key: str, device: torch.device, quick: bool) -> None:

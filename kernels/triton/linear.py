@@ -14,10 +14,8 @@ from torch import Tensor
 
 from vllm_mp.kernels.reference import QuantizedRows, rows_of_product
 from vllm_mp.kernels.triton.float8 import add_parts, multiply, product, quantize_rows
-from vllm_mp.kernels.triton.launch import Options, linear_options, options
+from vllm_mp.kernels.triton.launch import MAX_FEW_ROWS, Options, linear_options, options
 
-_ROWS = 16
-"""The rows of a tile of the tensor cores, and the most that the kernel takes."""
 _LIBRARY_UNIT = 16
 """torch's product with 8-bit floats needs numbers of inputs and outputs that are multiples of this."""
 _ALIGNED = 8
@@ -33,9 +31,9 @@ def linear(
         assert isinstance(x, Tensor), "quantized rows need a weight with scales"
         rows = x.numel() // inputs
         has_kernel = x.dtype == weight.dtype and weight.dtype.itemsize == 2 and weight.is_contiguous()
-        if not has_kernel or inputs % _ALIGNED or not 0 < rows <= _ROWS:
+        if not has_kernel or inputs % _ALIGNED or not 0 < rows <= MAX_FEW_ROWS:
             return F.linear(x, weight, bias)
-        launch = linear_options(outputs, inputs, 16, weight.device)
+        launch = linear_options(outputs, inputs, "16", weight.device)
         if rows > launch["MAX_ROWS"]:
             return F.linear(x, weight, bias)
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
@@ -44,16 +42,16 @@ def linear(
         return out.view(*x.shape[:-1], outputs)
     (quantized, x_scale, dtype), shape = rows_of_product(x, scale.shape[1], quantize_rows)
     rows, device = len(quantized), weight.device
-    launch = linear_options(outputs, inputs, 8, device)
-    is_few = rows <= min(launch["MAX_ROWS"], _ROWS)
+    launch = linear_options(outputs, inputs, "8" if scale.shape[1] == 1 else "blocks", device)
+    is_few = rows <= min(launch["MAX_ROWS"], MAX_FEW_ROWS)
     by_library = not is_few and _library_multiplies(dtype, weight, scale)
-    if by_library and (rows <= _ROWS or rows > options("fp8_library", device)["ROWS"]):
+    if by_library and (rows <= MAX_FEW_ROWS or rows > options("fp8_library", device)["ROWS"]):
         out = torch._scaled_mm(quantized, weight.t(), x_scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
         if bias is not None:
             out += bias
     else:
         out = torch.empty((rows, outputs), dtype=dtype, device=device)
-        if 0 < rows <= _ROWS:
+        if 0 < rows <= MAX_FEW_ROWS:
             _multiply_few(quantized, x_scale, weight, scale, bias, out, launch)
         elif rows:
             multiply(quantized, x_scale, weight, scale, bias, out)
@@ -86,7 +84,7 @@ def _multiply_few(
     out: Tensor,
     launch: Options,
 ) -> None:
-    """Fill `out` [rows, outputs] for at most `_ROWS` rows `x` of contiguous elements."""
+    """Fill `out` [rows, outputs] for at most `MAX_FEW_ROWS` rows `x` of contiguous elements."""
     (rows, inputs), outputs = x.shape, len(weight)
     slices, slice_inputs, output_tile = launch["SLICES"], launch["SLICE_INPUTS"], launch["OUTPUT_TILE"]
     steps = triton.cdiv(inputs, slices * slice_inputs)
@@ -110,12 +108,11 @@ def _multiply_few(
         GROUPED=scale is not None and scale.shape[1] > 1,
         OUTPUTS_A_SCALE=1 if scale is None else outputs // len(scale),
         BIASED=bias is not None and parts == 1,
-        ROWS=_ROWS,
+        ROWS=MAX_FEW_ROWS,
         OUTPUT_TILE=output_tile,
         SLICES=slices,
         SLICE_INPUTS=slice_inputs,
-        num_warps=slices,
-        **{name: value for name, value in launch.items() if name.islower()},
+        **{name: value for name, value in launch.items() if name in ("num_warps", "num_stages", "maxnreg")},
     )
     if parts > 1:
         add_parts(sums, bias, out)
@@ -156,6 +153,10 @@ def _few_rows_kernel(
     weights = weight + first.to(tl.int64) * INPUTS
     x_scales, scales = x_scale + row * GROUPS, scale + (first + in_tile) // OUTPUTS_A_SCALE * GROUPS
     total = tl.zeros([SLICES, ROWS, OUTPUT_TILE], tl.float32)
+    if GROUPED:
+        group = part * steps_a_part * SLICES + of_step[:, None]
+        of_rows = _scales(x_scales, group, in_rows, GROUPS)
+        of_outputs = _scales(scales, group, in_outputs, GROUPS)
     for step in tl.range(part * steps_a_part, tl.minimum((part + 1) * steps_a_part, STEPS)):
         column = step * STEP + in_step
         # Masks that hold for every element would cost instructions.
@@ -169,12 +170,13 @@ def _few_rows_kernel(
         places = weights + in_tile[None, None, :] * INPUTS + column[:, :, None]
         tile = tl.load(places) if weight_mask is None else tl.load(places, mask=weight_mask, other=0.0)
         if GROUPED:
-            group = step * SLICES + of_step[:, None]
-            in_group = group < GROUPS
-            of_rows = tl.load(x_scales[None, :] + group, mask=in_group & in_rows[None, :], other=0.0)
-            of_outputs = tl.load(scales[None, :] + group, mask=in_group & in_outputs[None, :], other=0.0)
+            # The scales of the next step arrive during this one.
+            group = (step + 1) * SLICES + of_step[:, None]
+            next_of_rows = _scales(x_scales, group, in_rows, GROUPS)
+            next_of_outputs = _scales(scales, group, in_outputs, GROUPS)
             of_tile = product(rows, tile, tl.zeros([SLICES, ROWS, OUTPUT_TILE], tl.float32))
             total += of_tile * of_rows[:, :, None] * of_outputs[:, None, :]
+            of_rows, of_outputs = next_of_rows, next_of_outputs
         else:
             total = product(rows, tile, total)
     result = tl.sum(total, 0)
@@ -186,3 +188,12 @@ def _few_rows_kernel(
         result += tl.load(bias + first + in_tile, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
     place = out + part.to(tl.int64) * num_rows * OUTPUTS + row[:, None] * OUTPUTS + (first + in_tile)[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=in_rows[:, None] & in_outputs[None, :])
+
+
+@triton.jit
+def _scales(scales, group, exists, GROUPS: tl.constexpr):
+    """Return the scales [SLICES, N] of groups `group` [SLICES, 1], of the rows that `scales` [N] points to.
+
+    Those of rows that do not exist, and of groups beyond GROUPS, are zero.
+    """
+    return tl.load(scales[None, :] + group, mask=(group < GROUPS) & exists[None, :], other=0.0)

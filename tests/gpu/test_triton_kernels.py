@@ -66,8 +66,8 @@ def test_captured_decode_step_can_be_replayed_for_other_rows(splits):
 def test_captured_product_of_few_rows_can_be_replayed(parts, monkeypatch):
     outputs, inputs = 512, 4096
     device = torch.empty(0, device=DEVICE).device
-    options = {**launch.linear_options(outputs, inputs, 16, device), "PARTS": parts}
-    monkeypatch.setitem(launch.table(device), launch.linear_key(outputs, inputs, 16), options)
+    options = {**launch.linear_options(outputs, inputs, "16", device), "PARTS": parts}
+    monkeypatch.setitem(launch.table(device), launch.linear_key(outputs, inputs, "16"), options)
     x, weight = (torch.randn(size, device=DEVICE).bfloat16() for size in ((4, inputs), (outputs, inputs)))
     operations.linear(x, weight)  # compiles, which a capture does not allow
     graph = torch.cuda.CUDAGraph()

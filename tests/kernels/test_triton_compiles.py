@@ -69,9 +69,9 @@ BOUNDS = {
     ("decode", "_merge_kernel"): Bound(registers=40, loop=0, programs=16),
     ("decode-fp8", "_decode_kernel"): Bound(registers=168, loop=760, programs=3),
     ("decode-fp8", "_merge_kernel"): Bound(registers=40, loop=0, programs=16),
-    ("linear", "_few_rows_kernel"): Bound(registers=64, loop=110, programs=2),
-    ("linear-fp8", "_few_rows_kernel"): Bound(registers=72, loop=230, programs=2),
-    ("linear-fp8-blocks", "_few_rows_kernel"): Bound(registers=104, loop=280, programs=2),
+    ("linear", "_few_rows_kernel"): Bound(registers=80, loop=150, programs=2),
+    ("linear-fp8", "_few_rows_kernel"): Bound(registers=80, loop=390, programs=2),
+    ("linear-fp8-blocks", "_few_rows_kernel"): Bound(registers=104, loop=310, programs=3),
     ("prefill", "_prefill_kernel"): Bound(registers=245, loop=1080, programs=1),
     ("sample", "_part_highest_kernel"): Bound(registers=48, loop=0, programs=5),
     ("sample", "_highest_kernel"): Bound(registers=32, loop=0, programs=16),
@@ -97,7 +97,7 @@ def test_code_for_hopper_stays_within_its_bounds():
     assert {(code["launch"], code["kernel"]) for code in found} == set(BOUNDS)
     for code in found:
         bound = BOUNDS[code["launch"], code["kernel"]]
-        assert code["spills"] == 0, code
+        assert code["spills"] == code["unswizzled"] == 0, code
         assert "8" not in code["shared_loads"], code
         assert {load for load in code["global_loads"] if "async" in load} <= {"async 128"}, code
         assert code["shared"] <= SHARED_BYTES[9, 0], code

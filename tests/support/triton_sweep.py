@@ -426,12 +426,12 @@ CUTS = {
 """Options of products of few rows."""
 
 
-def cut_product(monkeypatch: pytest.MonkeyPatch, cut: str, outputs: int, inputs: int, bits: int) -> None:
+def cut_product(monkeypatch: pytest.MonkeyPatch, cut: str, outputs: int, inputs: int, weights: str) -> None:
     """Let products with weights of that shape be cut in one of the ways `CUTS`."""
     if CUTS[cut]:
         table = launch.table(torch.empty(0, device=DEVICE).device)
-        options = {**table[f"linear/{bits}"], **CUTS[cut]}
-        monkeypatch.setitem(table, launch.linear_key(outputs, inputs, bits), options)
+        options = {**launch.linear_options(outputs, inputs, weights, torch.empty(0, device=DEVICE).device), **CUTS[cut]}
+        monkeypatch.setitem(table, launch.linear_key(outputs, inputs, weights), options)
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -440,7 +440,7 @@ def cut_product(monkeypatch: pytest.MonkeyPatch, cut: str, outputs: int, inputs:
 def test_products_of_few_rows_agree_with_the_reference(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype, cut: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut_product(monkeypatch, cut, outputs, inputs, 16)
+    cut_product(monkeypatch, cut, outputs, inputs, "16")
     x, weight, bias = (torch.randn(size).to(dtype) for size in ((rows, 2 * inputs), (outputs, inputs), (outputs,)))
     for some, with_bias in ((x[:, :inputs], None), (x[:, inputs:], bias), (x.T[:inputs].T.unsqueeze(0), bias)):
         got = operations.linear(*at(DEVICE, some, weight, with_bias))
@@ -453,9 +453,13 @@ def test_products_of_few_rows_agree_with_the_reference(
 def test_product_of_a_row_is_the_same_beside_other_rows(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = (torch.randn(size).half() for size in ((16, 520), (96, 520), (96,)))
     quantized, scale = reference.quantize_rows(weight, 1)
-    for dtype_of_weight, bits, scales in ((weight, 16, None), (quantized, 8, scale)):
-        cut_product(monkeypatch, cut, 96, 520, bits)
-        everything = at(DEVICE, x, dtype_of_weight, bias, scales)
+    for stored, kind, scales in (
+        (weight, "16", None),
+        (quantized, "8", scale),
+        (quantized, "blocks", scale.repeat(1, 5)),
+    ):
+        cut_product(monkeypatch, cut, 96, 520, kind)
+        everything = at(DEVICE, x, stored, bias, scales)
         together = operations.linear(*everything)
         x_here, *others = everything
         x_here[:3] = torch.nan
