@@ -40,6 +40,11 @@ class AttentionMetadata(NamedTuple):
 
     None: no token of the step has an adapter. Attention does not read it; it travels here to the projections.
     """
+    decode_lens: Tensor | None = None
+    """int32 [num_rows], `seq_lens` of the decodes, which come first, and 0 for all other rows.
+
+    Only a graph has it, with `num_decodes` 0 and at least as many tokens as rows: only the device knows the decodes.
+    """
 
 
 class PagedAttention(Protocol):

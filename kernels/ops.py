@@ -315,9 +315,9 @@ def fill_awaited(input_ids: Tensor, latest: Tensor) -> None:
     _operations(input_ids).fill_awaited(input_ids, latest)
 
 
-def copy_step(step: StepColumns, buffers: StepColumns, latest: Tensor | None = None) -> None:
+def copy_step(step: StepColumns, buffers: StepColumns, num_decodes: int, latest: Tensor | None = None) -> None:
     """See `kernels.step_columns.copy_step`."""
-    _operations(step.input_ids).copy_step(step, buffers, latest)
+    _operations(step.input_ids).copy_step(step, buffers, num_decodes, latest)
 
 
 def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:

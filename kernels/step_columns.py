@@ -15,6 +15,7 @@ class StepColumns(NamedTuple):
     seq_lens: Tensor  # int32 [num_rows]
     block_table: Tensor  # int32 [num_rows, max_blocks], rows of contiguous elements
     adapter_slots: Tensor | None  # int32 [num_tokens]; None if no token has an adapter
+    decode_lens: Tensor | None = None  # int32 [num_rows], buffers only: see `AttentionMetadata.decode_lens`
 
 
 def fill_awaited(input_ids: Tensor, latest: Tensor) -> None:
@@ -26,8 +27,10 @@ def fill_awaited(input_ids: Tensor, latest: Tensor) -> None:
     input_ids.copy_(latest[(-1 - input_ids).clamp_(min=0)].where(is_awaited, input_ids))
 
 
-def copy_step(step: StepColumns, buffers: StepColumns, latest: Tensor | None = None) -> None:
+def copy_step(step: StepColumns, buffers: StepColumns, num_decodes: int, latest: Tensor | None = None) -> None:
     """Copy the columns of `step` to the beginnings of `buffers`, which have room for it, and pad it.
+
+    `buffers.decode_lens` gets `seq_lens` of the first `num_decodes` rows, and 0 for all other rows.
 
     Tokens of padding get cell 0 and adapter slot -1, and keep arbitrary ids and positions that are in range; rows of
     padding get no tokens and the context 0. Columns of `buffers.block_table` beyond those of the step stay as they are.
@@ -41,12 +44,14 @@ def copy_step(step: StepColumns, buffers: StepColumns, latest: Tensor | None = N
     _padded(buffers.cell_mapping, step.cell_mapping, 0)
     _padded(buffers.query_start, step.query_start, num_tokens)
     _padded(buffers.seq_lens, step.seq_lens, 0)
+    _padded(buffers.decode_lens, step.seq_lens[:num_decodes], 0)
     buffers.block_table[:num_rows, :width].copy_(step.block_table)
     if buffers.adapter_slots is not None:
         _padded(buffers.adapter_slots, step.adapter_slots, -1)
 
 
-def _padded(buffer: Tensor, column: Tensor | None, padding: int) -> None:
+def _padded(buffer: Tensor | None, column: Tensor | None, padding: int) -> None:
+    assert buffer is not None
     count = 0 if column is None else len(column)
     buffer[count:].fill_(padding)
     if column is not None:

@@ -47,7 +47,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     """Maximum number of tokens of a request, prompt and completion together."""
     enforce_eager: bool
     max_cudagraph_capture_size: int = 512
-    """Maximum number of rows of a decode step that is captured."""
+    """Maximum number of tokens of a step that is captured; a step of decodes has one for each row."""
     hf_config: dict[str, Any]
     """The unchanged content of config.json."""
     eos_token_ids: list[int]

@@ -96,7 +96,7 @@ class EngineArgs(Options):
         subject="device",
     )
     enforce_eager: bool = option(False, "Never capture CUDA graphs.")
-    max_cudagraph_capture_size: int = option(512, "Capture CUDA graphs of decode steps with up to N requests.", low=1)
+    max_cudagraph_capture_size: int = option(512, "Capture CUDA graphs of steps with up to N tokens.", low=1)
     attention_backend: str = option(
         "auto",
         "Use this implementation of attention; auto: on GPUs FlashAttention if it is installed and serves the model, "

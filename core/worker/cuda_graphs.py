@@ -1,19 +1,20 @@
-"""Decode steps as captured graphs: all launches of a model are recorded once, and a single call replays them.
+"""Steps as captured graphs: all launches of a model are recorded once, and a single call replays them.
 
-A graph computes a fixed number of rows from buffers at fixed addresses. A step of fewer rows is padded. Padding has no
-context and writes its keys and values to the padding block, so it changes no row.
+A graph computes a fixed number of tokens and rows from buffers at fixed addresses. A smaller step is padded. Padding
+has no context and writes its keys and values to the padding block, so it changes no row.
 """
 
 import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.parallel.group import ALONE, RankGroup
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata, StepColumns
@@ -21,7 +22,9 @@ from vllm_mp.kernels.ops import AttentionMetadata, StepColumns
 logger = logging.getLogger(__name__)
 
 _CAPTURE_TIME_S = 60.0
-"""After this time no further size is captured; steps of the missing sizes are padded to the next captured size."""
+"""After this time no further shape is captured; steps of the missing shapes are padded to the next captured one."""
+_FAILED, _STOPS, _GOES_ON = range(3)
+"""What a rank votes before a capture; the lowest vote counts."""
 
 Forward = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
 """Returns hidden states [num_tokens, hidden_size] for token ids and positions, int64 [num_tokens] each."""
@@ -40,6 +43,33 @@ class DeviceError(RuntimeError):
     """The device has failed and cannot compute any more."""
 
 
+class StepShape(NamedTuple):
+    """The tokens and rows that a graph computes."""
+
+    num_tokens: int
+    num_rows: int
+    only_decodes: bool
+    """Each row has a single token. Otherwise each row may be a decode or a prefill, which only the device knows."""
+
+    def __str__(self) -> str:
+        return f"{self.num_rows} rows" if self.only_decodes else f"{self.num_tokens} tokens with prefills"
+
+
+def step_shapes(config: VllmConfig) -> list[StepShape]:
+    """Return the shapes to capture graphs for, those of decodes first, the largest first of either kind.
+
+    A prefill of more than `max_cudagraph_capture_size` tokens keeps the device busy for longer than its launches take
+    the host. Padding to sizes 64 tokens apart costs less than the launches, because a product with few rows waits for
+    the weights.
+    """
+    limits = config.scheduler_config
+    decodes = [StepShape(size, size, True) for size in batch_sizes(config)]
+    largest = min(limits.max_num_batched_tokens, config.model_config.max_cudagraph_capture_size)
+    sizes = [size for size in itertools.chain([16, 32], range(64, largest, 64)) if size < largest]
+    prefills = [StepShape(size, min(size, limits.max_num_seqs), False) for size in (*sizes, largest)]
+    return [*reversed(decodes), *reversed(prefills)]
+
+
 def batch_sizes(config: VllmConfig) -> list[int]:
     """Return the numbers of rows to capture graphs for, ascending.
 
@@ -51,119 +81,176 @@ def batch_sizes(config: VllmConfig) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-class DecodeGraphs:
-    """Graphs of a model's decode steps, with the buffers that they read."""
+class StepGraphs:
+    """Graphs of a model's steps, with the buffers that they read."""
 
     def __init__(
         self, forward: Forward, max_blocks: int, max_model_len: int, device: torch.device, has_adapters: bool = False
     ) -> None:
         """`max_blocks` is the width of the block table, `max_model_len` the longest context in tokens.
 
-        With `has_adapters`, each size has a graph for steps with LoRA adapters too.
+        With `has_adapters`, each shape has a graph for steps with LoRA adapters too.
         """
         self._forward = forward
         self._max_model_len = max_model_len
         self._device = device
         self._max_blocks = max_blocks
         self._has_adapters = has_adapters
-        self._replays: dict[int, Callable[[], Tensor]] = {}
-        """By number of rows."""
-        self._adapter_replays: dict[int, Callable[[], Tensor]] = {}
+        self._replays: dict[StepShape, Callable[[], Tensor]] = {}
+        self._adapter_replays: dict[StepShape, Callable[[], Tensor]] = {}
         """The same for steps with adapters; {} without `has_adapters`."""
-        self._sizes: list[int] = []
-        """The captured sizes, ascending."""
+        self._ascending: dict[bool, list[StepShape]] = {True: [], False: []}
+        """The captured shapes by `only_decodes`, ascending."""
 
-    def capture(self, sizes: Sequence[int], capture: Capture, beat: Callable[[], None]) -> None:
-        """Capture graphs for `sizes`, as many as the time allows; the largest first, as the others reuse its memory.
+    @property
+    def num_graphs(self) -> int:
+        return len(self._replays) + len(self._adapter_replays)
 
-        Writes to the padding block only. `beat` is called before each capture. Raises CaptureError if the model cannot
-        be captured, after which no graph may be used, and DeviceError if the device has failed.
+    def capture(
+        self,
+        shapes: Sequence[StepShape],
+        capture: Capture,
+        beat: Callable[[], None],
+        group: RankGroup = ALONE,
+    ) -> None:
+        """Capture graphs for `shapes`, as many as the time allows, in their order, as later ones reuse memory.
+
+        All ranks of `group` must call it together; they have graphs for the same shapes afterwards. Writes to the
+        padding block only. `beat` is called before each capture. If steps with prefills cannot be captured, only those
+        of decodes are. Raises CaptureError if these cannot be captured either, after which no graph may be used, and
+        DeviceError if the device has failed.
         """
-        largest = max(sizes)
+        self._allocate(max(shape.num_tokens for shape in shapes), max(shape.num_rows for shape in shapes))
+        self._replays.clear()
+        self._adapter_replays.clear()
+        deadline = time.monotonic() + _CAPTURE_TIME_S
+        for only_decodes in (True, False):
+            of_kind = [shape for shape in shapes if shape.only_decodes == only_decodes]
+            try:
+                self._capture_all(of_kind, capture, beat, group, deadline)
+            except CaptureError as error:
+                if only_decodes:
+                    raise
+                logger.warning("steps with prefills are not captured: %s", error)
+                for shape in of_kind:
+                    self._replays.pop(shape, None)
+                    self._adapter_replays.pop(shape, None)
+            self._ascending[only_decodes] = sorted(shape for shape in of_kind if shape in self._replays)
 
+    def _allocate(self, num_tokens: int, num_rows: int) -> None:
         def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self._device)
 
         self._buffers = StepColumns(
-            input_ids=buffer(largest, dtype=torch.int64),
-            positions=buffer(largest, dtype=torch.int64),
-            cell_mapping=buffer(largest, dtype=torch.int64),
-            query_start=buffer(largest + 1, dtype=torch.int32),
-            seq_lens=buffer(largest, dtype=torch.int32),
-            block_table=buffer(largest, self._max_blocks, dtype=torch.int32),
-            adapter_slots=buffer(largest, dtype=torch.int32) if self._has_adapters else None,
+            input_ids=buffer(num_tokens, dtype=torch.int64),
+            positions=buffer(num_tokens, dtype=torch.int64),
+            cell_mapping=buffer(num_tokens, dtype=torch.int64),
+            query_start=buffer(num_rows + 1, dtype=torch.int32),
+            seq_lens=buffer(num_rows, dtype=torch.int32),
+            block_table=buffer(num_rows, self._max_blocks, dtype=torch.int32),
+            adapter_slots=buffer(num_tokens, dtype=torch.int32) if self._has_adapters else None,
+            decode_lens=buffer(num_rows, dtype=torch.int32),
         )
-        self._replays.clear()
-        self._adapter_replays.clear()
-        started = time.monotonic()
-        for size in sorted(sizes, reverse=True):
+
+    def _capture_all(
+        self,
+        shapes: Sequence[StepShape],
+        capture: Capture,
+        beat: Callable[[], None],
+        group: RankGroup,
+        deadline: float,
+    ) -> None:
+        """Capture `shapes`, which are of one kind, until the deadline, but always the first of decodes.
+
+        Raises CaptureError.
+
+        The captured computation may wait for other ranks, so that all must capture the same shapes in the same order.
+        """
+        for shape in shapes:
             beat()
-            if self._replays and time.monotonic() > started + _CAPTURE_TIME_S:
+            goes_on = time.monotonic() <= deadline or (shape.only_decodes and shape == shapes[0])
+            vote = group.minimum(_GOES_ON if goes_on else _STOPS)
+            if vote == _FAILED:
+                raise CaptureError("another rank cannot capture them")
+            if vote == _STOPS:
                 logger.warning(
-                    "no graphs for steps of %d rows or fewer: capturing the larger sizes took more than %.0f s; these "
-                    "steps are padded to %d rows",
-                    size,
+                    "no graphs for steps of %s or fewer: capturing the larger sizes took more than %.0f s; these "
+                    "steps are padded to a captured size, or launched without a graph",
+                    shape,
                     _CAPTURE_TIME_S,
-                    min(self._replays),
                 )
-                break
+                return
             try:
                 if self._has_adapters:
-                    self._adapter_replays[size] = capture(self._computation(size, adapters=True))
-                self._replays[size] = capture(self._computation(size))
+                    self._adapter_replays[shape] = capture(self._computation(shape, adapters=True))
+                self._replays[shape] = capture(self._computation(shape))
             except DeviceError:
                 raise
             except Exception as error:
-                raise CaptureError(f"steps of {size} rows: {error}") from error
-        self._sizes = sorted(self._replays)
+                group.minimum(_FAILED)
+                raise CaptureError(f"steps of {shape}: {error}") from error
+        if group.minimum(_GOES_ON) == _FAILED:
+            raise CaptureError("another rank cannot capture them")
 
-    def fits(self, step: ScheduledStep) -> bool:
-        """Return whether a graph can compute `step`: it has decodes only, and at most the largest captured size."""
-        return step.num_decodes == len(step.rows) <= (self._sizes[-1] if self._sizes else 0)
+    def shape_of(self, step: ScheduledStep) -> StepShape | None:
+        """Return the smallest captured shape that can compute `step`; None if there is none."""
+        num_rows, num_tokens = len(step.rows), int(step.counts.sum())
+        kinds = (True, False) if step.num_decodes == num_rows else (False,)
+        return next(
+            (
+                shape
+                for only_decodes in kinds
+                for shape in self._ascending[only_decodes]
+                if num_tokens <= shape.num_tokens and num_rows <= shape.num_rows
+            ),
+            None,
+        )
 
     def run(
-        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, latest: Tensor | None = None
+        self,
+        shape: StepShape,
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        latest: Tensor | None = None,
     ) -> Tensor | None:
-        """Return the hidden states [num_rows, hidden_size] of a step that `fits`, valid until the next run.
+        """Return the hidden states [num_tokens, hidden_size] of a step of `shape_of`, valid until the next run.
 
         `latest` as for `ops.copy_step`. Return None if the block table has more columns than the graphs read.
         """
-        count, width = metadata.block_table.shape
-        if width > self._max_blocks:
+        if metadata.block_table.shape[1] > self._max_blocks:
             return None
-        size = next(size for size in self._sizes if size >= count)
-        ops.copy_step(
-            StepColumns(
-                input_ids,
-                positions,
-                metadata.cell_mapping,
-                metadata.query_start,
-                metadata.seq_lens,
-                metadata.block_table,
-                metadata.adapter_slots,
-            ),
-            self._of_size(size),
-            latest,
+        step = StepColumns(
+            input_ids,
+            positions,
+            metadata.cell_mapping,
+            metadata.query_start,
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.adapter_slots,
         )
+        ops.copy_step(step, self._buffers_of(shape), metadata.num_decodes, latest)
         replays = self._replays if metadata.adapter_slots is None else self._adapter_replays
-        return replays[size]()[:count]
+        return replays[shape]()[: len(input_ids)]
 
-    def _of_size(self, size: int) -> StepColumns:
-        """Return the first `size` rows of the buffers."""
-        columns = self._buffers
+    def _buffers_of(self, shape: StepShape) -> StepColumns:
+        """Return the parts of the buffers that the graph of `shape` reads."""
+        columns, num_tokens, num_rows = self._buffers, shape.num_tokens, shape.num_rows
+        assert columns.decode_lens is not None
         return StepColumns(
-            columns.input_ids[:size],
-            columns.positions[:size],
-            columns.cell_mapping[:size],
-            columns.query_start[: size + 1],
-            columns.seq_lens[:size],
-            columns.block_table[:size],
-            None if columns.adapter_slots is None else columns.adapter_slots[:size],
+            columns.input_ids[:num_tokens],
+            columns.positions[:num_tokens],
+            columns.cell_mapping[:num_tokens],
+            columns.query_start[: num_rows + 1],
+            columns.seq_lens[:num_rows],
+            columns.block_table[:num_rows],
+            None if columns.adapter_slots is None else columns.adapter_slots[:num_tokens],
+            columns.decode_lens[:num_rows],
         )
 
-    def _computation(self, size: int, *, adapters: bool = False) -> Callable[[], Tensor]:
-        """Return the computation of the model on the first `size` rows of the buffers."""
-        columns = self._of_size(size)
+    def _computation(self, shape: StepShape, *, adapters: bool = False) -> Callable[[], Tensor]:
+        """Return the computation of the model on the buffers of `shape`."""
+        columns = self._buffers_of(shape)
         metadata = AttentionMetadata(
             query_start=columns.query_start,
             seq_lens=columns.seq_lens,
@@ -171,9 +258,11 @@ class DecodeGraphs:
             cell_mapping=columns.cell_mapping,
             query_lens=_UnknownLengths(),
             host_seq_lens=_UnknownLengths(),
-            num_decodes=size,
+            num_decodes=shape.num_rows if shape.only_decodes else 0,
             max_seq_len=self._max_model_len,
+            isolates=not shape.only_decodes,
             adapter_slots=columns.adapter_slots if adapters else None,
+            decode_lens=None if shape.only_decodes else columns.decode_lens,
         )
         return lambda: self._forward(columns.input_ids, columns.positions, metadata)
 

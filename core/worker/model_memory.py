@@ -1,6 +1,7 @@
-"""What a model holds on its device: weights, the slots of adapters, the KV cache, and graphs of its decode steps."""
+"""What a model holds on its device: weights, the slots of adapters, the KV cache, and graphs of its steps."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -13,7 +14,7 @@ from vllm_mp.core.lora.slots import AdapterSlots
 from vllm_mp.core.models.attention import bind_attention
 from vllm_mp.core.parallel.group import RankGroup
 from vllm_mp.core.weights.loader import load_model
-from vllm_mp.core.worker.cuda_graphs import Capture, CaptureError, DecodeGraphs, batch_sizes, cuda_capture
+from vllm_mp.core.worker.cuda_graphs import Capture, CaptureError, StepGraphs, StepShape, cuda_capture, step_shapes
 from vllm_mp.core.worker.device import choose_attention
 from vllm_mp.core.worker.memory import available_memory, check_adapter_memory, free_cuda_memory
 from vllm_mp.core.worker.offload import OffloadedWeights, release_memory
@@ -77,8 +78,8 @@ class ModelMemory:
         self.model: Any = self._load()
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
         """(keys, values) of each layer, [num_blocks, block_size, heads, dim] each; empty for an encoder or in sleep."""
-        self.graphs: DecodeGraphs | None = None
-        """Captured decode steps; None if there are none."""
+        self.graphs: StepGraphs | None = None
+        """Captured steps; None if there are none."""
         self._make_capture = make_capture or self._default_capture()
 
     def wrap_model(self, wrap: Callable[[Any], Any]) -> None:
@@ -138,20 +139,22 @@ class ModelMemory:
         self.allocate_cache(cache.num_blocks)
 
     def prepare(self) -> None:
-        self.graphs = self._capture(batch_sizes(self._config))
+        self.graphs = self._capture(step_shapes(self._config))
 
     def make_graphs(self) -> None:
-        """Capture decode steps on the current cache, if device and kernels allow it."""
-        self.graphs = self._try_capture(batch_sizes(self._config))
+        """Capture steps on the current cache, if device and kernels allow it."""
+        self.graphs = self._try_capture(step_shapes(self._config))
 
     def graph_bytes(self) -> int:
-        """Estimate the bytes of all graphs from the largest graph, and from the two largest, which share memory.
+        """Estimate the bytes of all graphs, which share memory, from the two largest of decodes and of prefills.
 
         The graphs themselves are bound to the cache, so they can only be captured after it is allocated.
         """
-        sizes = batch_sizes(self._config)
+        shapes = step_shapes(self._config)
+        kinds = [[shape for shape in shapes if shape.only_decodes == kind] for kind in (True, False)]
         taken = []
-        for trial in (sizes[-1:], sizes[-2:]):
+        trials = [[shape for of_kind in kinds for shape in of_kind[:count]] for count in (1, 2)]
+        for trial in trials:
             torch.cuda.empty_cache()
             before = free_cuda_memory(self._device)
             graphs = self._try_capture(trial)
@@ -159,7 +162,9 @@ class ModelMemory:
             del graphs
         torch.cuda.empty_cache()
         largest, both = taken
-        return max(0, largest) + (len(sizes) - 1) * max(0, both - largest)
+        num_largest, num_both = map(len, trials)
+        of_others = max(0, both - largest) / max(1, num_both - num_largest)
+        return max(0, largest) + math.ceil((len(shapes) - num_largest) * of_others)
 
     def _load(self) -> Any:
         """Return the model with its weights, its attention bound to the chosen backend, and a beat at each layer."""
@@ -184,25 +189,25 @@ class ModelMemory:
             return None
         _, num_stages = self._stage
         if num_stages > 1:
-            logger.info("decode steps are not captured: the model is divided into stages")
+            logger.info("steps are not captured: the model is divided into stages")
             return None
         if not self.attention.captures:
-            logger.info("decode steps are not captured: this attention backend reads lengths on the host")
+            logger.info("steps are not captured: this attention backend reads lengths on the host")
             return None
         return cuda_capture
 
-    def _try_capture(self, sizes: Sequence[int]) -> DecodeGraphs | None:
+    def _try_capture(self, shapes: Sequence[StepShape]) -> StepGraphs | None:
         """Return what `_capture` does, or None if it fails; later steps are then not captured either."""
         try:
-            return self._capture(sizes)
+            return self._capture(shapes)
         except CaptureError as error:
             self._make_capture = None
-            logger.warning("decode steps are not captured: %s", error)
+            logger.warning("steps are not captured: %s", error)
             return None
 
     @torch.inference_mode()
-    def _capture(self, sizes: Sequence[int]) -> DecodeGraphs | None:
-        """Return graphs of decode steps with these numbers of rows on the current cache; None if none are captured.
+    def _capture(self, shapes: Sequence[StepShape]) -> StepGraphs | None:
+        """Return graphs of steps of these shapes on the current cache; None if none are captured.
 
         Raises CaptureError.
         """
@@ -210,15 +215,15 @@ class ModelMemory:
             return None
         started = time.monotonic()
         model, block_size = self._config.model_config, self._config.cache_config.block_size
-        graphs = DecodeGraphs(
+        graphs = StepGraphs(
             lambda input_ids, positions, metadata: self.model(input_ids, positions, self.kv_caches, metadata),
             -(-model.max_model_len // block_size),
             model.max_model_len,
             self._device,
             has_adapters=self.adapters is not None,
         )
-        graphs.capture(sizes, self._make_capture(self._device), self._beat)
-        logger.info("decode steps of up to %d rows captured in %.1f s", max(sizes), time.monotonic() - started)
+        graphs.capture(shapes, self._make_capture(self._device), self._beat, self._group)
+        logger.info("%d graphs of steps captured in %.1f s", graphs.num_graphs, time.monotonic() - started)
         return graphs
 
 

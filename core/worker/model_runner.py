@@ -56,10 +56,10 @@ class ModelRunner:
         leader: Leader | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
-        """Load the model, measure the memory that steps take, allocate the KV cache and capture decode steps.
+        """Load the model, measure the memory that steps take, allocate the KV cache and capture small steps.
 
         `progress` is called with the loaded share of the weights, 0 to 1. `beat` is called often during a step, so that
-        a long step can be told from one that hangs. `make_capture` says how decode steps are captured; the default is
+        a long step can be told from one that hangs. `make_capture` says how steps are captured; the default is
         CUDA graphs, if device and kernels allow it. In a `group` of several ranks the runner holds its rank's share of
         the model; the runner of rank 0 has a `leader`, and the others call `follow`. In a `pipeline` it has the layers
         of its stage, and `group` is that of the stage.
@@ -245,8 +245,9 @@ class ModelRunner:
             metadata = metadata._replace(token_types=token_types(step, batch, self._to_device))
         if embeds is not None:
             embeds = embeds._replace(values=self._group.broadcast(embeds.values))
-        if self.memory.graphs is not None and embeds is None and not isolates and self.memory.graphs.fits(step):
-            hidden = self.memory.graphs.run(input_ids, positions, metadata, self._latest)
+        graphs = self.memory.graphs
+        if graphs is not None and embeds is None and not isolates and (shape := graphs.shape_of(step)) is not None:
+            hidden = graphs.run(shape, input_ids, positions, metadata, self._latest)
             if hidden is not None:
                 return hidden
         if len(step.awaits) and self._latest is not None:

@@ -19,7 +19,7 @@ def prefill(
     soft_cap: float | None,
     out: Tensor,
 ) -> None:
-    """Fill `out` [num_tokens, num_heads, value_dim] for the prefills.
+    """Fill `out` [num_tokens, num_heads, value_dim] for the prefills: all rows but decodes.
 
     A tile holds the same number of tokens in every row of the step, and each row begins a tile of its own. Row i,
     whose first token is s, has the tiles from s // tokens + i on: as many as it needs, independent of other rows.
@@ -44,6 +44,7 @@ def prefill(
         metadata.block_table.stride(0),
         num_decodes,
         num_prefills,
+        metadata.seq_lens if metadata.decode_lens is None else metadata.decode_lens,
         scale,
         soft_cap or 0.0,
         q.stride(0),
@@ -59,6 +60,7 @@ def prefill(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAPPED=soft_cap is not None,
+        HAS_DECODES=metadata.decode_lens is not None,
         PRODUCT=factor_dtype(q, k_cache),
         **launch,
     )
@@ -76,6 +78,7 @@ def _prefill_kernel(
     table_stride,
     num_decodes,
     num_prefills,
+    decode_lens,  # if HAS_DECODES, not 0 for the rows to leave out
     scale,
     soft_cap,
     q_token_stride,
@@ -91,6 +94,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    HAS_DECODES: tl.constexpr,
     PRODUCT: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -112,6 +116,8 @@ def _prefill_kernel(
     row = (num_decodes + prefill).to(tl.int64)
     first = tl.load(query_start + row)
     end = tl.load(query_start + row + 1)
+    if HAS_DECODES:
+        end = tl.where(tl.load(decode_lens + row) > 0, first, end)
     first_tile = (first - num_decodes) // TOKENS + prefill
     token = first + (tile - first_tile) * TOKENS
     if token >= end:

@@ -16,7 +16,7 @@ def fill_awaited(input_ids: Tensor, latest: Tensor) -> None:
     )
 
 
-def copy_step(step: StepColumns, buffers: StepColumns, latest: Tensor | None = None) -> None:
+def copy_step(step: StepColumns, buffers: StepColumns, num_decodes: int, latest: Tensor | None = None) -> None:
     """See `ops.copy_step`."""
     launch = options("elementwise", step.input_ids.device)
     num_rows, width = step.block_table.shape
@@ -36,9 +36,11 @@ def copy_step(step: StepColumns, buffers: StepColumns, latest: Tensor | None = N
         buffers.seq_lens,
         buffers.block_table,
         buffers.seq_lens if buffers.adapter_slots is None else buffers.adapter_slots,
+        buffers.decode_lens,
         step.input_ids if latest is None else latest,
         len(step.input_ids),
         num_rows,
+        num_decodes,
         width,
         len(buffers.input_ids),
         len(buffers.seq_lens),
@@ -63,6 +65,7 @@ def _fill_awaited_kernel(input_ids, latest, num_tokens, ELEMENTS: tl.constexpr):
     do_not_specialize=[
         "num_tokens",
         "num_rows",
+        "num_decodes",
         "width",
         "all_tokens",
         "all_rows",
@@ -86,9 +89,11 @@ def _copy_step_kernel(
     to_seq_lens,
     to_block_table,
     to_adapter_slots,
+    to_decode_lens,
     latest,
     num_tokens,
     num_rows,
+    num_decodes,
     width,
     all_tokens,  # of the buffers, as is `all_rows`
     all_rows,
@@ -119,4 +124,6 @@ def _copy_step_kernel(
         )
     starts = tl.load(query_start + at, mask=at <= num_rows, other=0)
     tl.store(to_query_start + at, tl.where(at <= num_rows, starts, num_tokens), mask=at <= all_rows)
-    tl.store(to_seq_lens + at, tl.load(seq_lens + at, mask=at < num_rows, other=0), mask=at < all_rows)
+    lens = tl.load(seq_lens + at, mask=at < num_rows, other=0)
+    tl.store(to_seq_lens + at, lens, mask=at < all_rows)
+    tl.store(to_decode_lens + at, tl.where(at < num_decodes, lens, 0), mask=at < all_rows)

@@ -9,6 +9,7 @@ from support.local_engine import LocalEngine
 
 from vllm_mp import RequestOutputKind, SamplingParams
 from vllm_mp.core.worker import model_runner, sampler
+from vllm_mp.core.worker.cuda_graphs import StepGraphs
 from vllm_mp.core.worker.host_copies import pack, unpack
 from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels.cpu.library import TRITON, library
@@ -112,5 +113,13 @@ def test_overlapping_steps_as_graphs_give_the_answers_of_steps_in_turn(tmp_path,
     for module in (model_runner, sampler):
         monkeypatch.setattr(module, "all_to_device", together)
     graphs = {"make_capture": lambda device: lambda compute: compute} if kernels == TRITON else {}
+    run, shapes = StepGraphs.run, set()
+
+    def watch(graphs, shape, *args):
+        shapes.add(shape.only_decodes)
+        return run(graphs, shape, *args)
+
+    monkeypatch.setattr(StepGraphs, "run", watch)
     assert play(async_scheduling=True, **graphs) == expected
     assert packed
+    assert shapes == ({True, False} if graphs else set())

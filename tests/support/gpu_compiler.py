@@ -54,10 +54,10 @@ def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> No
 def copy_step() -> None:
     """Copy the columns of a step, with and without adapters and awaited tokens."""
     tokens, rows = torch.zeros(8, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
-    columns = StepColumns(tokens, tokens, tokens, rows, rows[:8], rows[:8, None], rows[:8])
+    columns = StepColumns(tokens, tokens, tokens, rows, rows[:8], rows[:8, None], rows[:8], rows[:8])
     operations.fill_awaited(tokens, tokens)
-    operations.copy_step(columns, columns, tokens)
-    operations.copy_step(columns, columns._replace(adapter_slots=None))
+    operations.copy_step(columns, columns, 3, tokens)
+    operations.copy_step(columns, columns._replace(adapter_slots=None), 3)
 
 
 def call_float8(dtype: torch.dtype) -> None:
@@ -93,6 +93,8 @@ def attend(
     for splits in (1, 8):
         metadata = batch.metadata._replace(decode_splits=splits)
         operations.paged_attention(q, k_cache, v_cache, metadata, 0.1, window, soft_cap)
+        in_graph = metadata._replace(num_decodes=0, decode_lens=metadata.seq_lens)
+        operations.paged_attention(q, k_cache, v_cache, in_graph, 0.1, window, soft_cap)
 
 
 def call_floats() -> None:

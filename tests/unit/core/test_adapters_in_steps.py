@@ -8,7 +8,7 @@ from support.local_engine import LocalEngine
 
 from vllm_mp.core.lora.adapter import read_adapter
 from vllm_mp.core.worker import memory, model_runner
-from vllm_mp.core.worker.cuda_graphs import DecodeGraphs
+from vllm_mp.core.worker.cuda_graphs import StepGraphs
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
@@ -80,13 +80,13 @@ def test_steps_with_adapters_are_the_same_to_the_bit_with_and_without_graphs(
     slots_of_rows |= {1: 0, 2: 1}
     expected = play(start(folder, adapters))
     assert 0 < sum(expected[0][request] == plain[0][request] for request in range(len(PROMPTS))) < len(PROMPTS)
-    run, replayed = DecodeGraphs.run, set()
+    run, replayed = StepGraphs.run, set()
 
-    def watch(graphs, input_ids, positions, metadata, latest):
+    def watch(graphs, shape, input_ids, positions, metadata, latest):
         replayed.add((len(positions), metadata.adapter_slots is None))
-        return run(graphs, input_ids, positions, metadata, latest)
+        return run(graphs, shape, input_ids, positions, metadata, latest)
 
-    monkeypatch.setattr(DecodeGraphs, "run", watch)
+    monkeypatch.setattr(StepGraphs, "run", watch)
     assert play(start(folder, adapters, make_capture=stand_in)) == expected
     assert {is_plain for _, is_plain in replayed} == {True, False}
     assert {3, 5} & {count for count, is_plain in replayed if not is_plain}, "these sizes are padded"

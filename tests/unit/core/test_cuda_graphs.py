@@ -1,4 +1,4 @@
-"""Decode steps give the same results when they are padded to the size of a graph and computed from its buffers.
+"""Steps give the same results when they are padded to the shape of a graph and computed from its buffers.
 
 A CPU has no graphs, so each replay calls the captured computation again: on the same buffers, and without the lengths
 that a captured kernel could not read either. `tests/gpu` tests real graphs.
@@ -13,8 +13,9 @@ import pytest
 import torch
 from support.local_engine import LocalEngine
 
+from vllm_mp.core.parallel.group import RankGroup
 from vllm_mp.core.worker import cuda_graphs, model_memory
-from vllm_mp.core.worker.cuda_graphs import DecodeGraphs, batch_sizes
+from vllm_mp.core.worker.cuda_graphs import StepGraphs, StepShape, batch_sizes, step_shapes
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.attention_backends import AttentionBackend
@@ -47,19 +48,22 @@ def folders(tmp_path_factory):
     return made
 
 
+def decodes(*sizes):
+    return [StepShape(size, size, True) for size in sizes]
+
+
 @pytest.fixture
 def replays(monkeypatch):
-    """Return a list that gets (number of rows, size of the graph) of each replay."""
-    seen, run = [], DecodeGraphs.run
+    """Return a list that gets (number of tokens, shape of the graph) of each replay."""
+    seen, run = [], StepGraphs.run
 
-    def watch(graphs, input_ids, positions, metadata, latest):
-        count = len(metadata.seq_lens)
-        hidden = run(graphs, input_ids, positions, metadata, latest)
+    def watch(graphs, shape, input_ids, *args):
+        hidden = run(graphs, shape, input_ids, *args)
         if hidden is not None:
-            seen.append((count, next(size for size in graphs._sizes if size >= count)))
+            seen.append((len(input_ids), shape))
         return hidden
 
-    monkeypatch.setattr(DecodeGraphs, "run", watch)
+    monkeypatch.setattr(StepGraphs, "run", watch)
     return seen
 
 
@@ -82,8 +86,12 @@ def test_outputs_are_the_same_to_the_bit_with_and_without_graphs(folders, replay
     assert not replays
     for overlaps in (False, True):
         assert outputs(folders[name], make_capture=stand_in, async_scheduling=overlaps) == expected
-    assert {size for _, size in replays} == {1, 2, 4, 8, 12}
-    assert {1, 3, 5, 7, 9} <= {count for count, _ in replays}, "also numbers of rows between two graph sizes"
+    of_decodes = {(count, shape.num_tokens) for count, shape in replays if shape.only_decodes}
+    assert {size for _, size in of_decodes} == {1, 2, 4, 8, 12}
+    assert {1, 3, 5, 7, 9} <= {count for count, _ in of_decodes}, "also numbers of rows between two graph sizes"
+    with_prefills = {(count, shape.num_tokens) for count, shape in replays if not shape.only_decodes}
+    assert {size for _, size in with_prefills} == {16, 32, 40}
+    assert any(count < size for count, size in with_prefills)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -110,28 +118,28 @@ def test_embeddings_are_computed_without_graphs_until_the_prompt_ends(folders, r
 def test_step_writes_only_its_own_cells_and_the_padding_block(folders, monkeypatch):
     """When batches shrink, the buffers keep stale cells of the larger batches."""
     engine = LocalEngine(folders["llama"], make_capture=stand_in)
-    run, padded = DecodeGraphs.run, []
+    run, padded = StepGraphs.run, []
 
     def contents():
         return [cache.flatten(0, 1).clone() for pair in engine.runner.memory.kv_caches for cache in pair]
 
-    def watch(graphs, input_ids, positions, metadata, latest):
+    def watch(graphs, shape, input_ids, positions, metadata, latest):
         before = contents()
-        hidden = run(graphs, input_ids, positions, metadata, latest)
+        hidden = run(graphs, shape, input_ids, positions, metadata, latest)
         for old, new in zip(before, contents(), strict=True):
             written = (old.view(torch.int32) != new.view(torch.int32)).flatten(1).any(1).nonzero().flatten().tolist()
             assert set(written) - {0} <= set(metadata.cell_mapping.tolist())
         count = len(metadata.seq_lens)
-        size = next(size for size in graphs._sizes if size >= count)
-        assert not graphs._buffers.seq_lens[count:size].any(), "padding has no context to read"
-        padded.append(size > count)
+        assert not graphs._buffers.seq_lens[count : shape.num_rows].any(), "padding has no context to read"
+        if shape.num_rows > count:
+            padded.append(shape.only_decodes)
         return hidden
 
-    monkeypatch.setattr(DecodeGraphs, "run", watch)
+    monkeypatch.setattr(StepGraphs, "run", watch)
     for slot, prompt in enumerate(PROMPTS[:7]):
         engine.add(slot, prompt, max_tokens=3 * slot + 2)
     engine.run()
-    assert any(padded)
+    assert set(padded) == {True, False}
 
 
 def test_shared_blocks_are_read_alike_with_and_without_graphs(folders):
@@ -156,14 +164,14 @@ def test_logits_processors_apply_to_the_output_of_a_graph(folders):
     assert play(make_capture=stand_in, async_scheduling=True) == play()
 
 
-def test_only_decode_steps_that_fit_run_as_a_graph(folders, replays):
+def test_only_steps_that_fit_run_as_a_graph(folders, replays):
     engine = LocalEngine(folders["llama"], make_capture=stand_in)
-    engine.runner.memory.graphs.capture([2], stand_in(None), lambda: None)
+    engine.runner.memory.graphs.capture(decodes(2), stand_in(None), lambda: None)
     for slot, prompt in enumerate(([5, 6, 7], [8, 9, 10], [11, 12, 13])):
         engine.add(slot, prompt, max_tokens=3 + 3 * slot)
     step = engine.step()
     assert step.num_decodes == 0
-    assert not replays, "a prefill runs without a graph"
+    assert not replays, "no graph has prefills"
     while len(engine.step().rows) == 3:
         assert not replays, "three rows do not fit"
     engine.run()
@@ -174,7 +182,7 @@ def test_step_runs_without_a_graph_when_its_block_table_is_wider_than_the_buffer
     expected = LocalEngine(folders["llama"])
     engine = LocalEngine(folders["llama"], make_capture=stand_in)
     engine.runner.memory.graphs._max_blocks = 4
-    engine.runner.memory.graphs.capture([1, 2, 4], stand_in(None), lambda: None)
+    engine.runner.memory.graphs.capture(decodes(4, 2, 1), stand_in(None), lambda: None)
     for player in (expected, engine):
         for slot in range(3):
             player.add(slot, PROMPTS[slot][:6], max_tokens=30)
@@ -193,7 +201,7 @@ def test_largest_graph_is_captured_first_and_each_capture_beats(folders):
         return compute
 
     LocalEngine(folders["gpt2"], make_capture=lambda device: capture, beat=lambda: beats.append(1))
-    assert sizes == [12, 8, 4, 2, 1]
+    assert sizes == [12, 8, 4, 2, 1, 40, 32, 16]
 
 
 def test_captured_graphs_serve_all_sizes_when_the_time_is_up(folders, replays, monkeypatch, caplog):
@@ -201,8 +209,9 @@ def test_captured_graphs_serve_all_sizes_when_the_time_is_up(folders, replays, m
     monkeypatch.setattr(cuda_graphs, "_CAPTURE_TIME_S", -1.0)
     with caplog.at_level(logging.WARNING):
         assert outputs(folders["llama"], make_capture=stand_in) == expected
-    assert {size for _, size in replays} == {12}
+    assert {shape for _, shape in replays} == set(decodes(12))
     assert "no graphs for steps of 8 rows or fewer" in caplog.text
+    assert "no graphs for steps of 40 tokens with prefills or fewer" in caplog.text
 
 
 def test_model_that_cannot_be_captured_runs_without_graphs_and_warns_once(folders, replays, monkeypatch, caplog):
@@ -214,8 +223,67 @@ def test_model_that_cannot_be_captured_runs_without_graphs_and_warns_once(folder
         assert outputs(folders["llama"], make_capture=lambda device: refuse) == expected
     assert not replays
     assert [record.getMessage() for record in caplog.records if record.name.startswith("vllm_mp")] == [
-        "decode steps are not captured: steps of 12 rows: operation not permitted when stream is capturing"
+        "steps are not captured: steps of 12 rows: operation not permitted when stream is capturing"
     ]
+
+
+def test_steps_of_decodes_are_captured_when_those_with_prefills_cannot(folders, replays, caplog):
+    def capture(compute):
+        if len(compute()) == 32:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return compute
+
+    expected = outputs(folders["llama"])
+    with caplog.at_level(logging.WARNING):
+        assert outputs(folders["llama"], make_capture=lambda device: capture) == expected
+    assert {shape.only_decodes for _, shape in replays} == {True}
+    assert "steps with prefills are not captured: steps of 32 tokens with prefills: operation not" in caplog.text
+
+
+class OtherRank(RankGroup):
+    """Another rank that votes as `votes` say, from the first capture on, and then to go on."""
+
+    def __init__(self, votes):
+        self.votes = list(votes)
+
+    def minimum(self, value):
+        return min(value, self.votes.pop(0) if self.votes else cuda_graphs._GOES_ON)
+
+
+def captured_beside(votes, folder):
+    graphs = LocalEngine(folder, make_capture=stand_in).runner.memory.graphs
+    shapes = [*decodes(4, 2), StepShape(16, 4, False), StepShape(8, 4, False)]
+    graphs.capture(shapes, stand_in(None), lambda: None, OtherRank(votes))
+    return [shape for shape in shapes if shape in graphs._replays]
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        ((), [(4, True), (2, True), (16, False), (8, False)]),
+        ((2, 1), [(4, True), (16, False), (8, False)]),
+        ((2, 2, 2, 2, 1), [(4, True), (2, True), (16, False)]),
+        ((2, 2, 2, 2, 0), [(4, True), (2, True)]),
+        ((2, 2, 2, 2, 2, 0), [(4, True), (2, True)]),
+    ],
+)
+def test_all_ranks_capture_the_same_shapes(folders, votes, expected):
+    found = captured_beside(votes, folders["llama"])
+    assert [(shape.num_tokens, shape.only_decodes) for shape in found] == expected
+
+
+def test_no_rank_uses_graphs_when_another_cannot_capture_decodes(folders):
+    with pytest.raises(cuda_graphs.CaptureError, match="another rank"):
+        captured_beside((2, 2, 0), folders["llama"])
+
+
+def test_rank_that_cannot_capture_tells_the_others(folders):
+    group = OtherRank(())
+    group.minimum = Mock(wraps=group.minimum)
+    graphs = LocalEngine(folders["llama"], make_capture=stand_in).runner.memory.graphs
+    with pytest.raises(cuda_graphs.CaptureError, match="steps of 2 rows: refused"):
+        graphs.capture(decodes(2), Mock(side_effect=RuntimeError("refused")), lambda: None, group)
+    assert [call.args for call in group.minimum.call_args_list] == [(cuda_graphs._GOES_ON,), (cuda_graphs._FAILED,)]
 
 
 def test_start_fails_when_the_device_fails_during_capture(folders, monkeypatch):
@@ -261,6 +329,22 @@ def test_graph_sizes_cover_all_numbers_of_rows_with_little_padding(max_num_seqs,
         assert padding <= count
 
 
+@pytest.mark.parametrize(("most", "budget", "seqs"), [(512, 2048, 256), (512, 300, 8), (100, 2048, 1), (1, 40, 4)])
+def test_graph_shapes_with_prefills_cover_short_steps_with_little_padding(most, budget, seqs):
+    config = Mock()
+    config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens = seqs, budget
+    config.model_config.max_cudagraph_capture_size = most
+    shapes = [shape for shape in step_shapes(config) if not shape.only_decodes]
+    sizes = [shape.num_tokens for shape in shapes]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert sizes[0] == min(most, budget)
+    assert len(sizes) <= 10
+    for shape in shapes:
+        assert shape.num_rows == min(shape.num_tokens, seqs), "so that tokens alone decide which shape fits"
+    for count in range(1, sizes[0] + 1):
+        assert min(size for size in sizes if size >= count) - count < max(16, min(64, count))
+
+
 def test_hidden_states_are_the_same_to_the_bit_at_every_padding(folders):
     engine = LocalEngine(folders["llama"], make_capture=stand_in)
     for slot in range(3):
@@ -273,15 +357,16 @@ def test_hidden_states_are_the_same_to_the_bit_at_every_padding(folders):
         runner = engine.runner
         inputs = step_inputs(step, engine.batch, engine.batch.block_size, runner._all_to_device)
         for size in (3, 4, 8, 12):
-            graphs.capture([size], stand_in(None), lambda: None)
-            found.append(graphs.run(*inputs).clone())
+            for shape in (*decodes(size), StepShape(size + 2, size, False)):
+                graphs.capture([shape], stand_in(None), lambda: None)
+                found.append(graphs.run(shape, *inputs, runner._latest).clone())
     assert np.array_equal(
         found[0].numpy(), engine.runner.memory.model(*inputs[:2], engine.runner.memory.kv_caches, inputs[2])
     )
     assert all(torch.equal(hidden, found[0]) for hidden in found)
 
 
-def test_profile_estimates_the_memory_of_graphs_from_two_and_runs_the_largest_draw(folders, monkeypatch):
+def test_profile_estimates_the_memory_of_graphs_from_two_of_each_kind_and_runs_the_largest_draw(folders, monkeypatch):
     engine = LocalEngine(folders["qwen3"], make_capture=stand_in)
     free = iter((1000, 900, 900, 770))
     for name in ("synchronize", "empty_cache"):
@@ -289,9 +374,8 @@ def test_profile_estimates_the_memory_of_graphs_from_two_and_runs_the_largest_dr
     monkeypatch.setattr(model_memory, "free_cuda_memory", lambda _: next(free))
     drawn = Mock(wraps=ops.sample)
     monkeypatch.setattr(ops, "sample", drawn)
-    others = len(batch_sizes(engine.runner._config)) - 1
-    assert engine.runner._profile() == 100 + others * 30
-    assert others == 4
+    assert len(step_shapes(engine.runner._config)) == 5 + 3
+    assert engine.runner._profile() == 100 + 6 * 15
     ((logits, params), _) = drawn.call_args
     assert logits.shape == (len(engine.batch.sampling), CONFIGS["qwen3"].vocab_size), "all rows draw at once"
     assert params.filters == ops.SAMPLING_FILTERS, "with every filter"
