@@ -35,6 +35,7 @@ from vllm_mp.kernels.cpu.library import DTYPES, library
 from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, QuantizedRows
 from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams, TokenMasks
+from vllm_mp.kernels.step_columns import StepColumns
 from vllm_mp.kernels.triton import available as triton
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "QuantizedRows",
+    "StepColumns",
     "TokenMasks",
     "add_adapters",
     "add_rms_norm",
@@ -71,14 +73,16 @@ __all__ = [
     "block_experts",
     "block_linear",
     "computes_blocks",
+    "copy_step",
     "encoder_attention",
     "experts",
-    "fp8_linear",
+    "fill_awaited",
     "fuse_decoder",
     "gated_product",
     "gelu",
     "gelu_tanh",
     "layer_norm",
+    "linear",
     "masked_argmax",
     "pack_experts",
     "pack_linear",
@@ -306,6 +310,16 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     return tokens
 
 
+def fill_awaited(input_ids: Tensor, latest: Tensor) -> None:
+    """See `kernels.step_columns.fill_awaited`."""
+    _operations(input_ids).fill_awaited(input_ids, latest)
+
+
+def copy_step(step: StepColumns, buffers: StepColumns, latest: Tensor | None = None) -> None:
+    """See `kernels.step_columns.copy_step`."""
+    _operations(step.input_ids).copy_step(step, buffers, latest)
+
+
 def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """Quantize the rows of `x` [n, inputs]: return `FLOAT8` [n, inputs], and the scales that restore them.
 
@@ -317,14 +331,17 @@ def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return quantized
 
 
-def fp8_linear(x: Tensor | QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ (weight * scale).T + bias`, with `x` quantized by `quantize_rows`; sums are float32.
+def linear(
+    x: Tensor | QuantizedRows, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """Return `x @ weight.T + bias` [..., outputs] in the dtype of `x` [..., inputs], with float32 sums.
 
-    `x` [..., inputs]; `weight` `FLOAT8` [outputs, inputs], contiguous; `bias` [outputs] or None; the result is
-    [..., outputs] in the dtype of `x`. `scale` float32 [outputs / r, groups] has a row for each r outputs, and a column
-    for all inputs or, with groups = ceil(inputs / 128), for each 128; `x` gets as many scales per row.
+    `weight` [outputs, inputs] of the same dtype; `bias` [outputs] or None. With `scale`, `weight` is `FLOAT8`,
+    contiguous, and multiplied by it, and `x` is quantized by `quantize_rows`: `scale` float32 [outputs / r, groups]
+    has a row for each r outputs, and a column for all inputs or, with groups = ceil(inputs / 128), for each 128; `x`
+    gets as many scales per row. It can be captured in a CUDA graph.
     """
-    product: Tensor = _operations(weight).fp8_linear(x, weight, scale, bias)
+    product: Tensor = _operations(weight).linear(x, weight, bias, scale)
     return product
 
 

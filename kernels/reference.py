@@ -16,6 +16,8 @@ from torch import Tensor
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.sampling import argmax as argmax
 from vllm_mp.kernels.sampling import sample as sample
+from vllm_mp.kernels.step_columns import copy_step as copy_step
+from vllm_mp.kernels.step_columns import fill_awaited as fill_awaited
 
 # Bounds on the size of what one attention call materialises, in elements of [rows or queries, context].
 MAX_GATHERED_TOKENS = 32_768
@@ -170,8 +172,13 @@ def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return quantized.contiguous(), scale
 
 
-def fp8_linear(x: Tensor | QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `ops.fp8_linear`."""
+def linear(
+    x: Tensor | QuantizedRows, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """See `ops.linear`."""
+    if scale is None:
+        assert isinstance(x, Tensor), "quantized rows need a weight with scales"
+        return F.linear(x, weight, bias)
     rows, shape = rows_of_product(x, scale.shape[1], quantize_rows)
     product = _scaled(rows.values, rows.scale) @ _scaled(weight, scale).T
     if bias is not None:

@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput
+from vllm_mp.core.worker.host_copies import all_to_device
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.sampling_params import SamplingParams
 
@@ -118,7 +120,7 @@ class Bench:
         step = self.scheduler.schedule()
         assert step is not None
         scheduled = time.thread_time()
-        step_inputs(step, self.batch, BLOCK_SIZE, _as_tensor)
+        step_inputs(step, self.batch, BLOCK_SIZE, _on_cpu)
         laid_out = time.thread_time()
         output = ReadyOutput(ModelOutput(np.full(int(step.samples.sum()), ANY_TOKEN)))
         begin = time.thread_time()
@@ -139,8 +141,8 @@ class Bench:
         return times
 
 
-def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    return torch.from_numpy(array)
+def _on_cpu(arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    return all_to_device(arrays, torch.device("cpu"))
 
 
 def measure(workload: Workload) -> list[dict[str, Any]]:

@@ -95,7 +95,9 @@ class CoreLauncher:
         of `make_folder`; None: another one. Raises ValueError if the ranks are on several machines, and the core is not
         on this one or no keys can be made.
         """
-        if config.parallel_config.nnodes > 1:
+        self._nodes_come_back = config.parallel_config.data_parallel_backend == "ray"
+        """Ray replaces a machine that is lost; otherwise a person does."""
+        if config.parallel_config.nnodes > 1 and not self._nodes_come_back:
             logger.info("the core needs its other machines: %s", prepare_node_0(config))
         self._config = config
         self._has_log_files = has_log_files
@@ -211,7 +213,8 @@ class CoreLauncher:
                 place.read()
         except ValueError as model_error:
             return f"no further core can load the model: {model_error}"
-        return f"the next core cannot start: {error}" if is_missing_node(error) else None
+        is_final = is_missing_node(error) and not self._nodes_come_back
+        return f"the next core cannot start: {error}" if is_final else None
 
     def inherit(self, page: StatusPage) -> None:
         """Let the first core enter the pause and the sleep of the core of `page`, and know the same adapters."""

@@ -7,13 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import zmq
 
 from vllm_mp import wire
 from vllm_mp.client.engine.health import HangWatch, count_oom_kills, is_stopped
 from vllm_mp.client.engine.launcher import Core, CoreLauncher, CoreSource, RemoteCore
+from vllm_mp.client.engine.news import Absence, Death, End, News
 from vllm_mp.client.engine.pings import Pings
 from vllm_mp.client.engine.restart_limit import RestartLimit
 from vllm_mp.core_launch import Predecessor
@@ -41,56 +42,6 @@ _MAX_EARLIER_DEATHS = 16
 """Deaths before the latest death for which a client may name a culprit: as many as a search by halves takes."""
 _ABSENCE_INTERVAL_S = 0.25
 """Time between two looks at the requests that wait too long for a shared core."""
-
-
-class Death(NamedTuple):
-    """The core has died; its successor is being started, unless `num_restarts_left` is negative."""
-
-    cause: str
-    in_step: dict[int, int]
-    """The progress of each request of this client in the step that was executing, by slot: the number of its output
-    tokens, or minus the number of prompt tokens that were left."""
-    num_in_step: int
-    """Requests in that step, of all clients."""
-    is_from_outside: bool
-    """Another process killed or stopped the core, which no request can have caused.
-
-    Also true for a shared core, until its successor says more.
-    """
-    kind: str = "connection"
-    """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
-    time: float = 0.0
-    """When the death was seen, in seconds of `time.monotonic()`."""
-    is_step_known: bool = True
-    """False: `in_step` is empty because it is unknown which requests were in the step."""
-    incarnation: int = 0
-    """The incarnation of the core that died."""
-    num_restarts_left: int | None = None
-    """Number of further deaths that a successor follows; -1: none follows this one; None: any number, or unknown."""
-
-    @property
-    def is_final(self) -> bool:
-        """No successor follows."""
-        return self.num_restarts_left is not None and self.num_restarts_left < 0
-
-
-class End(NamedTuple):
-    """The core is gone for good; there is no successor."""
-
-    cause: str
-    death: Death | None = None
-    """The death that no successor follows; None if it was news before, because a successor was to follow."""
-
-
-class Absence(NamedTuple):
-    """There is still no shared core; the supervisor goes on trying."""
-
-    cause: str
-    limit_s: float
-    """Seconds that a request waits for a core."""
-
-
-News = Death | Core | End | Absence
 
 
 class CoreSupervisor:

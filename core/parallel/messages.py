@@ -105,6 +105,8 @@ _PRIVATE: Final = {
     "model_config": (
         "model",
         "path",
+        "revision",
+        "download_dir",
         "tokenizer",
         "tokenizer_mode",
         "skip_tokenizer_init",

@@ -33,6 +33,7 @@ from vllm_mp.core.parallel.node_messages import (
 from vllm_mp.core.parallel.rank_state import PATIENCE, RankState, WorkerFailedError
 from vllm_mp.core.parallel.shared_memory import MemoryLayout
 from vllm_mp.nodes import ip_address, missing_node
+from vllm_mp.wire import DECODE_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ class NodeRanks:
         """Return the answer to the first message of a rank host, which is admitted unless it is refused."""
         try:
             hello = _decode(frames)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             return Refused(reason=f"this is not what a rank host says first: {error}")
         if not isinstance(hello, Hello):
             return Refused(reason=f"a rank host says Hello first, not {type(hello).__name__}; start it again")
@@ -189,13 +190,13 @@ class NodeRanks:
         node.heard = time.monotonic()
         try:
             said = _decode(frames)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             raise WorkerFailedError(f"{node.name} says what no rank host says: {error}") from error
         match said:
             case RanksFailed(error=reason, is_mistake=is_mistake):
                 raise (ValueError if is_mistake else WorkerFailedError)(f"{node.name}: {reason}")
             case Said(rank=rank) if rank in (by_rank := {state.rank: state for state in node.ranks}):
-                by_rank[rank].unread.append(said.said)
+                by_rank[rank].note(said.said)
             case Started(pids=pids) if len(pids) == len(node.ranks):
                 for state, pid in zip(node.ranks, pids, strict=True):
                     state.pid = pid
@@ -228,7 +229,7 @@ class NodeRanks:
 
 
 def _decode(frames: Sequence[bytes]) -> FromHost:
-    """Return the message that a rank host has sent; raise MsgspecError for what is none."""
+    """Return the message that a rank host has sent; raise one of `DECODE_ERRORS` for what is none."""
     if len(frames) != 1:
         raise msgspec.DecodeError(f"{len(frames)} frames instead of one")
     said: FromHost = msgspec.msgpack.decode(frames[0], type=FromHost)

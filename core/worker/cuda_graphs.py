@@ -15,7 +15,8 @@ from torch import Tensor
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.scheduler.step import ScheduledStep
-from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.kernels import ops
+from vllm_mp.kernels.ops import AttentionMetadata, StepColumns
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +84,15 @@ class DecodeGraphs:
         def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self._device)
 
-        self._input_ids = buffer(largest, dtype=torch.int64)
-        self._positions = buffer(largest, dtype=torch.int64)
-        self._cell_mapping = buffer(largest, dtype=torch.int64)
-        self._seq_lens = buffer(largest, dtype=torch.int32)
-        self._block_table = buffer(largest, self._max_blocks, dtype=torch.int32)
-        self._adapter_slots = buffer(largest, dtype=torch.int32)
-        self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=self._device)
+        self._buffers = StepColumns(
+            input_ids=buffer(largest, dtype=torch.int64),
+            positions=buffer(largest, dtype=torch.int64),
+            cell_mapping=buffer(largest, dtype=torch.int64),
+            query_start=buffer(largest + 1, dtype=torch.int32),
+            seq_lens=buffer(largest, dtype=torch.int32),
+            block_table=buffer(largest, self._max_blocks, dtype=torch.int32),
+            adapter_slots=buffer(largest, dtype=torch.int32) if self._has_adapters else None,
+        )
         self._replays.clear()
         self._adapter_replays.clear()
         started = time.monotonic()
@@ -106,7 +109,7 @@ class DecodeGraphs:
                 break
             try:
                 if self._has_adapters:
-                    self._adapter_replays[size] = capture(self._computation(size, self._adapter_slots[:size]))
+                    self._adapter_replays[size] = capture(self._computation(size, adapters=True))
                 self._replays[size] = capture(self._computation(size))
             except DeviceError:
                 raise
@@ -118,44 +121,61 @@ class DecodeGraphs:
         """Return whether a graph can compute `step`: it has decodes only, and at most the largest captured size."""
         return step.num_decodes == len(step.rows) <= (self._sizes[-1] if self._sizes else 0)
 
-    def run(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor | None:
+    def run(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, latest: Tensor | None = None
+    ) -> Tensor | None:
         """Return the hidden states [num_rows, hidden_size] of a step that `fits`, valid until the next run.
 
-        Return None if the block table has more columns than the graphs read.
+        `latest` as for `ops.copy_step`. Return None if the block table has more columns than the graphs read.
         """
         count, width = metadata.block_table.shape
         if width > self._max_blocks:
             return None
         size = next(size for size in self._sizes if size >= count)
-        self._input_ids[:count].copy_(input_ids)
-        self._positions[:count].copy_(positions)
-        self._cell_mapping[:count].copy_(metadata.cell_mapping)
-        self._seq_lens[:count].copy_(metadata.seq_lens)
-        self._block_table[:count, :width].copy_(metadata.block_table)
-        if count < size:
-            # The other buffers keep values of an earlier step, which are harmless in rows without a context.
-            self._cell_mapping[count:size].zero_()
-            self._seq_lens[count:size].zero_()
-        if metadata.adapter_slots is None:
-            return self._replays[size]()[:count]
-        self._adapter_slots[:count].copy_(metadata.adapter_slots)
-        return self._adapter_replays[size]()[:count]
+        ops.copy_step(
+            StepColumns(
+                input_ids,
+                positions,
+                metadata.cell_mapping,
+                metadata.query_start,
+                metadata.seq_lens,
+                metadata.block_table,
+                metadata.adapter_slots,
+            ),
+            self._of_size(size),
+            latest,
+        )
+        replays = self._replays if metadata.adapter_slots is None else self._adapter_replays
+        return replays[size]()[:count]
 
-    def _computation(self, size: int, adapter_slots: Tensor | None = None) -> Callable[[], Tensor]:
+    def _of_size(self, size: int) -> StepColumns:
+        """Return the first `size` rows of the buffers."""
+        columns = self._buffers
+        return StepColumns(
+            columns.input_ids[:size],
+            columns.positions[:size],
+            columns.cell_mapping[:size],
+            columns.query_start[: size + 1],
+            columns.seq_lens[:size],
+            columns.block_table[:size],
+            None if columns.adapter_slots is None else columns.adapter_slots[:size],
+        )
+
+    def _computation(self, size: int, *, adapters: bool = False) -> Callable[[], Tensor]:
         """Return the computation of the model on the first `size` rows of the buffers."""
+        columns = self._of_size(size)
         metadata = AttentionMetadata(
-            query_start=self._query_start[: size + 1],
-            seq_lens=self._seq_lens[:size],
-            block_table=self._block_table[:size],
-            cell_mapping=self._cell_mapping[:size],
+            query_start=columns.query_start,
+            seq_lens=columns.seq_lens,
+            block_table=columns.block_table,
+            cell_mapping=columns.cell_mapping,
             query_lens=_UnknownLengths(),
             host_seq_lens=_UnknownLengths(),
             num_decodes=size,
             max_seq_len=self._max_model_len,
-            adapter_slots=adapter_slots,
+            adapter_slots=columns.adapter_slots if adapters else None,
         )
-        input_ids, positions = self._input_ids[:size], self._positions[:size]
-        return lambda: self._forward(input_ids, positions, metadata)
+        return lambda: self._forward(columns.input_ids, columns.positions, metadata)
 
 
 class _UnknownLengths(Sequence[int]):

@@ -1,14 +1,18 @@
 """Copies of arrays from the host to the device and back, while the device computes."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 ToHost = Callable[[Tensor], Tensor]
 """Returns the copy of a tensor on the host, which the device may still be writing."""
+_ALIGNMENT = 16
+"""Bytes. Triton compiles other code for tensors that begin elsewhere."""
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -17,6 +21,47 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def all_to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Return `arrays` on `device` by a single copy, without waiting for earlier work of the device.
+
+    The tensors share their memory on the device. On the host they are packed into memory that torch gives to a later
+    call only after the copy is done.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return unpack(pack(arrays, pinned=True).to(device, non_blocking=True), arrays)
+
+
+def pack(arrays: Sequence[npt.NDArray[Any]], *, pinned: bool = False) -> Tensor:
+    """Return the bytes of `arrays` one after another, uint8 [n] on the host, for `unpack`."""
+    sizes = _sizes(arrays)
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+    to, at = packed.numpy(), 0
+    for array, size in zip(arrays, sizes, strict=True):
+        np.copyto(to[at : at + array.nbytes].view(array.dtype).reshape(array.shape), array)
+        at += size
+    return packed
+
+
+def unpack(packed: Tensor, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
+    """Return the parts of `packed` as tensors of the shapes and dtypes of `arrays`, which `pack` has packed."""
+    tensors, at = [], 0
+    for array, size in zip(arrays, _sizes(arrays), strict=True):
+        tensor = packed[at : at + array.nbytes].view(_dtype_of(array.dtype.str))
+        tensors.append(tensor if array.ndim == 1 else tensor.view(array.shape))
+        at += size
+    return tensors
+
+
+def _sizes(arrays: Sequence[npt.NDArray[Any]]) -> list[int]:
+    return [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+
+
+@functools.cache
+def _dtype_of(name: str) -> torch.dtype:
+    return torch.from_numpy(np.zeros(0, name)).dtype
 
 
 def on_host(tensor: Tensor) -> Tensor:

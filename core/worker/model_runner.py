@@ -2,7 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import OutputHandle, ScheduledStep
 from vllm_mp.core.worker.cuda_graphs import Capture
-from vllm_mp.core.worker.host_copies import HostCopies, to_device
+from vllm_mp.core.worker.host_copies import HostCopies, all_to_device, to_device
 from vllm_mp.core.worker.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
 from vllm_mp.core.worker.memory import cache_blocks
 from vllm_mp.core.worker.model_memory import ModelMemory
@@ -31,6 +32,7 @@ from vllm_mp.core.worker.sampler_profile import profile_sampler
 from vllm_mp.core.worker.staged_output import StagedOutput, returns_all
 from vllm_mp.core.worker.staged_steps import StagedSteps
 from vllm_mp.core.worker.step_inputs import StepRows, step_inputs, token_types
+from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.sampling_params import SamplingParams
 
@@ -233,23 +235,22 @@ class ModelRunner:
 
         `received` are the hidden states of the stage before; None in the first stage.
         """
-        shares = self._group.size > 1
-        if shares and self._latest is not None and len(step.awaits):
-            # Only rank 0 has sampled them.
-            awaited = self._to_device(step.rows[step.awaits])
-            self._latest.index_copy_(0, awaited, self._group.broadcast(self._latest.index_select(0, awaited)))
         input_ids, positions, metadata = step_inputs(
-            step, batch, self._config.cache_config.block_size, self._to_device, self._latest
+            step, batch, self._config.cache_config.block_size, self._all_to_device
         )
+        if len(step.awaits) and self._latest is not None:
+            self._latest = self._group.broadcast(self._latest)  # only rank 0 has sampled them
         metadata = metadata._replace(isolates=isolates)
         if self._has_token_types:
             metadata = metadata._replace(token_types=token_types(step, batch, self._to_device))
         if embeds is not None:
             embeds = embeds._replace(values=self._group.broadcast(embeds.values))
         if self.memory.graphs is not None and embeds is None and not isolates and self.memory.graphs.fits(step):
-            hidden = self.memory.graphs.run(input_ids, positions, metadata)
+            hidden = self.memory.graphs.run(input_ids, positions, metadata, self._latest)
             if hidden is not None:
                 return hidden
+        if len(step.awaits) and self._latest is not None:
+            ops.fill_awaited(input_ids, self._latest)
         return self._forward(input_ids, positions, metadata, embeds, received)
 
     def _forward(
@@ -295,8 +296,9 @@ class ModelRunner:
         if leader is not None and announced == NO_LOGITS:
             announced = self._sampling(rows, batch, sampler, num_tokens)
             leader.logits(announced, places)
+        sampled_rows, of_rows = self._all_to_device([rows, places])
         if len(rows) < len(hidden):
-            hidden = hidden[self._to_device(places)]
+            hidden = hidden[of_rows]
         vocab_size = self._config.model_config.architecture.vocab_size
         if announced == ARGMAX or (leader is None and self._is_argmax(rows, batch, sampler, num_tokens)):
             self._beat()
@@ -310,7 +312,7 @@ class ModelRunner:
             messages = logprobs.messages(tokens, copies.take)
         if self._latest is not None:
             # A row that got no token continues with token 0 until its end is processed; that output is discarded.
-            self._latest.index_copy_(0, self._to_device(rows), tokens.clamp(min=0))
+            self._latest.index_copy_(0, sampled_rows, tokens.clamp(min=0))
         return copies.take(tokens), messages
 
     @property
@@ -346,6 +348,9 @@ class ModelRunner:
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> Tensor:
         return to_device(array, self._device)
+
+    def _all_to_device(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
+        return all_to_device(arrays, self._device)
 
     def _profile(self) -> int:
         """Run the largest prefill, decodes and the largest draw once; return the bytes that graphs will take.

@@ -13,7 +13,7 @@ from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 from vllm_mp.core.structured_output.grammar import Matcher
 from vllm_mp.core.structured_output.masks import fill_masks
-from vllm_mp.core.worker.host_copies import to_device
+from vllm_mp.core.worker.host_copies import all_to_device, to_device
 from vllm_mp.core.worker.logits_processors import Ids, as_ids
 from vllm_mp.core.worker.registered_processors import RegisteredProcessors
 from vllm_mp.kernels import ops
@@ -96,7 +96,7 @@ class Sampler:
                 masks[i] = 0
             elif i in matchers and (token := output.also_allowed) is not None:
                 masks.view(np.uint32)[i, token // 32] |= np.uint32(1 << token % 32)
-        return TokenMasks(to_device(masks, self._device), to_device(np.array(places), self._device))
+        return TokenMasks(*all_to_device([masks, np.array(places)], self._device))
 
     def _changes_logits(self, rows: Rows, num_tokens: Counts) -> bool:
         batch = self._batch
@@ -120,9 +120,8 @@ class Sampler:
             for sampling_filter in ops.SAMPLING_FILTERS
             if (sampling_filter.is_on(columns[sampling_filter.name]) & is_random).any()
         ]
-        return DrawParams(
-            **{name: to_device(column, self._device) for name, column in columns.items()}, filters=tuple(filters)
-        )
+        tensors = all_to_device(list(columns.values()), self._device)
+        return DrawParams(**dict(zip(columns, tensors, strict=True)), filters=tuple(filters))
 
 
 def apply_logits_processors(

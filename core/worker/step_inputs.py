@@ -1,6 +1,6 @@
 """A scheduled step token by token, as the model and its attention read it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,49 +23,52 @@ class StepRows(Protocol):
     second_text_at: npt.NDArray[np.int64]
 
 
+ToDevice = Callable[[Sequence[npt.NDArray[Any]]], Sequence[Tensor]]
+"""Returns arrays on the device, as `host_copies.all_to_device` does."""
+
+
 def step_inputs(
-    step: ScheduledStep,
-    batch: StepRows,
-    block_size: int,
-    to_device: Callable[[npt.NDArray[Any]], Tensor],
-    latest: Tensor | None = None,
+    step: ScheduledStep, batch: StepRows, block_size: int, to_device: ToDevice
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
     """Return token ids and positions, int64 [num_tokens] each, and what attention reads, on the device.
 
-    `latest`, int64 [max_num_seqs] on the device, holds the latest sampled token of each row. Without it, the ids of the
-    tokens that the step awaits (`step.awaits`) are arbitrary.
+    A token that the step awaits (`step.awaits`) has the id -1 - row, for `ops.fill_awaited`.
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
     row_of = np.repeat(rows, counts)  # [num_tokens], as are `positions`, `input_ids` and `cells`
     positions = np.arange(ends[-1]) - np.repeat(ends - counts - batch.num_computed_tokens[rows], counts)
-    input_ids = to_device(batch.token_ids[row_of, positions].astype(np.int64))
-    if latest is not None and len(step.awaits):
-        input_ids.index_copy_(0, to_device(step.awaits), latest.index_select(0, to_device(rows[step.awaits])))
+    input_ids = batch.token_ids[row_of, positions].astype(np.int64)
+    if len(step.awaits):
+        input_ids[step.awaits] = -1 - rows[step.awaits]
     cells = batch.block_table[row_of, positions // block_size].astype(np.int64) * block_size
     cells += positions % block_size
     seq_lens = batch.num_computed_tokens[rows] + counts
     max_seq_len = int(seq_lens.max())
-    blocks = batch.block_table[rows, : -(-max_seq_len // block_size)]
+    columns = [
+        input_ids,
+        positions,
+        cells,
+        np.concatenate([[0], ends]).astype(np.int32),
+        seq_lens.astype(np.int32),
+        batch.block_table[rows, : -(-max_seq_len // block_size)],
+    ]
+    slots = batch.adapter_slot[rows]
+    if (slots != NO_SLOT).any():
+        columns.append(np.repeat(slots, counts))
+    of_tokens, of_positions, cell_mapping, query_start, of_rows, block_table, *adapter_slots = to_device(columns)
     metadata = AttentionMetadata(
-        query_start=to_device(np.concatenate([[0], ends]).astype(np.int32)),
-        seq_lens=to_device(seq_lens.astype(np.int32)),
-        block_table=to_device(blocks),
-        cell_mapping=to_device(cells),
+        query_start=query_start,
+        seq_lens=of_rows,
+        block_table=block_table,
+        cell_mapping=cell_mapping,
         query_lens=counts.tolist(),
         host_seq_lens=seq_lens.tolist(),
         num_decodes=step.num_decodes,
         max_seq_len=max_seq_len,
-        adapter_slots=_adapter_slots(batch.adapter_slot[rows], counts, to_device),
+        adapter_slots=adapter_slots[0] if adapter_slots else None,
     )
-    return input_ids, to_device(positions), metadata
-
-
-def _adapter_slots(
-    slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int64], to_device: Callable[[npt.NDArray[Any]], Tensor]
-) -> Tensor | None:
-    """Return the adapter slot of each token, from the slots of the rows [num_rows]; None if no row has an adapter."""
-    return to_device(np.repeat(slots, counts)) if (slots != NO_SLOT).any() else None
+    return of_tokens, of_positions, metadata
 
 
 def token_types(step: ScheduledStep, batch: StepRows, to_device: Callable[[npt.NDArray[Any]], Tensor]) -> Tensor | None:

@@ -8,6 +8,8 @@ import torch
 from support.local_engine import LocalEngine
 
 from vllm_mp import RequestOutputKind, SamplingParams
+from vllm_mp.core.worker import model_runner, sampler
+from vllm_mp.core.worker.host_copies import pack, unpack
 from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels.cpu.library import TRITON, library
 from vllm_mp.kernels.triton import available
@@ -87,3 +89,28 @@ def test_token_with_nan_embedding_does_not_spoil_blocks_before_it(tmp_path, kern
     assert found[1] == expected[0]
     assert found[0] == []
     assert num_with_bad == num_steps + (1 if kernels == TRITON else 2)
+
+
+def test_overlapping_steps_as_graphs_give_the_answers_of_steps_in_turn(tmp_path, monkeypatch, kernels):
+    """Their inputs reach the device in one copy, and awaited tokens are filled in there."""
+    save_random_model(CONFIGS["llama"], tmp_path)
+
+    def play(**options):
+        engine = LocalEngine(tmp_path, max_num_batched_tokens=16, max_num_seqs=4, **options)
+        for slot, (prompt, params) in enumerate(zip(PROMPTS, ({}, {"temperature": 0.8, "top_k": 9}) * 2, strict=True)):
+            engine.add(slot, prompt, max_tokens=4, **params)
+        engine.run()
+        return engine.tokens
+
+    expected = play()
+    packed = []
+
+    def together(arrays, device):
+        packed.append(len(arrays))
+        return unpack(pack(arrays), arrays)
+
+    for module in (model_runner, sampler):
+        monkeypatch.setattr(module, "all_to_device", together)
+    graphs = {"make_capture": lambda device: lambda compute: compute} if kernels == TRITON else {}
+    assert play(async_scheduling=True, **graphs) == expected
+    assert packed

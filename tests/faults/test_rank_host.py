@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 
 import pytest
@@ -10,7 +11,7 @@ from support.rank_streams import ended, expected_tokens, rank_pids, tokens_after
 
 from vllm_mp import AsyncLLM, EngineDeadError
 from vllm_mp.testing.engines import eventually, running_engine, standalone_core
-from vllm_mp.testing.machines import OtherMachine
+from vllm_mp.testing.machines import OtherMachine, running_on_two_machines
 
 OPTIONS = {
     "tensor_parallel_size": 2,
@@ -89,6 +90,20 @@ def test_machine_that_hangs_is_named_and_replaced(small_model, machine):
 
             assert await tokens_after(engine, stop_machine) == expected
             await replacing[0]
+
+        asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_stage_on_another_machine_that_stops_is_named_and_replaced(small_model, tmp_path):
+    options = {**OPTIONS, "tensor_parallel_size": 1, "pipeline_parallel_size": 2, "engine_iteration_timeout_s": 3.0}
+    with running_on_two_machines(small_model, tmp_path, **options) as (engine, _):
+
+        async def run():
+            expected = await expected_tokens(engine)
+            log = engine._supervisor.core.process.log_path
+            assert await tokens_after(engine, lambda pids: os.kill(pids[1], signal.SIGSTOP)) == expected
+            assert re.search(r"rank 1 \(stage 1, node 1, .*\) has made no progress", log.read_text())
 
         asyncio.run(run())
 

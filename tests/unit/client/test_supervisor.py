@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from vllm_mp import EngineStartError
 from vllm_mp.client.engine import supervisor as supervisor_module
 from vllm_mp.client.engine.launcher import Core, CoreLauncher, RemoteCore
+from vllm_mp.client.engine.news import Absence, Death, End
 from vllm_mp.client.engine.restart_limit import RestartLimit
-from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, End
+from vllm_mp.client.engine.supervisor import CoreSupervisor
 
 
 def test_cores_that_served_are_restarted_at_once_up_to_the_limit():

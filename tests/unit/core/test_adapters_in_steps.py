@@ -39,11 +39,12 @@ def slots_of_rows(monkeypatch):
     """Return a dictionary of the adapter slot of each row, which every step uses; -1 for other rows."""
     slots = {}
 
-    def with_slots(step, batch, block_size, to_device, latest=None):
-        ids, positions, metadata = step_inputs(step, batch, block_size, to_device, latest)
+    def with_slots(step, batch, block_size, to_device):
+        ids, positions, metadata = step_inputs(step, batch, block_size, to_device)
         of_rows = [slots.get(int(row), -1) for row in step.rows]
         if max(of_rows) >= 0:
-            metadata = metadata._replace(adapter_slots=to_device(np.repeat(np.array(of_rows, np.int32), step.counts)))
+            (of_tokens,) = to_device([np.repeat(np.array(of_rows, np.int32), step.counts)])
+            metadata = metadata._replace(adapter_slots=of_tokens)
         return ids, positions, metadata
 
     monkeypatch.setattr(model_runner, "step_inputs", with_slots)
@@ -81,9 +82,9 @@ def test_steps_with_adapters_are_the_same_to_the_bit_with_and_without_graphs(
     assert 0 < sum(expected[0][request] == plain[0][request] for request in range(len(PROMPTS))) < len(PROMPTS)
     run, replayed = DecodeGraphs.run, set()
 
-    def watch(graphs, input_ids, positions, metadata):
+    def watch(graphs, input_ids, positions, metadata, latest):
         replayed.add((len(positions), metadata.adapter_slots is None))
-        return run(graphs, input_ids, positions, metadata)
+        return run(graphs, input_ids, positions, metadata, latest)
 
     monkeypatch.setattr(DecodeGraphs, "run", watch)
     assert play(start(folder, adapters, make_capture=stand_in)) == expected

@@ -52,9 +52,9 @@ def replays(monkeypatch):
     """Return a list that gets (number of rows, size of the graph) of each replay."""
     seen, run = [], DecodeGraphs.run
 
-    def watch(graphs, input_ids, positions, metadata):
+    def watch(graphs, input_ids, positions, metadata, latest):
         count = len(metadata.seq_lens)
-        hidden = run(graphs, input_ids, positions, metadata)
+        hidden = run(graphs, input_ids, positions, metadata, latest)
         if hidden is not None:
             seen.append((count, next(size for size in graphs._sizes if size >= count)))
         return hidden
@@ -115,15 +115,15 @@ def test_step_writes_only_its_own_cells_and_the_padding_block(folders, monkeypat
     def contents():
         return [cache.flatten(0, 1).clone() for pair in engine.runner.memory.kv_caches for cache in pair]
 
-    def watch(graphs, input_ids, positions, metadata):
+    def watch(graphs, input_ids, positions, metadata, latest):
         before = contents()
-        hidden = run(graphs, input_ids, positions, metadata)
+        hidden = run(graphs, input_ids, positions, metadata, latest)
         for old, new in zip(before, contents(), strict=True):
             written = (old.view(torch.int32) != new.view(torch.int32)).flatten(1).any(1).nonzero().flatten().tolist()
             assert set(written) - {0} <= set(metadata.cell_mapping.tolist())
         count = len(metadata.seq_lens)
         size = next(size for size in graphs._sizes if size >= count)
-        assert not graphs._seq_lens[count:size].any(), "padding has no context to read"
+        assert not graphs._buffers.seq_lens[count:size].any(), "padding has no context to read"
         padded.append(size > count)
         return hidden
 
@@ -271,7 +271,7 @@ def test_hidden_states_are_the_same_to_the_bit_at_every_padding(folders):
     graphs, found = engine.runner.memory.graphs, []
     with torch.inference_mode():
         runner = engine.runner
-        inputs = step_inputs(step, engine.batch, engine.batch.block_size, runner._to_device, runner._latest)
+        inputs = step_inputs(step, engine.batch, engine.batch.block_size, runner._all_to_device)
         for size in (3, 4, 8, 12):
             graphs.capture([size], stand_in(None), lambda: None)
             found.append(graphs.run(*inputs).clone())

@@ -19,6 +19,7 @@ from vllm_mp.core.parallel.step_message import (
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ScheduledStep
+from vllm_mp.core.worker.host_copies import all_to_device
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.sampling_params import SamplingParams
 
@@ -60,6 +61,10 @@ def finish(batch, step, chance):
             batch.num_blocks[row] += 1
 
 
+def on_cpu(arrays):
+    return all_to_device(arrays, torch.device("cpu"))
+
+
 def test_other_ranks_lay_out_the_same_inputs_in_random_runs():
     chance = random.Random(0)
     batch = Batch(SEQS, MODEL_LEN, BLOCK, [])
@@ -77,7 +82,7 @@ def test_other_ranks_lay_out_the_same_inputs_in_random_runs():
         assert (message.sampling, message.isolates, message.returns_all) == (sampling, isolates, returns_all)
         for name in ("rows", "counts", "samples", "awaits"):
             assert np.array_equal(getattr(message.step, name), getattr(step, name)), name
-        own, theirs = (step_inputs(step, rows, BLOCK, torch.from_numpy) for rows in (batch, mirror))
+        own, theirs = (step_inputs(step, rows, BLOCK, on_cpu) for rows in (batch, mirror))
         assert torch.equal(own[0], theirs[0])
         assert torch.equal(own[1], theirs[1])
         assert torch.equal(own[2].cell_mapping, theirs[2].cell_mapping)
