@@ -92,13 +92,8 @@ class TorchGroup(RankGroup):
 
     def wait(self, transfer: Any) -> None:
         """Wait for the end of a transfer between two ranks; on a GPU its stream waits."""
-        try:
+        with self.explained():
             self.watched(transfer.wait)
-        except WorkerFailedError:
-            raise
-        except RuntimeError:  # another rank has ended
-            self._explain()
-            raise
 
     def watched(self, run: Callable[[], T]) -> T:
         """Return what `run` returns; on a CPU another thread calls it, and this thread calls `check` now and then.
@@ -121,12 +116,19 @@ class TorchGroup(RankGroup):
             self._check()
         return result.result()
 
-    def _explain(self) -> None:
-        """Give `check` the time to raise the reason for a failure, which the core is about to learn."""
-        deadline = time.monotonic() + _EXPLANATION_S
-        while time.monotonic() < deadline:
-            self._check()
-            time.sleep(_LOOK.total_seconds())
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Give `check` the time to raise the reason if the block fails, which the core is about to learn."""
+        try:
+            yield
+        except WorkerFailedError:
+            raise
+        except RuntimeError:  # another rank has ended
+            deadline = time.monotonic() + _EXPLANATION_S
+            while time.monotonic() < deadline:
+                self._check()
+                time.sleep(_LOOK.total_seconds())
+            raise
 
     def _finish(self, work: Any) -> None:
         """Wait until an operation that was begun on a CPU is done; None on a GPU."""
@@ -137,11 +139,8 @@ class TorchGroup(RankGroup):
                 work.wait(_LOOK)
                 return
             self._check()
-        try:
+        with self.explained():
             work.wait()
-        except RuntimeError:  # another rank has ended
-            self._explain()
-            raise
 
     def close(self) -> None:
         """Release what all groups of this process hold; no operation may follow."""
@@ -188,6 +187,7 @@ class TorchPipeline(Pipeline):
         self._previous = (all_ranks.rank - size) % all_ranks.size
         self._device = device
         self._wait = all_ranks.wait
+        self._explained = all_ranks.explained
         # With two stages, both directions have the same two ranks. In one process group, NCCL would run transfers in
         # one order, so that a step could not be sent before the result of the step before it has come.
         results = all_ranks.new_group(list(range(all_ranks.size)))
@@ -198,14 +198,14 @@ class TorchPipeline(Pipeline):
 
     def send(self, hidden: Tensor) -> None:
         hidden = hidden.contiguous()
-        with _not_recorded():
+        with self._explained(), _not_recorded():
             self._sent.append((dist.isend(hidden, self._next, group=self._to_next), hidden))
         if len(self._sent) > self.num_stages:
             self._wait(self._sent.popleft()[0])
 
     def expect(self, shape: tuple[int, int], dtype: torch.dtype) -> Callable[[], Tensor]:
         hidden = torch.empty(shape, dtype=dtype, device=self._device)
-        with _not_recorded():
+        with self._explained(), _not_recorded():
             transfer: Any = dist.irecv(hidden, self._previous, group=self._from_previous)
 
         def take() -> Tensor:

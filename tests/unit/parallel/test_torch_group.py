@@ -5,6 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from vllm_mp.core.parallel.rank_state import WorkerFailedError
+from vllm_mp.core.parallel.torch_group import TorchGroup, TorchPipeline
 
 GROUP = """
 import json, sys, torch
@@ -107,6 +112,22 @@ def test_first_stage_that_waits_for_another_keeps_looking_at_the_ranks(stops_in_
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+@pytest.mark.parametrize("operation", ["isend", "irecv"])
+def test_transfer_that_cannot_begin_fails_for_the_reason_that_the_core_knows(operation, monkeypatch):
+    def lost(*args, **options):
+        raise RuntimeError("Connection reset by peer")
+
+    def check():
+        raise WorkerFailedError("rank 3 ended with signal SIGKILL")
+
+    monkeypatch.setattr(dist, operation, lost)
+    monkeypatch.setattr(TorchGroup, "new_group", lambda self, ranks: None)
+    cpu = torch.device("cpu")
+    pipeline = TorchPipeline(0, 2, TorchGroup(0, 2, cpu, check), cpu)
+    with pytest.raises(WorkerFailedError, match="rank 3 ended"):
+        pipeline.send(torch.ones(1, 2)) if operation == "isend" else pipeline.expect((1, 2), torch.float32)
 
 
 @pytest.mark.slow
