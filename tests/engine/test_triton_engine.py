@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from support.float8_reference import in_float8
 from support.local_engine import LocalEngine
 
 from vllm_mp import RequestOutputKind, SamplingParams
@@ -15,6 +16,7 @@ from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels.cpu.library import TRITON, library
 from vllm_mp.kernels.triton import available
 from vllm_mp.testing.engines import answer, greedy, running_engine
+from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
 
 pytest.importorskip("triton")
@@ -54,6 +56,20 @@ def test_answers_equal_those_of_the_torch_definitions(tmp_path, monkeypatch):
     got = answers(tmp_path)
     monkeypatch.setenv(KERNELS_VARIABLE, "none")
     assert got == answers(tmp_path)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_answers_in_16_bits_agree_with_transformers(quantization, tmp_path, monkeypatch):
+    """Decodes multiply few rows, prompts more; 8-bit weights are rounded in the reference too."""
+    model = save_random_model(CONFIGS["llama"], tmp_path).to(torch.float16).float()
+    if quantization:
+        model = in_float8(model, cache=False)
+    monkeypatch.setenv(KERNELS_VARIABLE, TRITON)
+    options = {"max_model_len": 64, "block_size": 4, "kv_cache_memory_bytes": 2**22, "dtype": "float16"}
+    with running_engine(
+        tmp_path, skip_tokenizer_init=True, num_threads=1, quantization=quantization, **options
+    ) as engine:
+        assert_engine_is_greedy(engine, model, random_prompts((18, 1)), 3, 0.5 if quantization else 0.1)
 
 
 @pytest.fixture(params=[TRITON, "none"], ids=["triton", "torch"])
