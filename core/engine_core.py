@@ -15,7 +15,7 @@ import zmq
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.activity_log import ActivityLog
-from vllm_mp.core.ipc.request_handler import Operation, OperatorCall, RequestHandler
+from vllm_mp.core.ipc.request_handler import Operation, OperatorCall, RequestHandler, StepFailedError
 from vllm_mp.core.lora.adapter_cache import AdapterCache
 from vllm_mp.core.lora.reader import adapter_reader
 from vllm_mp.core.parallel.followers import Followers, GroupMemory, GroupProfiler
@@ -246,11 +246,17 @@ class EngineCore:
         return own if self._followers is None else [own, *self._followers.run("collective_rpc", method, arguments)]
 
     def _between_steps(self, call: Callable[P, T]) -> Callable[P, T]:
-        """Return a function that processes all pending steps, then calls `call`."""
+        """Return a function that processes all pending steps, then calls `call`.
+
+        It raises StepFailedError if that processing fails, for which the caller is not to blame.
+        """
 
         @functools.wraps(call)
         def process_and_call(*args: P.args, **kwargs: P.kwargs) -> T:
-            self._process_all_but(0)
+            try:
+                self._process_all_but(0)
+            except Exception as error:
+                raise StepFailedError(f"{type(error).__name__}: {error}") from error
             return call(*args, **kwargs)
 
         return process_and_call

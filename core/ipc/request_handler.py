@@ -21,6 +21,7 @@ from vllm_mp.core.ipc.peer_connection import PeerConnection
 from vllm_mp.core.ipc.step_messages import by_client, step_outputs
 from vllm_mp.core.lora.adapter_cache import AdapterCache, NotOperatorOfAdapterError
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
+from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.structured_output.compiler import GrammarCompiler
@@ -43,6 +44,10 @@ _AddMessage = wire.AddRequest | wire.AddPooling
 
 class _SlotInUse(Exception):
     """A client names a slot that is not free. No answer can be sent: the slot belongs to another request."""
+
+
+class StepFailedError(Exception):
+    """Raised by an operation if a pending step has failed, so that the core cannot continue."""
 
 
 class OperatorCall(NamedTuple):
@@ -217,7 +222,10 @@ class RequestHandler:
             self._drop(client, why)
 
     def _handle(self, client: int, message: wire.ClientMessage, num_bytes: int) -> None:
-        """Do what a message of `num_bytes` asks for; raises no error but `zmq.ZMQError`."""
+        """Do what a message of `num_bytes` asks for.
+
+        Raises no error but `zmq.ZMQError`, and those after which the core cannot continue; its successor then answers.
+        """
         try:
             if isinstance(message, wire.Hello):
                 self._welcome(client, message)
@@ -236,7 +244,7 @@ class RequestHandler:
                     self._dropped.warn("a mark that the client was not sent, or not in this order")
             else:
                 self._forget(client)
-        except zmq.ZMQError:
+        except (zmq.ZMQError, WorkerFailedError, StepFailedError):
             raise
         except _SlotInUse as error:
             self._dropped.warn(str(error))

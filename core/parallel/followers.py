@@ -14,7 +14,6 @@ from vllm_mp.core.parallel.group import RankGroup
 from vllm_mp.core.parallel.make_group import make_group
 from vllm_mp.core.parallel.messages import AdapterTable, Call, Kind
 from vllm_mp.core.parallel.pipeline import Pipeline
-from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.parallel.rank_watch import watch_ranks
 from vllm_mp.core.parallel.ranks import Ranks
 from vllm_mp.core.parallel.step_message import StepEncoder
@@ -105,8 +104,6 @@ class Followers:
         """Return the results of a method by rank; raise ValueError, naming the rank, if it has failed on one."""
         try:
             return self.results(self.call(method, *arguments))
-        except WorkerFailedError:
-            raise
         except RuntimeError as error:
             raise ValueError(str(error)) from error
 
@@ -124,8 +121,6 @@ class GroupMemory:
     def offload_weights(self) -> None:
         try:
             self._on_all_ranks("offload_weights", self._own.offload_weights)
-        except WorkerFailedError as error:
-            raise MemoryLostError(str(error)) from error
         except RuntimeError as refusal:
             why = str(refusal)
         else:

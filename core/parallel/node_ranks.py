@@ -42,6 +42,10 @@ _SILENCE_S: Final = 10.0
 something every 0.5 s."""
 _PROBE_S: Final = 1.0
 """Interval in which the core looks whether the connections still exist."""
+_MAX_MESSAGES: Final = 100
+"""Messages that the core reads at a time, so that no flood of them holds up its steps."""
+_MAX_REFUSALS_LOGGED: Final = 64
+"""Number of refusals that the log names, so that no flood of them fills it."""
 _READ_S: Final = 0.1
 """Interval in which a core that only sends reads too."""
 
@@ -91,6 +95,8 @@ class NodeRanks:
         self._silence_s = min(_SILENCE_S, PATIENCE * limits.engine_iteration_timeout_s)
         self._deadline = time.monotonic() + self._wait_s
         self._probed = self._read = 0.0
+        self._num_refusals = 0
+        """Refusals so far, as far as the log names them."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a rank host that has gone raises
@@ -120,7 +126,7 @@ class NodeRanks:
             self.receive()
 
     def receive(self) -> None:
-        while True:
+        for _ in range(_MAX_MESSAGES):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -179,7 +185,8 @@ class NodeRanks:
         return Welcome(meeting_place=self._meeting_place)
 
     def _answer(self, identity: bytes, answer: Answer) -> None:
-        if isinstance(answer, Refused):
+        if isinstance(answer, Refused) and self._num_refusals < _MAX_REFUSALS_LOGGED:
+            self._num_refusals += 1
             logger.warning("a rank host is refused: %s", answer.reason)
         with contextlib.suppress(zmq.ZMQError):  # it has gone
             self._socket.send_multipart([identity, ANSWER, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)

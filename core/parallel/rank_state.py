@@ -14,8 +14,11 @@ _MAX_UNREAD: Final = 8
 """More than a rank says while the core waits for something else."""
 
 
-class WorkerFailedError(RuntimeError):
-    """Raised when a rank has ended, hangs or says what no rank says; the core cannot continue."""
+class WorkerFailedError(Exception):
+    """Raised when a rank has ended, hangs or says what no rank says; the core cannot continue.
+
+    It is no RuntimeError, because parts of a core go on after one.
+    """
 
 
 class RankState:

@@ -128,7 +128,7 @@ class Ranks:
     def look(self) -> None:
         """Raise WorkerFailedError if a rank has ended or failed, and ValueError for a mistake in the configuration.
 
-        Any thread may call this; no-op once `close` was called.
+        Once all ranks are ready there are no mistakes. Any thread may call this; no-op once `close` was called.
         """
         with self._lock:
             if self._failure is not None:
@@ -138,9 +138,12 @@ class Ranks:
             try:
                 for source in self._sources:
                     source.receive()
-            except (WorkerFailedError, ValueError) as error:
+            except WorkerFailedError as error:
                 self._failure = error
                 raise
+            except ValueError as error:
+                self._failure = WorkerFailedError(str(error)) if self._is_serving else error
+                raise self._failure from error
 
     def check(self) -> None:
         """Do what `look` does, and raise WorkerFailedError if a rank makes no progress for too long.

@@ -17,7 +17,6 @@ from torch._C._autograd import _enable_record_function
 from vllm_mp.core.parallel.group import RankGroup
 from vllm_mp.core.parallel.meeting_place import open_store, use_network_of
 from vllm_mp.core.parallel.pipeline import Pipeline
-from vllm_mp.core.parallel.rank_state import WorkerFailedError
 
 _LOOK: Final = datetime.timedelta(seconds=0.1)
 _POLL_S: Final = 0.01
@@ -121,8 +120,6 @@ class TorchGroup(RankGroup):
         """Give `check` the time to raise the reason if the block fails, which the core is about to learn."""
         try:
             yield
-        except WorkerFailedError:
-            raise
         except RuntimeError:  # another rank has ended
             deadline = time.monotonic() + _EXPLANATION_S
             while time.monotonic() < deadline:

@@ -55,6 +55,26 @@ def test_streams_continue_after_the_last_rank_is_killed_and_no_rank_outlives_its
     asyncio.run(run())
 
 
+def test_call_that_a_rank_does_not_answer_is_answered_by_the_next_core(make_small_engine):
+    engine = make_small_engine(**RANKS)
+
+    async def run():
+        first = await rank_pids(engine)
+        os.kill(first[1], signal.SIGSTOP)
+        call = asyncio.ensure_future(engine.collective_rpc("get_num_parameters"))
+        pages = engine._supervisor.core.page
+
+        async def is_waiting():
+            return pages.read().heartbeat_age > 1.0
+
+        await eventually(is_waiting)
+        os.kill(first[1], signal.SIGKILL)
+        assert len(set(await call)) == 1
+        assert not set(first) & set(await rank_pids(engine))
+
+    asyncio.run(run())
+
+
 @contextlib.contextmanager
 def slowed_a_hundredfold(pid, cycle_s):
     """Let a process run for a hundredth of each `cycle_s` seconds."""

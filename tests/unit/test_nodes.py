@@ -56,6 +56,8 @@ def test_engine_on_another_node_than_0_is_refused_with_the_remedy(model):
     ("flags", "message"),
     [
         (["--headless"], "--headless needs --nnodes, and --node-rank from 1 on"),
+        (["--headless", "--key-file", "/x"], "--key-file /x has no effect with --headless, .* with --node-key-file"),
+        (["--headless", "--operator-key-file", "/x"], "--operator-key-file /x has no effect with --headless"),
         (
             ["--headless", "--nnodes", "2", "--node-rank", "1", "--node-key-file", "/x"],
             "this machine has no key: ",

@@ -57,6 +57,12 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mp.client.engine.shared_core import SharedCore
 
     if args.headless:
+        for flag, value in (("--key-file", args.key_file), ("--operator-key-file", args.operator_key_file)):
+            if value:
+                raise ValueError(
+                    f"{flag} {value} has no effect with --headless, because clients connect to node 0; leave it out, "
+                    "or name the key of this machine with --node-key-file"
+                )
         run_headless(AsyncEngineArgs.from_cli_args(args))
     check_address(args.listen, args.key_file)
     if args.key_file:

@@ -17,8 +17,9 @@ from vllm_mp import AsyncEngineArgs, __version__, wire
 from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.core.ipc import clients, curve_server
 from vllm_mp.core.ipc.bound_socket import BoundSocket
-from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler
+from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler, StepFailedError
 from vllm_mp.core.ipc.unread_output import UnreadOutput
+from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.scheduler import memory_quota
 from vllm_mp.core_launch import Predecessor
 from vllm_mp.sampling_params import SamplingParams
@@ -289,6 +290,21 @@ def test_flood_of_messages_does_not_delay_the_next_step(core):
         core.request_handler.receive()
         assert len(calls) - before <= 2
     assert len(calls) == 30
+
+
+@pytest.mark.parametrize("kind", [WorkerFailedError, StepFailedError])
+def test_caller_gets_no_answer_from_a_core_that_cannot_continue(kind, core):
+    caller = core.connect()
+
+    def fail():
+        raise kind("rank 1 ended")
+
+    core.serve(fail=fail)
+    caller.send(wire.encode(wire.Call(1, 1, "fail")))
+    assert core.bound.socket.poll(10_000)
+    with pytest.raises(kind, match="rank 1 ended"):
+        core.request_handler.receive()
+    assert not caller.poll(100), "the successor answers"
 
 
 def test_message_of_a_client_is_handled_before_the_rest_of_another_clients_flood(core):

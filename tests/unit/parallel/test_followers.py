@@ -78,7 +78,7 @@ def test_weights_that_cannot_be_restored_after_a_refusal_are_lost():
 
 def test_rank_that_ends_while_weights_move_is_no_refusal():
     ranks = Weights(), Weights(WorkerFailedError("rank 1 ended"))
-    with pytest.raises(MemoryLostError, match="rank 1 ended"):
+    with pytest.raises(WorkerFailedError, match="rank 1 ended"):
         memory_of(*ranks).offload_weights()
 
 

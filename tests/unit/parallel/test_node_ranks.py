@@ -159,6 +159,20 @@ def test_rubbish_of_a_peer_that_has_not_joined_is_refused(rubbish, config, core,
     assert connect(hello(config)).answer().meeting_place
 
 
+def test_flood_of_a_peer_fills_no_log_and_holds_up_no_step(config, core, connect, caplog, monkeypatch):
+    answered, answer = [], core._answer
+    monkeypatch.setattr(core, "_answer", lambda *args: answered.append(args) or answer(*args))
+    flood = connect(*[b"\xc1"] * 500)
+    while core._socket.poll(500):
+        before = len(answered)
+        core.receive()
+        assert len(answered) - before <= 100
+    assert len(answered) == 500
+    assert caplog.text.count("a rank host is refused") == 64
+    assert flood.answer().reason
+    assert connect(hello(config)).answer().meeting_place
+
+
 def test_number_of_a_machine_that_has_joined_is_refused(config, core, connect):
     assert connect(hello(config)).answer().meeting_place
     assert "node_rank=1 is taken by the machine b" in connect(hello(config, machine="c")).answer().reason
