@@ -267,7 +267,8 @@ def test_cluster_that_goes_away_ends_the_engine_with_an_error(small_model, monke
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")
     with running_cluster(1) as cluster:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        with on_ray(small_model, engine_use_ray=True) as engine:
+        # Ray takes up to a minute to end the core, and the streams must last longer.
+        with on_ray(small_model, engine_use_ray=True, fault_injection="slow@step=*,seconds=0.1") as engine:
             asyncio.run(run())
 
 
