@@ -77,12 +77,12 @@ __all__ = [
     "encoder_attention",
     "experts",
     "fill_awaited",
-    "fp8_linear",
     "fuse_decoder",
     "gated_product",
     "gelu",
     "gelu_tanh",
     "layer_norm",
+    "linear",
     "masked_argmax",
     "pack_experts",
     "pack_linear",
@@ -331,14 +331,17 @@ def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return quantized
 
 
-def fp8_linear(x: Tensor | QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ (weight * scale).T + bias`, with `x` quantized by `quantize_rows`; sums are float32.
+def linear(
+    x: Tensor | QuantizedRows, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """Return `x @ weight.T + bias` [..., outputs] in the dtype of `x` [..., inputs], with float32 sums.
 
-    `x` [..., inputs]; `weight` `FLOAT8` [outputs, inputs], contiguous; `bias` [outputs] or None; the result is
-    [..., outputs] in the dtype of `x`. `scale` float32 [outputs / r, groups] has a row for each r outputs, and a column
-    for all inputs or, with groups = ceil(inputs / 128), for each 128; `x` gets as many scales per row.
+    `weight` [outputs, inputs] of the same dtype; `bias` [outputs] or None. With `scale`, `weight` is `FLOAT8`,
+    contiguous, and multiplied by it, and `x` is quantized by `quantize_rows`: `scale` float32 [outputs / r, groups]
+    has a row for each r outputs, and a column for all inputs or, with groups = ceil(inputs / 128), for each 128; `x`
+    gets as many scales per row. It can be captured in a CUDA graph.
     """
-    product: Tensor = _operations(weight).fp8_linear(x, weight, scale, bias)
+    product: Tensor = _operations(weight).linear(x, weight, bias, scale)
     return product
 
 

@@ -172,8 +172,13 @@ def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return quantized.contiguous(), scale
 
 
-def fp8_linear(x: Tensor | QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `ops.fp8_linear`."""
+def linear(
+    x: Tensor | QuantizedRows, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """See `ops.linear`."""
+    if scale is None:
+        assert isinstance(x, Tensor), "quantized rows need a weight with scales"
+        return F.linear(x, weight, bias)
     rows, shape = rows_of_product(x, scale.shape[1], quantize_rows)
     product = _scaled(rows.values, rows.scale) @ _scaled(weight, scale).T
     if bias is not None:

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +53,13 @@ TOOL_LIMIT_S = 120
 TUNE_LIMIT_S = 560
 TESTS_SHARE = 0.6
 """Share of the budget that the tests may take if other parts follow."""
-TUNED_KINDS = ("decode", "splits", "fp8", "fp8_parts")
-"""The kernels that a step of decodes spends most of its time in."""
+TUNE_BUDGET_S = 420
+"""Seconds after which the tuner begins no further entry."""
+TUNED_KINDS = {
+    "tune_attention": ("decode", "merge", "splits"),
+    "tune_products": ("linear", "fp8", "fp8_parts", "fp8_library"),
+}
+"""The kernels that a step of decodes spends most of its time in, by part of the check."""
 
 
 def environment() -> dict[str, Any]:
@@ -113,16 +118,16 @@ def linear_speed(report: Report, quick: bool, device: str) -> None:
     found = _run_tool("linear_speed.py", "--device", device, *["--quick"] * quick)
     bandwidth = report.found["ceilings"]["copy_bytes_per_s"]
     for product in found["products"]:
-        product["share_of_bandwidth"] = product["memory_bytes"] / bandwidth / product["torch_seconds"]
+        product["share_of_bandwidth"] = product["memory_bytes"] / bandwidth / product["seconds"]
         product["fp8_share_of_bandwidth"] = product["fp8_memory_bytes"] / bandwidth / product["fp8_seconds"]
     report.found["linear"] = found["products"]
 
 
-def tune(report: Report, out: Path, quick: bool, device: str) -> None:
-    """Tune the most important kernels; their launches go into a file beside the report, and into the report."""
+def tune(report: Report, kinds: Sequence[str], out: Path, quick: bool, device: str) -> None:
+    """Tune kernels of these kinds; the launches are added to a file beside the report, and to the report."""
     tuned = out.with_name(f"{out.stem}-launches.json")
-    options = ["--out", str(tuned), "--device", device, *["--quick"] * quick]
-    _output_of_tool(TUNE_LIMIT_S, "tune_kernels.py", *options, "--only", *(TUNED_KINDS[:1] if quick else TUNED_KINDS))
+    options = ["--out", str(tuned), "--device", device, "--budget-s", str(TUNE_BUDGET_S), *["--quick"] * quick]
+    _output_of_tool(TUNE_LIMIT_S, "tune_kernels.py", *options, "--only", *(kinds[:1] if quick else kinds))
     report.found["launches"] = json.loads(tuned.read_text())
 
 
@@ -213,7 +218,10 @@ class Check:
             },
             "linear": lambda: linear_speed(report, args.quick, device),
             "devices": lambda: several_devices(report, workload, device, dtype),
-            "tune": lambda: tune(report, args.out, args.quick, device),
+            **{
+                part: functools.partial(tune, report, kinds, args.out, args.quick, device)
+                for part, kinds in TUNED_KINDS.items()
+            },
         }
         report.found["environment"] = environment()
         ceilings = report.attempt("ceilings", lambda: device_ceilings(workload, device, dtype))
@@ -265,7 +273,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tests", nargs="+", help="tests to run, relative to the repository (tests/gpu, or those of the stages)"
     )
-    names = [*(QUICK if "--quick" in sys.argv else FULL).models, "attention", "linear", "devices", "tune", "tests"]
+    names = [
+        *(QUICK if "--quick" in sys.argv else FULL).models,
+        "attention",
+        "linear",
+        "devices",
+        *TUNED_KINDS,
+        "tests",
+    ]
     wanted = parser.add_mutually_exclusive_group()
     wanted.add_argument(
         "--only", nargs="+", choices=names, metavar="PART", help=f"parts to run: {', '.join(names)} (tests to engines)"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vllm_mp.kernels.reference import FLOAT8
+from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, QuantizedRows
 from vllm_mp.kernels.step_columns import StepColumns
 from vllm_mp.kernels.triton import operations
 from vllm_mp.testing.attention_steps import scattered_step
@@ -62,10 +62,16 @@ def quantize() -> None:
     operations.quantize_rows(x, 1)
 
 
-def multiply_float8(rows: int) -> None:
-    for outputs, inputs in ((HIDDEN, INNER), (2 * INNER, HIDDEN)):
-        weight = torch.empty(outputs, inputs, dtype=FLOAT8)
-        operations.fp8_linear(torch.empty(rows, inputs, dtype=DTYPE), weight, torch.empty(outputs, 1))
+def multiply(rows: int, dtype: torch.dtype, has_blocks: bool = False) -> None:
+    """Multiply as the narrowest and the widest projection do; 8-bit weights have scales for outputs or for blocks."""
+    x: torch.Tensor | QuantizedRows
+    for outputs, inputs in ((HIDDEN + 2 * KV_HEADS * HEAD_DIM, HIDDEN), (2 * INNER, HIDDEN)):
+        x, weight, scale = torch.empty(rows, inputs, dtype=dtype), torch.empty(outputs, inputs, dtype=dtype), None
+        if dtype == FLOAT8:
+            groups = inputs // FLOAT8_GROUP if has_blocks else 1
+            scale = torch.empty(outputs // FLOAT8_GROUP if has_blocks else outputs, groups)
+            x = QuantizedRows(x, torch.empty(rows, groups), DTYPE)
+        operations.linear(x, weight, None, scale)
 
 
 def draw() -> None:
@@ -91,9 +97,11 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "norm": normalise,
     "silu": lambda: operations.silu_and_mul(torch.empty(8, 2 * INNER, dtype=DTYPE)),
     "quantize": quantize,
-    "linear-fp8-16": lambda: multiply_float8(16),
-    "linear-fp8-64": lambda: multiply_float8(64),
-    "linear-fp8-2048": lambda: multiply_float8(2048),
+    "linear": lambda: multiply(4, DTYPE),
+    "linear-fp8": lambda: multiply(4, FLOAT8),
+    "linear-fp8-blocks": lambda: multiply(4, FLOAT8, has_blocks=True),
+    "linear-fp8-64": lambda: multiply(64, FLOAT8),
+    "linear-fp8-2048": lambda: multiply(2048, FLOAT8),
     "sample": draw,
     "step": copy_step,
 }

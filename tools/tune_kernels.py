@@ -6,7 +6,8 @@ then on. For each entry of the launch table, every candidate is timed over the s
 with the least geometric mean of its times is kept. All candidates of an entry are compiled first, in several processes,
 and those that cannot be fast are dropped: that do not compile or fit, that spill registers, of which a multiprocessor
 holds too few programs, or whose code is that of another candidate. Float32, which is rarely used on a GPU, keeps its
-options. `--only` tunes some kernels and adds to the file.
+options. Products of few rows are tuned for each shape of Llama-3.1-8B, and beside torch's products: MAX_ROWS is the
+number of rows up to which they are at least as fast. `--only` tunes some kernels and adds to the file.
 """
 
 import argparse
@@ -42,9 +43,10 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "decode": {"KEYS": [32, 64, 128], "num_warps": [4, 8], "num_stages": [2, 3, 4]},
     "merge": {"num_warps": [1, 2, 4, 8]},
     "splits": {"PROGRAMS": [1, 2, 3, 4, 6], "TOKENS": [64, 128, 256, 512]},
-    "fp8": {"ROWS": [16, 32, 64, 128], "OUTPUT_TILE": [32, 64, 128], "num_warps": [4, 8], "num_stages": [3, 4, 6]},
+    "linear": {"OUTPUT_TILE": [16, 32, 64], "PARTS": [1, 2, 4], "num_warps": [2, 4], "num_stages": [3, 4, 6]},
+    "fp8": {"ROWS": [32, 64, 128], "OUTPUT_TILE": [32, 64, 128], "num_warps": [4, 8], "num_stages": [3, 4, 6]},
     "fp8_parts": {"PROGRAMS": [1, 2, 3, 4], "TILES": [2, 4, 8]},
-    "fp8_library": {"ROWS": [0, 16, 32, 64, 128]},
+    "fp8_library": {"ROWS": [16, 32, 64, 128]},
     "lora_shrink": {"ROWS": [16, 32, 64], "INPUT_TILE": [64, 128, 256], "num_warps": [4, 8], "num_stages": [2, 3]},
     "lora_expand": {"ROWS": [16, 32, 64], "OUTPUT_TILE": [64, 128, 256], "num_warps": [4, 8], "num_stages": [2, 3]},
     "norm": {"ELEMENTS": [1024, 2048, 4096], "num_warps": [2, 4, 8, 16]},
@@ -54,8 +56,20 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "sample": {"ELEMENTS": [512, 1024, 2048], "num_warps": [4, 8, 16]},
 }
 """The values to try, by kind of kernel: the first part of the keys of its entries."""
-LEAST_PROGRAMS = {"prefill": 1, "fp8": 1}
+LEAST_PROGRAMS = {"prefill": 1, "linear": 1, "fp8": 1}
 """Programs that a multiprocessor must hold at a time; 2 for other kinds, which wait for memory."""
+PRODUCTS = [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096)]
+"""Outputs and inputs of the products of Llama-3.1-8B; the last, the head, has 16-bit weights only."""
+FEW_ROWS = (1, 2, 4, 8, 16)
+
+
+def entries(device: torch.device, quick: bool) -> list[str]:
+    """Return the entries to tune: those of the launch table, with one for each shape of a product of few rows."""
+    shapes = {"16": PRODUCTS, "8": PRODUCTS[:-1]}
+    if quick:
+        shapes = {weights: [(64, 256)] for weights in shapes}
+    products = [launch.linear_key(*shape, weights) for weights, of_kind in shapes.items() for shape in of_kind]
+    return [*products, *(key for key in launch.table(device) if not key.startswith("linear/"))]
 
 
 def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
@@ -66,11 +80,14 @@ def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
         for rows in _attention_rows(kind, quick):
             cache_dtype = FLOAT8 if details[0] == "8" else torch.bfloat16
             yield _attention(rows, 8, 2, int(details[1]), device, cache_dtype)
+    elif kind == "linear":
+        for count in [4] if quick else [1, 8]:
+            yield _product(count, key, device)
     elif kind.startswith("fp8"):
         # torch takes over large products unless weights have block scales.
         most = int(details[0]) if details else 64
-        for count in [4] if quick else [most // 2, most] if most < 128 else [128, 2048]:
-            for outputs, inputs in [(64, 256)] if quick else [(6144, 4096), (4096, 14_336), (28_672, 4096)]:
+        for count in [20] if quick else [most // 2, most] if most < 128 else [128, 2048]:
+            for outputs, inputs in [(64, 256)] if quick else [PRODUCTS[0], PRODUCTS[2], PRODUCTS[3]]:
                 yield _fp8_product(count, outputs, inputs, most == 128, device)
     elif kind.startswith("lora"):
         few = int(details[0]) == 16
@@ -113,11 +130,27 @@ def _random(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return values if device.type == "cpu" else values.normal_()
 
 
+def _product(rows: int, key: str, device: torch.device) -> Run:
+    """Return a product of few rows, in the shape of the entry `key`."""
+    outputs, inputs, weights = _shape_of(key)
+    if weights == "8":
+        return _fp8_product(rows, outputs, inputs, False, device)
+    x, weight = _random((rows, inputs), device), _random((outputs, inputs), device)
+    return lambda: operations.linear(x, weight)
+
+
+def _shape_of(key: str) -> tuple[int, int, str]:
+    """Return what `launch.linear_key` made `key` of."""
+    _, weights, shape = key.split("/")
+    outputs, inputs = map(int, shape.split("x"))
+    return outputs, inputs, weights
+
+
 def _fp8_product(rows: int, outputs: int, inputs: int, has_blocks: bool, device: torch.device) -> Run:
     x, weight = _random((rows, inputs), device), _random((outputs, inputs), device).to(FLOAT8)
     shape = (outputs // 64, -(-inputs // 128)) if has_blocks else (outputs, 1)
     scale = torch.ones(shape, device=device)
-    return lambda: operations.fp8_linear(x, weight, scale)
+    return lambda: operations.linear(x, weight, None, scale)
 
 
 def _adapters(count: int, outputs: int, inputs: int, device: torch.device) -> Run:
@@ -186,7 +219,10 @@ def compiled(options: launch.Options, key: str, capability: tuple[int, int], tab
     except Exception as error:  # the compiler raises many types, and other candidates may compile
         return "", f"{type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}"
     digest = hashlib.sha256(b"".join(kernel.asm["cubin"] for kernel in compiler.kernels.values())).hexdigest()
+    digest += f" in {options.get('PARTS', 1)} parts"  # which are programs of the same code
     spills, programs = sum(code.spills for code in codes), min(code.programs for code in codes)
+    if any(code.unswizzled for code in codes):
+        return digest, "rows of a tile in the same banks of the shared memory"
     if spills:
         return digest, f"{spills} spills"
     if programs < LEAST_PROGRAMS.get(key.split("/")[0], 2):
@@ -216,7 +252,7 @@ def best(key: str, device: torch.device, quick: bool, pool: Pool | None) -> tupl
     `pool` compiles the candidates; None: none is dropped before it is timed.
     """
     table = launch.table(device)
-    before = table[key]
+    before = _present(key, device)
     tried: Iterable[launch.Options] = candidates(key, before, quick)
     # Options of the grid do not change the code.
     if pool is not None and "num_warps" in before:
@@ -239,16 +275,41 @@ def best(key: str, device: torch.device, quick: bool, pool: Pool | None) -> tupl
     return options, least / times[0][0]
 
 
+def _present(key: str, device: torch.device) -> launch.Options:
+    """Return the options that an entry has; the kernel for products of few rows takes all of them."""
+    if not key.startswith("linear/"):
+        return launch.table(device)[key]
+    return {**launch.linear_options(*_shape_of(key), device), "MAX_ROWS": max(FEW_ROWS)}
+
+
+def limit_rows(key: str, device: torch.device, quick: bool) -> None:
+    """Set MAX_ROWS of a product of few rows to the rows up to which the kernel takes no longer than without it."""
+    table = launch.table(device)
+    options, most = table[key], 0
+    for rows in FEW_ROWS[:1] if quick else FEW_ROWS:
+        run, spent = _product(rows, key, device), []
+        for limit in (rows, 0):
+            table[key] = {**options, "MAX_ROWS": limit}
+            spent.append(seconds(run, device))
+        print(f"{key}, {rows} rows: {1e6 * spent[0]:.1f} µs, {1e6 * spent[1]:.1f} without", file=sys.stderr, flush=True)
+        if spent[0] > spent[1]:
+            break
+        most = rows
+    table[key] = {**options, "MAX_ROWS": most}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to save (default: where the kernels look)")
     parser.add_argument("--only", nargs="+", metavar="ENTRY", help="entries to tune, or kinds: decode/8/128, or decode")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try this tool in the interpreter")
     parser.add_argument("--quick", action="store_true", help="tiny shapes and two candidates, to try this tool")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds after which no entry is begun")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: %(default)s)")
     arguments = parser.parse_args()
     device = torch.empty(0, device=arguments.device).device
-    unknown = {*(arguments.only or ())} - {*CANDIDATES, *launch.table(device)}
+    begun, keys = time.monotonic(), entries(device, arguments.quick)
+    unknown = {*(arguments.only or ())} - {*CANDIDATES, *keys}
     if unknown:
         parser.error(f"--only: no such entry: {', '.join(sorted(unknown))}; kinds are {', '.join(CANDIDATES)}")
     out = arguments.out or launch.tuned_file(torch.cuda.get_device_capability(device))
@@ -256,7 +317,7 @@ def main() -> None:
     has_float8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
     is_cuda = device.type == "cuda"
     pool = multiprocessing.get_context("spawn").Pool(arguments.processes) if is_cuda else None
-    for key in list(launch.table(device)):
+    for key in keys:
         kind, *details = key.split("/")
         if not has_float8 and (kind.startswith("fp8") or "8" in details):
             continue
@@ -266,7 +327,13 @@ def main() -> None:
             is_chosen = key in arguments.only or kind in arguments.only
         if not is_chosen:
             continue
+        if time.monotonic() - begun > arguments.budget_s:
+            print(f"{key}: left out for lack of time", file=sys.stderr, flush=True)
+            continue
         options, share = best(key, device, arguments.quick, pool)
+        if kind == "linear":
+            limit_rows(key, device, arguments.quick)
+            options = launch.table(device)[key]
         tuned[key] = dict(options)
         print(f"{key}: {dict(options)}, {share:.0%} of the time before", file=sys.stderr, flush=True)
         out.write_text(json.dumps(tuned, indent=1) + "\n")

@@ -35,6 +35,8 @@ class AuthorizedClients:
             return {}
         except OSError as error:
             raise ValueError(f"cannot read {self.path}: {error.strerror}; check its permissions") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.path} is not a text file: {error}; correct it") from error
         clients = {}
         for number, line in enumerate(lines, 1):
             if not line.strip() or line.startswith("#"):

@@ -4,6 +4,7 @@ An option that has a field of the same name in a section of `VllmConfig` is copi
 depend on the model or on other options are worked out here.
 """
 
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -46,6 +47,7 @@ _DEFAULT_MAX_NUM_SEQS = 256
 TIMEOUT_VARIABLE = "VLLM_ENGINE_ITERATION_TIMEOUT_S"
 """The environment variable that is the default of `engine_iteration_timeout_s`."""
 DEFAULT_TIMEOUT_S, MIN_TIMEOUT_S = 60.0, 0.1
+_MIN_NODES_TIMEOUT_S = 2.0
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
@@ -58,7 +60,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
     """
     if args.cpus:
         parse_cpus(args.cpus)
-    check_nodes(args)
+    check_nodes(args, uses_ray=_backends(args)[0] == "ray")
     folder = resolve_model(
         args.model,
         revision=args.revision,
@@ -119,8 +121,11 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
     )
 
 
-def _parallel_config(args: "EngineArgs") -> ParallelConfig:
-    """Raise ValueError if options contradict each other, or for CPUs by number or several machines with Ray."""
+def _backends(args: "EngineArgs") -> tuple[str, str]:
+    """Return `data_parallel_backend` and `distributed_executor_backend`.
+
+    Raises ValueError if options contradict each other, or decide what Ray decides.
+    """
     executor = args.distributed_executor_backend or ("ray" if args.worker_use_ray else "mp")
     if args.worker_use_ray and executor != "ray":
         raise ValueError(f"worker_use_ray=True contradicts distributed_executor_backend={executor!r}; leave one out")
@@ -129,16 +134,28 @@ def _parallel_config(args: "EngineArgs") -> ParallelConfig:
     if uses_ray and backend != "ray":
         asks = "engine_use_ray=True" if args.engine_use_ray else "distributed_executor_backend='ray'"
         raise ValueError(f"{asks} contradicts data_parallel_backend={backend!r}; leave one out")
-    if backend == "ray" and args.cpus:
+    if backend == "ray":
+        _check_ray_decides(args)
+    return backend, executor
+
+
+def _check_ray_decides(args: "EngineArgs") -> None:
+    """Raise ValueError if `args` name CPUs or nodes, which Ray chooses."""
+    if args.cpus:
         raise ValueError(
             f"cpus={args.cpus!r} is not served on Ray, which chooses the node; leave it empty, and give num_threads, "
             "the number of CPUs to reserve for each core"
         )
-    if backend == "ray" and args.nnodes > 1:
-        raise ValueError(
-            f"nnodes={args.nnodes} is not served on Ray, which chooses the nodes; leave it 1, or leave out the options "
-            "of Ray"
-        )
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for name in ("node_rank", "master_addr", "master_port", "node_key_file"):
+        if (value := getattr(args, name)) != defaults[name]:
+            raise ValueError(
+                f"{name}={value!r} is not served on Ray, which chooses the nodes; leave it out, and give nnodes alone"
+            )
+
+
+def _parallel_config(args: "EngineArgs") -> ParallelConfig:
+    backend, executor = _backends(args)
     return _section(
         ParallelConfig,
         args,
@@ -158,10 +175,21 @@ def _with_blocks(args: "EngineArgs", architecture: Architecture) -> Architecture
 def _iteration_timeout(args: "EngineArgs") -> float:
     """Return the option, or else the value of the environment variable.
 
-    Raises ValueError if the variable is no number in the option's range.
+    Raises ValueError if the variable is no number in the option's range, or if the time is too short for `nnodes`.
     """
-    if args.engine_iteration_timeout_s is not None:
-        return args.engine_iteration_timeout_s
+    seconds = args.engine_iteration_timeout_s
+    if seconds is None:
+        seconds = _timeout_of_environment()
+    if args.nnodes > 1 and seconds < _MIN_NODES_TIMEOUT_S:
+        raise ValueError(
+            f"engine_iteration_timeout_s={seconds:g} is too short for nnodes={args.nnodes}, because the other machines "
+            f"report progress every 0.5 s; set it to at least {_MIN_NODES_TIMEOUT_S:g}"
+        )
+    return seconds
+
+
+def _timeout_of_environment() -> float:
+    """Return the value of the environment variable, or its default; raises ValueError if it is no number in range."""
     text = os.environ.get(TIMEOUT_VARIABLE, "").strip()
     try:
         seconds = float(text) if text else DEFAULT_TIMEOUT_S

@@ -212,8 +212,8 @@ class EngineArgs(Options):
     distributed_executor_backend: str | None = option(
         None,
         "Start the ranks of a core in this way; mp: processes of the core's machine, or of nnodes machines; ray: "
-        "processes of the core's machine, with the core on a node of a Ray cluster that has room for all its ranks. "
-        "Default: ray with worker_use_ray, else mp.",
+        "processes of a node of a Ray cluster that has room for all of them, or of nnodes nodes. Default: ray with "
+        "worker_use_ray, else mp.",
         choices=("mp", "ray"),
     )
     worker_use_ray: bool = option(False, "Do what distributed_executor_backend=ray does.")

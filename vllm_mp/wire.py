@@ -34,6 +34,9 @@ from vllm_mp.structured_outputs import Constraint
 
 PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
+DECODE_ERRORS = (ValueError, TypeError, RecursionError, OverflowError)
+"""What the decoding of bytes from a peer may raise: they are malformed (msgspec.DecodeError is a ValueError), not of
+the expected type, not UTF-8, nested too deeply, or out of range."""
 MAX_REQUEST_ID_BYTES = 1024
 TCP_HEARTBEAT_MS = 5000
 """Time between two heartbeats of a client over TCP, whose connection breaks after three that are not answered."""

@@ -147,7 +147,7 @@ class CoreConnection:
                 frame = self._socket.recv(copy=False)
                 try:
                     message = wire.decode_core_message(frame.bytes)
-                except (ValueError, RecursionError) as error:
+                except wire.DECODE_ERRORS as error:
                     raise EngineStartError(
                         f"the peer at {self.address} is not a core: {error}; check the address"
                     ) from error
@@ -200,7 +200,7 @@ class CoreConnection:
         self.was_paused = welcome.is_paused
         try:
             return msgspec.json.decode(welcome.config, type=VllmConfig)
-        except (ValueError, RecursionError) as error:
+        except wire.DECODE_ERRORS as error:
             raise EngineStartError(
                 f"the configuration of the core at {self.address} cannot be read: {error}; install the same vllm-mp on "
                 "both sides"
@@ -350,7 +350,7 @@ class CoreConnection:
         """Return the message in `frame`; count it and return None if it is invalid or from another incarnation."""
         try:
             message = wire.decode_core_message(frame)
-        except (ValueError, RecursionError) as error:
+        except wire.DECODE_ERRORS as error:
             self._dropped.warn(str(error))
             return None
         if not isinstance(message, wire.Refused) and message.incarnation != self.incarnation:

@@ -15,19 +15,20 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm_mp import wire
+from vllm_mp.client.engine.blame import Blame
 from vllm_mp.client.engine.connection import run_on_and_wait
 from vllm_mp.client.engine.launcher import Core
+from vllm_mp.client.engine.news import Absence, Death, End, News
 from vllm_mp.client.engine.peers import Peers
 from vllm_mp.client.engine.pending_call import PendingCall
 from vllm_mp.client.engine.pings import Pings
-from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, End, News
+from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.client.engine.suspects import Entry, Suspects
-from vllm_mp.client.engine.unexplained_death import UnexplainedDeath
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.client.stats import EngineStats, Restart
 from vllm_mp.counted import counted
-from vllm_mp.errors import EngineDeadError, EngineError, NotOperatorError
+from vllm_mp.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
@@ -71,18 +72,13 @@ class EngineCoreClient:
         self._is_paused = supervisor.core.connection.was_paused
         """There is a pause, as far as the core has told."""
         self._suspects = Suspects(self._peers.ledger)
-        self._unexplained: UnexplainedDeath | None = None
-        """The death of a shared core, until its successor says what it was computing."""
+        self._blame = Blame(self, self._peers, self._suspects)
         self._restart: Restart | None = None
         """What the statistics keep of the latest death."""
         self._waits_since: WeakKeyDictionary[RequestStream, float] = WeakKeyDictionary()
         """When each request was made that found no core, in seconds of `time.monotonic()`."""
         self._held_back: list[Entry] = []
         """What the core has not been asked for, because a group of suspects is tested."""
-        self._convicted: deque[int] = deque(maxlen=wire.MAX_CONVICTED_DEATHS)
-        """The incarnations of shared cores for whose deaths requests of this client are to blame."""
-        self._cores_work = True
-        """A core has computed something since the latest conviction, so not every request ends every core."""
         self._news: deque[News] = deque()
         """News that wait until all messages that arrived before them have been handled."""
         self._news_loop: asyncio.AbstractEventLoop | None = None
@@ -181,13 +177,8 @@ class EngineCoreClient:
         kinds: tuple[list[RequestStream], list[RequestStream]] = ([], [])
         for stream in self.requests.streams():
             if not (may_return and self._suspects.is_suspect(stream)):
-                kinds[self._is_exposed(stream)].append(stream)
+                kinds[self._blame.is_exposed(stream)].append(stream)
         return kinds
-
-    def _is_exposed(self, stream: RequestStream) -> bool:
-        """Return whether `stream` may have caused a death."""
-        unexplained = self._unexplained
-        return self._suspects.is_exposed(stream) or (unexplained is not None and unexplained.may_be_due_to(stream))
 
     def hand_over(self, streams: list[RequestStream], target: "EngineCoreClient") -> None:
         """Let `target` go on with live `streams`, of which this client's core, dead or to be left, knows no longer."""
@@ -323,7 +314,7 @@ class EngineCoreClient:
         self._pings.reset()
         if isinstance(message, wire.StepOutput):
             self._stats.note_step(message, self.rank)
-            self._cores_work = self._cores_work or bool(message.tokens or message.vectors)
+            self._blame.note_output(message)
             if self._peers.on_read is not None:
                 if message.queued:
                     self._peers.on_read(self.requests.streams_at([slot for slot, _ in message.queued]))
@@ -344,9 +335,7 @@ class EngineCoreClient:
             return
         if reply.error is None:
             self.supervisor.note_call(call.name, call.args)
-            call.settle(reply.result, None)
-        else:
-            call.settle(None, (NotOperatorError if reply.needs_operator else EngineError)(reply.error))
+        call.take(reply)
 
     def _take_news(self) -> None:
         """Handle the news of the supervisor, in later turns of the loop while messages of the core wait."""
@@ -381,31 +370,8 @@ class EngineCoreClient:
         others = "other cores" if self._peers.num_serving else "the next core"
         continues = f"; {counted(num_requests, 'request')} will continue on {others}" if num_requests else ""
         logger.warning("%s%s", death.cause.partition(";")[0], continues)
-        if self._core.process is None:
-            self._unexplained = UnexplainedDeath.of(death, self.requests.live())
-        else:
-            self._blame(death, self.requests.live())
+        self._blame.note_death(death, self._core, self.requests.live())
         self._peers.on_change()
-
-    def _explain_death(self, old: Core, core: Core) -> None:
-        """Find the request to blame for the death of `old`, a shared core, with what its successor says of it."""
-        unexplained, self._unexplained = self._unexplained, None
-        if unexplained is None:
-            return
-        if core.welcome.why_dropped:
-            logger.warning("the core had dropped this client: %s", core.welcome.why_dropped)
-        if core.connection.incarnation != old.connection.incarnation:  # else the connection broke, and the core lives
-            self._blame(unexplained.explained_by(old, core), unexplained.live())
-
-    def _blame(self, death: Death, live: list[Entry]) -> None:
-        """Record a death for each live request in its step, and fail those that are to blame."""
-        for conviction in self._suspects.record(death, live):
-            deaths = self._peers.convict(conviction, self)
-            if self._core.process is None:
-                self._convicted.extend(sorted({death.incarnation for death in deaths if death.is_step_known}))
-            elif self._cores_work:  # else the limit of restarts ends an engine in which no request can run
-                self._peers.forgive(sorted({death.time for death in deaths}))
-            self._cores_work = False
 
     def _replay_to(self, core: Core) -> None:
         """Make `core` the current core, and tell it everything that is pending."""
@@ -418,10 +384,10 @@ class EngineCoreClient:
         self._listen()
         self.supervisor.release(old)
         self._note_pause(core.connection.was_paused)
-        self._explain_death(old, core)
+        self._blame.note_successor(old, core)
         self._recovers_from = None
-        if self._convicted:  # also if an earlier core was told, which may have died before it read that
-            self._send(wire.Convicted(self.incarnation, list(self._convicted)))
+        if convicted := self._blame.convicted:  # also if an earlier core was told, which may not have read that
+            self._send(wire.Convicted(self.incarnation, convicted))
         self.requests.forget_core()
         self._held_back.clear()
         self._waits_since.clear()
@@ -463,8 +429,7 @@ class EngineCoreClient:
     def _on_end(self, end: End) -> None:
         logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause
         if end.death is not None and any(client.dead_error is None for client in self._peers.clients):
-            unexplained, self._unexplained = self._unexplained, None
-            self._blame(end.death, self.requests.live() if unexplained is None else unexplained.live())
+            self._blame.note_last_death(end.death, self._core, self.requests.live())
         self._peers.on_change()
         self._fail_everything(EngineDeadError(end.cause))  # what no other core has taken over
 

@@ -95,7 +95,7 @@ class CoreLauncher:
         of `make_folder`; None: another one. Raises ValueError if the ranks are on several machines, and the core is not
         on this one or no keys can be made.
         """
-        if config.parallel_config.nnodes > 1:
+        if config.parallel_config.nnodes > 1 and config.parallel_config.data_parallel_backend != "ray":
             logger.info("the core needs its other machines: %s", prepare_node_0(config))
         self._config = config
         self._has_log_files = has_log_files

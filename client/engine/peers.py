@@ -9,7 +9,7 @@ from vllm_mp.client.outputs.stream import RequestStream
 
 if TYPE_CHECKING:
     from vllm_mp.client.engine.core_client import EngineCoreClient
-    from vllm_mp.client.engine.supervisor import Death
+    from vllm_mp.client.engine.news import Death
 
 
 class Peers:

@@ -5,7 +5,7 @@ import logging
 from typing import Any, NamedTuple
 
 from vllm_mp import wire
-from vllm_mp.errors import EngineError
+from vllm_mp.errors import EngineError, NotOperatorError
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,11 @@ class PendingCall(NamedTuple):
         """Log why the call failed, for a call without a caller that waits; called when it is settled."""
         if not reply.cancelled() and (error := reply.exception()) is not None:
             logger.error("the core could not carry out %s when it was back: %s", self.name, error)
+
+    def take(self, reply: wire.Reply) -> None:
+        """Answer the call with what the core has replied."""
+        kind = NotOperatorError if reply.needs_operator else EngineError
+        self.settle(reply.result, None if reply.error is None else kind(reply.error))
 
     def settle(self, result: Any, error: EngineError | None) -> None:
         """Answer the call, unless its caller or the caller's event loop is gone."""

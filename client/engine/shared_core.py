@@ -10,8 +10,9 @@ from pathlib import Path
 
 from vllm_mp.client.background_call import call_in_thread
 from vllm_mp.client.engine.launcher import Core, CoreLauncher
+from vllm_mp.client.engine.news import Death, End
 from vllm_mp.client.engine.restart_limit import RestartLimit
-from vllm_mp.client.engine.supervisor import CoreSupervisor, Death, End
+from vllm_mp.client.engine.supervisor import CoreSupervisor
 from vllm_mp.config import VllmConfig
 from vllm_mp.errors import EngineDeadError
 

@@ -7,13 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import zmq
 
 from vllm_mp import wire
 from vllm_mp.client.engine.health import HangWatch, count_oom_kills, is_stopped
 from vllm_mp.client.engine.launcher import Core, CoreLauncher, CoreSource, RemoteCore
+from vllm_mp.client.engine.news import Absence, Death, End, News
 from vllm_mp.client.engine.pings import Pings
 from vllm_mp.client.engine.restart_limit import RestartLimit
 from vllm_mp.core_launch import Predecessor
@@ -36,61 +37,11 @@ _STANDBY_RETRY_S = 30.0
 _PARENT_MARGIN_S = 2.0
 """Time that the parent of a shared core gets to end a core that hangs, before a client gives the core up by itself."""
 _MAX_STEPS_IN_FLIGHT = 2
-"""A core that has begun more steps has completed one."""
+"""A core of one stage that has begun more steps has completed one."""
 _MAX_EARLIER_DEATHS = 16
 """Deaths before the latest death for which a client may name a culprit: as many as a search by halves takes."""
 _ABSENCE_INTERVAL_S = 0.25
 """Time between two looks at the requests that wait too long for a shared core."""
-
-
-class Death(NamedTuple):
-    """The core has died; its successor is being started, unless `num_restarts_left` is negative."""
-
-    cause: str
-    in_step: dict[int, int]
-    """The progress of each request of this client in the step that was executing, by slot: the number of its output
-    tokens, or minus the number of prompt tokens that were left."""
-    num_in_step: int
-    """Requests in that step, of all clients."""
-    is_from_outside: bool
-    """Another process killed or stopped the core, which no request can have caused.
-
-    Also true for a shared core, until its successor says more.
-    """
-    kind: str = "connection"
-    """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
-    time: float = 0.0
-    """When the death was seen, in seconds of `time.monotonic()`."""
-    is_step_known: bool = True
-    """False: `in_step` is empty because it is unknown which requests were in the step."""
-    incarnation: int = 0
-    """The incarnation of the core that died."""
-    num_restarts_left: int | None = None
-    """Number of further deaths that a successor follows; -1: none follows this one; None: any number, or unknown."""
-
-    @property
-    def is_final(self) -> bool:
-        """No successor follows."""
-        return self.num_restarts_left is not None and self.num_restarts_left < 0
-
-
-class End(NamedTuple):
-    """The core is gone for good; there is no successor."""
-
-    cause: str
-    death: Death | None = None
-    """The death that no successor follows; None if it was news before, because a successor was to follow."""
-
-
-class Absence(NamedTuple):
-    """There is still no shared core; the supervisor goes on trying."""
-
-    cause: str
-    limit_s: float
-    """Seconds that a request waits for a core."""
-
-
-News = Death | Core | End | Absence
 
 
 class CoreSupervisor:
@@ -355,7 +306,7 @@ class CoreSupervisor:
         if not isinstance(self._source, CoreLauncher):
             return self._rejoin(self._source, death)
         if core.page is not None and self._restarts is not None:
-            self._forgive_convicted(core.page, self._restarts)
+            self._forgive_convicted(core.page, core.config.parallel_config.pipeline_parallel_size, self._restarts)
         delay = self._delay_or_end(death.cause, death.time, core)
         if isinstance(delay, End):
             self._tell(End(delay.cause, death._replace(num_restarts_left=-1)))
@@ -407,12 +358,12 @@ class CoreSupervisor:
             f"core_restart_window_s={limits.core_restart_window_s:g}; the last time, {cause}"
         )
 
-    def _forgive_convicted(self, page: StatusPage, restarts: RestartLimit) -> None:
+    def _forgive_convicted(self, page: StatusPage, num_stages: int, restarts: RestartLimit) -> None:
         """Forgive the deaths for which clients have found a culprit, unless no core computes anything any more.
 
-        `page` is that of a shared core which has died.
+        `page` is that of a shared core of `num_stages` which has died.
         """
-        self._cores_work = self._cores_work or page.read().step > _MAX_STEPS_IN_FLIGHT
+        self._cores_work = self._cores_work or page.read().step > max(_MAX_STEPS_IN_FLIGHT, num_stages)
         if self._cores_work and restarts.forgive_cores(page.convicted()):
             self._cores_work = False
 

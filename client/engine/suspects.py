@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from vllm_mp.client.engine.supervisor import Death
+from vllm_mp.client.engine.news import Death
 from vllm_mp.client.outputs.stream import Awaited, Isolation, RequestStream
 
 _MIN_DEATHS = 2

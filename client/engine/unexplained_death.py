@@ -3,7 +3,7 @@
 from typing import NamedTuple, Self
 
 from vllm_mp.client.engine.launcher import Core
-from vllm_mp.client.engine.supervisor import Death
+from vllm_mp.client.engine.news import Death
 from vllm_mp.client.engine.suspects import Entry
 from vllm_mp.client.outputs.stream import RequestStream
 

@@ -2,19 +2,17 @@
 
 import asyncio
 import shutil
-from pathlib import Path
+import socket
 
-import msgspec
 import ray
 
 import vllm_mp
 from vllm_mp.authorized_clients import AuthorizedClients
 from vllm_mp.client.engine.launcher import make_folder
 from vllm_mp.client.engine.shared_core import SharedCore
-from vllm_mp.config import VllmConfig
+from vllm_mp.client.ray.node_config import config_on_node
 from vllm_mp.curve_keys import make_server_key
 from vllm_mp.errors import EngineStartError
-from vllm_mp.model_store import resolve_model
 
 
 class CoreActor:
@@ -27,6 +25,9 @@ class CoreActor:
         self._folder = make_folder()
         """The core's too: it removes the folder if this process is killed."""
         self._key_file = f"{self._folder}/server.key"
+        self._node_key_file = ""
+        """The core's key for rank hosts; empty if it has all its ranks."""
+        self._held = socket.socket()
         self._core: SharedCore | None = None
         self._keeping: asyncio.Future[None] | None = None
 
@@ -37,15 +38,29 @@ class CoreActor:
         """
         return vllm_mp.__version__, make_server_key(self._key_file).public
 
-    async def start(self, config: bytes, client_key: bytes, operator_key: bytes) -> str:
+    async def prepare_nodes(self) -> tuple[str, int, bytes]:
+        """Return the address and the port of this node where rank hosts connect, and the core's public key for them.
+
+        The port stays this actor's: a socket that does not listen keeps others from it, but not its cores, because
+        both have SO_REUSEADDR.
+        """
+        self._node_key_file = f"{self._folder}/nodes.key"
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind((ray.util.get_node_ip_address(), 0))
+        host, port = self._held.getsockname()
+        return host, port, make_server_key(self._node_key_file).public
+
+    async def start(self, config: bytes, client_key: bytes, operator_key: bytes, host_keys: list[bytes]) -> str:
         """Start a core with the JSON of its configuration, and return its address once it serves.
 
-        The client with the public key `client_key` may connect. Raises EngineStartError, with the cause, if the core
-        does not start.
+        The client with the public key `client_key` may connect, and rank hosts with `host_keys`. Raises
+        EngineStartError, with the cause, if the core does not start.
         """
         AuthorizedClients(self._key_file).allow("client", client_key)
+        for number, key in enumerate(host_keys, 1):
+            AuthorizedClients(self._node_key_file).allow(f"node-{number}", key)
         try:
-            on_node = _config_on_node(msgspec.json.decode(config, type=VllmConfig))
+            on_node = config_on_node(config, self._node_key_file)
             address = f"tcp://{ray.util.get_node_ip_address()}:0"
             self._core = SharedCore(
                 on_node, address, self._key_file, operator_key, has_log_files=False, folder=self._folder
@@ -73,25 +88,5 @@ class CoreActor:
             await self._core.close()
         if self._keeping is not None:
             self._keeping.cancel()
+        self._held.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _config_on_node(config: VllmConfig) -> VllmConfig:
-    """Return `config` with the model's folder on this node, fetched if need be, and with the devices that Ray chose.
-
-    Raises ValueError if this node cannot have the model or the tokenizer, and what `resolve_model` raises.
-    """
-    model = config.model_config
-    if not Path(model.path).exists():
-        path = str(
-            resolve_model(
-                model.model, revision=model.revision, download_dir=model.download_dir, load_format=model.load_format
-            )
-        )
-        tokenizer = path if model.tokenizer == model.path else model.tokenizer
-        model = msgspec.structs.replace(model, path=path, tokenizer=tokenizer)
-    if not Path(model.tokenizer).exists():
-        raise ValueError(f"the tokenizer's folder {model.tokenizer} does not exist here; copy it to each node")
-    # Ray shows a process only its own GPUs, so that each core has the first ones.
-    parallel = msgspec.structs.replace(config.parallel_config, data_parallel_rank=0)
-    return msgspec.structs.replace(config, model_config=model, parallel_config=parallel)

@@ -10,7 +10,8 @@ import os
 import shutil
 import sys
 import threading
-from typing import IO, Any
+from collections.abc import Coroutine
+from typing import IO, Any, NamedTuple
 
 import msgspec
 import ray
@@ -21,10 +22,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import vllm_mp
 from vllm_mp.client.ray.core_actor import CoreActor
 from vllm_mp.client.ray.messages import Connected, Launch, Lost, Order, Serves, StartCore, State, Stopped, Waits
+from vllm_mp.client.ray.rank_host_actor import RankHostActor
 from vllm_mp.client.ray.resources import bundle_of, no_room
 from vllm_mp.config import VllmConfig
 from vllm_mp.curve_keys import make_client_key
 from vllm_mp.errors import EngineDeadError, EngineStartError
+from vllm_mp.nodes import is_missing_node
 
 _MAX_LINE_BYTES = 64 * 2**20
 _LOCAL_STORE_BYTES = 80 * 2**20
@@ -50,7 +53,7 @@ class Driver:
         self._num_cores = launch.config.parallel_config.data_parallel_size
         self._bundle: dict[str, float] = {}
         self._groups: dict[int, PlacementGroup] = {}
-        """The placement group of each place; places below `_num_cores` share one."""
+        """The placement group of each place, as `_sharing` says."""
         self._placed: set[PlacementGroup] = set()
         """The groups for which there was room."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -111,100 +114,168 @@ class Driver:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        if place >= self._num_cores and (group := self._groups.pop(place, None)) is not None:
+        if len(self._sharing(place)) == 1 and (group := self._groups.pop(place, None)) is not None:
             remove_placement_group(group)
         self._tell(Stopped(place))
 
     async def _keep(self, place: int) -> None:
         """Start the core of a place and watch it until it is lost or this task is cancelled."""
-        node, actor = "", None
+        members: list[_Member] = []
         try:
-            group, index = await self._reserve(place)
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            actor = (
-                ray.remote(CoreActor)
-                .options(
-                    num_cpus=self._bundle["CPU"], num_gpus=self._bundle.get("GPU", 0), scheduling_strategy=strategy
-                )
-                .remote()
-            )
-            node = _node_of(group, index)
-            await self._serve(place, actor, node)
-            await _watch(actor)
+            group, first = await self._reserve(place)
+            for index in range(first, first + self._config.parallel_config.nnodes):
+                members.append(self._start_actor(group, index, RankHostActor if members else CoreActor))
+            await self._run_members(place, members)
         except asyncio.CancelledError:
-            await _close(actor)
+            await _end(members)
             raise
         except Exception as error:
-            if not isinstance(error, RayActorError):
-                await _close(actor)
-            cause, is_final = _explain(error, node)
-            self._tell(Lost(place, cause, is_final))
-        finally:
-            if actor is not None:
-                ray.kill(actor)
+            await _end(members)
+            is_final = isinstance(error, _LostError) and error.is_final
+            self._tell(Lost(place, str(error), is_final))
+
+    def _start_actor(self, group: PlacementGroup, index: int, kind: type) -> "_Member":
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        cpus, gpus = self._bundle["CPU"], self._bundle.get("GPU", 0)
+        actor = ray.remote(kind).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy).remote()
+        return _Member(actor, _node_of(group, index))
+
+    def _sharing(self, place: int) -> range:
+        """Return the places that share the placement group of a place, which spreads all their bundles.
+
+        The first cores share one if each has one node. Otherwise each has its own, so that its nodes differ.
+        """
+        is_shared = place < self._num_cores and self._config.parallel_config.nnodes == 1
+        return range(self._num_cores) if is_shared else range(place, place + 1)
 
     async def _reserve(self, place: int) -> tuple[PlacementGroup, int]:
-        """Return the placement group and the index of the bundle of a place, once the cluster has room for it.
+        """Return the placement group and the index of the first bundle of a place, once the cluster has room for it.
 
         Raises EngineStartError if there is none for `start_timeout_s`, unless there was room before a node was lost; at
         once if a local cluster is too small.
         """
-        members = range(self._num_cores) if place < self._num_cores else range(place, place + 1)
+        sharing = self._sharing(place)
         if place not in self._groups:
-            group = placement_group([self._bundle] * len(members), strategy="SPREAD")
-            self._groups |= dict.fromkeys(members, group)
+            num_bundles = len(sharing) * self._config.parallel_config.nnodes
+            group = placement_group([self._bundle] * num_bundles, strategy="SPREAD")
+            self._groups |= dict.fromkeys(sharing, group)
         group = self._groups[place]
         is_first = group not in self._placed
         limit_s = self._config.liveness_config.start_timeout_s
         deadline = asyncio.get_running_loop().time() + limit_s
         while not await asyncio.to_thread(group.wait, _ROOM_LOOK_S):
-            why = no_room(self._config, self._bundle, len(members) if is_first else 1, ray.nodes())
+            num_cores = self._num_cores if is_first and place < self._num_cores else 1
+            why = no_room(self._config, self._bundle, num_cores, ray.nodes())
             if is_first and self._is_local:
                 raise EngineStartError(why)
             if is_first and asyncio.get_running_loop().time() > deadline:
                 raise EngineStartError(f"{why} (waited start_timeout_s={limit_s:g} s)")
             self._tell(Waits(place, why))
         self._placed.add(group)
-        return group, place - members.start
+        return group, (place - sharing.start) * self._config.parallel_config.nnodes
 
-    async def _serve(self, place: int, actor: Any, node: str) -> None:
-        """Start the core of an actor, and tell the client when it serves.
+    async def _run_members(self, place: int, members: "list[_Member]") -> None:
+        """Run the core of the first actor with the rank hosts of the others, until one of them is lost.
 
-        Raises EngineStartError if the node has another version or the core does not start, and errors of Ray's.
+        Raises _LostError.
         """
+        core, *hosts = members
         limit_s = self._config.liveness_config.start_timeout_s
-        try:
-            version, server_key = await asyncio.wait_for(_as_future(actor.prepare.remote()), limit_s)
-        except TimeoutError as error:
-            raise EngineStartError(f"{node} did not start the actor within start_timeout_s={limit_s:g} s") from error
-        if version != vllm_mp.__version__:
-            raise _NoPackage(f"has vllm-mp {version}")
+        prepared = [core.call("prepare", limit_s=limit_s), *(host.call("version", limit_s=limit_s) for host in hosts)]
+        (version, core_key), *versions = await asyncio.gather(*prepared)
+        for member, found in zip(members, [version, *versions], strict=True):
+            if found != vllm_mp.__version__:
+                raise _LostError(_no_package(member.node, f"has vllm-mp {found}"), is_final=True)
+        config, host_keys = _with_threads(self._config, self._bundle), []
+        if hosts:
+            address, port, nodes_key = await core.call("prepare_nodes")
+            config = _with_parallel(config, master_addr=address, master_port=port)
+            configs = [
+                msgspec.json.encode(_with_parallel(config, node_rank=number)) for number in range(1, len(members))
+            ]
+            # Before the core, which does not wait for the model that a node fetches first.
+            starts = [host.call("start", own, nodes_key) for host, own in zip(hosts, configs, strict=True)]
+            host_keys = await asyncio.gather(*starts)
+        serving = self._serve(place, members, config, core_key, host_keys)
+        await _until_first_ends(serving, *(host.keep() for host in hosts))
+
+    async def _serve(
+        self, place: int, members: "list[_Member]", config: VllmConfig, core_key: bytes, host_keys: list[bytes]
+    ) -> None:
+        """Start the core of the first actor, tell the client when it serves, and watch it. Raises _LostError."""
+        core = members[0]
         key_file = f"{self._launch.folder}/{os.getpid()}-{next(self._key_numbers)}.key"
-        key = make_client_key(key_file, server_key)
-        config = msgspec.json.encode(_with_threads(self._config, self._bundle))
-        address = await actor.start.remote(config, key.public, self._launch.operator_key)
-        self._tell(Serves(place, address, key_file, node, self._bundle))
+        key = make_client_key(key_file, core_key)
+        encoded = msgspec.json.encode(config)
+        address = await core.call("start", encoded, key.public, self._launch.operator_key, host_keys)
+        self._tell(Serves(place, address, key_file, [member.node for member in members], self._bundle))
+        await core.keep()
 
 
-async def _close(actor: Any) -> None:
-    """Let an actor end its core and remove its files, if there is one and it can."""
-    if actor is not None:
-        with contextlib.suppress(RayError, TimeoutError):
-            await asyncio.wait_for(_as_future(actor.close.remote()), _CLOSE_TIMEOUT_S)
+class _LostError(Exception):
+    """Why a place has no core."""
+
+    def __init__(self, cause: str, is_final: bool) -> None:
+        super().__init__(cause)
+        self.is_final = is_final
+        """Another attempt would fail too."""
 
 
-async def _watch(actor: Any) -> None:
-    """Raise the error with which the actor ends; an actor that cannot be reached for a while may go on."""
-    while True:
+class _Member(NamedTuple):
+    """An actor of a core: the core's parent, or that of a rank host."""
+
+    actor: Any
+    node: str
+    """The name of its node."""
+
+    async def call(self, method: str, *args: object, limit_s: float | None = None) -> Any:
+        """Return the result of a method of the actor. Raises _LostError, and ActorUnavailableError.
+
+        `limit_s`: seconds that the actor has to start.
+        """
         try:
-            await actor.keep.remote()
-            return
+            return await asyncio.wait_for(_as_future(getattr(self.actor, method).remote(*args)), limit_s)
         except ActorUnavailableError:
-            await asyncio.sleep(_ACTOR_RETRY_S)
+            raise
+        except TimeoutError as error:
+            cause = f"{self.node} did not start the actor within start_timeout_s={limit_s:g} s"
+            raise _LostError(cause, is_final=False) from error
+        except Exception as error:
+            raise _LostError(*_explain(error, self.node)) from error
+
+    async def keep(self) -> None:
+        """Raise the error with which the actor ends; an actor that cannot be reached for a while may go on."""
+        while True:
+            try:
+                await self.call("keep")
+                return
+            except ActorUnavailableError:
+                await asyncio.sleep(_ACTOR_RETRY_S)
+
+    async def close(self) -> None:
+        """Let the actor end its core or rank host and remove its files, if it can; end the actor."""
+        try:
+            await asyncio.wait_for(_as_future(self.actor.close.remote()), _CLOSE_TIMEOUT_S)
+        except (RayError, TimeoutError):
+            pass
+        finally:
+            ray.kill(self.actor)
 
 
-class _NoPackage(Exception):
-    """A node has another version of the package."""
+async def _end(members: list[_Member]) -> None:
+    await asyncio.gather(*(member.close() for member in members))
+
+
+async def _until_first_ends(*calls: Coroutine[Any, Any, None]) -> None:
+    """Return or raise as the first of `calls` that ends, and cancel the others."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        next(iter(done)).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _as_future(reference: Any) -> "asyncio.Future[Any]":
@@ -213,23 +284,26 @@ def _as_future(reference: Any) -> "asyncio.Future[Any]":
 
 
 def _explain(error: Exception, node: str) -> tuple[str, bool]:
-    """Return why a place has no core, and whether another attempt would fail too."""
+    """Return why a node has no core or rank host, and whether another attempt would fail too."""
     text = str(error)
-    lacks = str(error) if isinstance(error, _NoPackage) else ""
     if "ModuleNotFoundError" in text or "ImportError" in text:
-        lacks = f"cannot import vllm-mp ({_last_line(text)})"
-    if lacks:
-        here = f"this machine has vllm-mp {vllm_mp.__version__}"
-        return f"{node} {lacks}, and {here}; install the same version on all nodes", True
+        return _no_package(node, f"cannot import vllm-mp ({_last_line(text)})"), True
     if isinstance(error, RayTaskError):
         inner = error.cause
         if isinstance(inner, EngineStartError):
             return f"the core on {node} did not start: {inner}", False
         if isinstance(inner, EngineDeadError):
-            return f"the core on {node} is gone for good: {inner}", True
+            # Other actors may have a rank host that joins.
+            return f"the core on {node} is gone for good: {inner}", not is_missing_node(str(inner))
+        return f"the actor of the core on {node} failed: {_last_line(text)}", False
     if isinstance(error, RayActorError):
         return f"the actor of the core on {node} died, or its node was lost: {_last_line(text)}", False
     return text, False
+
+
+def _no_package(node: str, lack: str) -> str:
+    here = f"this machine has vllm-mp {vllm_mp.__version__}"
+    return f"{node} {lack}, and {here}; install the same version on all nodes"
 
 
 def _last_line(text: str) -> str:
@@ -251,6 +325,10 @@ def _with_threads(config: VllmConfig, bundle: dict[str, float]) -> VllmConfig:
         return config
     device = msgspec.structs.replace(config.device_config, device="cpu", num_threads=int(bundle["CPU"]))
     return msgspec.structs.replace(config, device_config=device)
+
+
+def _with_parallel(config: VllmConfig, **changes: object) -> VllmConfig:
+    return msgspec.structs.replace(config, parallel_config=msgspec.structs.replace(config.parallel_config, **changes))
 
 
 def _give_up(limit_s: float) -> None:

@@ -52,10 +52,15 @@ class Serves(msgspec.Struct, tag="serves", frozen=True):
     address: str
     key_file: str
     """The client's key file for this core."""
-    node: str
-    """The name of the node, for people."""
+    nodes: list[str]
+    """The names of its nodes, for people; the first has the core."""
     resources: dict[str, float]
-    """What is reserved for the core."""
+    """What is reserved for the core on each node."""
+
+    @property
+    def node(self) -> str:
+        """The nodes in one text."""
+        return " and ".join(self.nodes)
 
 
 class Lost(msgspec.Struct, tag="lost", frozen=True):

@@ -27,14 +27,17 @@ _RETRY_S = 1.0
 
 
 class RayCore:
-    """The core of one place of an engine: on one node, where its actor restarts it, and after that node on another."""
+    """The core of one place of an engine: on one node, where its actor restarts it, and after that node on another.
+
+    With `nnodes` its ranks are on several nodes, and it is placed again when one of them is lost.
+    """
 
     standby_pid = None
     """Its standby, if any, belongs to the actor."""
 
     def __init__(self, driver: DriverProcess, place: int) -> None:
         self.node: str | None = None
-        """The node and what is reserved there, in words; None before there is one."""
+        """The nodes and what is reserved there, in words; None before there are any."""
         self.trouble = "Ray has not started it"
         """Why there is no core."""
         self._driver = driver
@@ -140,7 +143,7 @@ class RayCore:
         except BaseException:
             connection.close()
             raise
-        self.node = f"{serves.node}: {describe_bundle(serves.resources)}"
+        self.node = f"{serves.node}: {describe_bundle(serves.resources)}{' each' * (len(serves.nodes) > 1)}"
         if not is_known:
             logger.info("core %d serves %s on %s", self._place, serves.address, self.node)
         config.parallel_config.data_parallel_rank = self._place

@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 _RECEIVE_S = 0.01
 """Seconds that messages may take between two steps, so that a flood of messages does not hold up the streams."""
 _MAX_ERROR_CHARACTERS = 2000
-_DECODE_ERRORS = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError)
-"""What `wire.decode_client_message` raises for a frame that is not of the protocol."""
 _AddMessage = wire.AddRequest | wire.AddPooling
 
 
@@ -134,7 +132,7 @@ class RequestHandler:
         """Tell every client that has said hello, or whose hello has arrived, why the core will not serve."""
         while self._socket.poll(0):
             identity, *frames = self._socket.recv_multipart()
-            with contextlib.suppress(*_DECODE_ERRORS):
+            with contextlib.suppress(*wire.DECODE_ERRORS):
                 if isinstance(wire.decode_client_message(b"".join(frames)), wire.Hello):
                     self._clients.refuse(identity, None, reason)
 
@@ -161,7 +159,7 @@ class RequestHandler:
                 continue
             try:
                 message = wire.decode_client_message(frame)
-            except _DECODE_ERRORS as error:
+            except wire.DECODE_ERRORS as error:
                 self._dropped.warn(str(error))
                 continue
             if not admit and isinstance(message, wire.Hello | wire.AddRequest | wire.AddPooling):

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from vllm_mp.core.models.checkpoint import Destination, load_checkpoint
 from vllm_mp.core.models.gpt2 import LayerNorm
 from vllm_mp.core.models.linear import Linear, pack_projections
+from vllm_mp.core.models.vocabulary import shared_embedding
+from vllm_mp.core.parallel.cuts import cut_tensors
+from vllm_mp.core.parallel.group import RankModule
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture
@@ -43,7 +46,7 @@ HEADS = ("pooler.", "cls.", "lm_head.", "vocab_")
 """Beginnings of the names of heads, which are skipped."""
 
 
-class EncoderLayer(nn.Module):
+class EncoderLayer(RankModule):
     """Attention and MLP, each added to the residual stream and normalised after it."""
 
     def __init__(self, arch: NativeArchitecture, layer: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -51,10 +54,10 @@ class EncoderLayer(nn.Module):
         self.num_heads = arch.num_heads
         self.scale = arch.attention_scale[layer]
         self.activation = ops.ACTIVATIONS[arch.activation]
-        hidden, inner = arch.hidden_size, arch.intermediate_size
+        hidden, inner, attended = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
         form: Any = {"bias": True, "dtype": dtype, "device": device, "blocks": arch.blocks}
-        self.qkv_proj = Linear(hidden, [hidden] * 3, **form)
-        self.o_proj = Linear(hidden, hidden, **form)
+        self.qkv_proj = Linear(hidden, [attended] * 3, **form)
+        self.o_proj = Linear(attended, hidden, **form)
         self.attention_norm = LayerNorm(hidden, arch.norm_eps, dtype, device)
         self.up_proj = Linear(hidden, inner, **form)
         self.down_proj = Linear(inner, hidden, **form)
@@ -63,8 +66,8 @@ class EncoderLayer(nn.Module):
     def forward(self, x: Tensor, row_lens: list[int]) -> Tensor:
         q, k, v = self.qkv_proj(x).view(x.shape[0], 3, self.num_heads, -1).unbind(1)
         attended = ops.encoder_attention(q, k, v, row_lens, self.scale)
-        x = self.attention_norm(x + self.o_proj(attended.reshape(x.shape)))
-        normed: Tensor = self.output_norm(x + self.down_proj(self.activation(self.up_proj(x))))
+        x = self.attention_norm(x + self.group.sum(self.o_proj(attended.flatten(1))))
+        normed: Tensor = self.output_norm(x + self.group.sum(self.down_proj(self.activation(self.up_proj(x)))))
         return normed
 
 
@@ -82,7 +85,7 @@ class ClassHead(nn.Module):
         return outputs
 
 
-class BertModel(nn.Module):
+class BertModel(RankModule):
     """The embeddings and the layers; `vllm_mp.core.models.NativeModel` is the contract."""
 
     prefix: ClassVar = "bert."
@@ -96,6 +99,7 @@ class BertModel(nn.Module):
     def __init__(self, arch: NativeArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.arch = arch
+        self._dtype = dtype
         self.kv_shapes = arch.kv_shapes
         at: dict[str, Any] = {"dtype": dtype, "device": device}
         num_positions = arch.max_position + arch.position_offset
@@ -115,7 +119,7 @@ class BertModel(nn.Module):
         kv_caches: list[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        x = F.embedding(input_ids, self.word_embeddings)
+        x = shared_embedding(input_ids, self.word_embeddings, self._dtype, self.arch.shard, self.group)
         if self.arch.num_token_types:
             types = metadata.token_types
             x = x + (self.token_type_embeddings[0] if types is None else F.embedding(types, self.token_type_embeddings))
@@ -134,10 +138,11 @@ class BertModel(nn.Module):
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         destinations = self._destinations()
+        # Old files contain the position ids, which were a buffer.
+        named = ((_current_name(name), tensor) for name, tensor in tensors if not name.endswith(".position_ids"))
         load_checkpoint(
             destinations,
-            # Old files contain the position ids, which were a buffer.
-            ((_current_name(name), tensor) for name, tensor in tensors if not name.endswith(".position_ids")),
+            cut_tensors(named, self.arch.shard),
             prefix=self.prefix,
             ignored=lambda name: name not in destinations and name.startswith(HEADS),
             tied=None,

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mp.core.models.block_matrix import BlockMatrix, projection_type
@@ -27,7 +26,7 @@ class Linear(Packable):
     """`x @ weight.T + bias`, allocated without the initialisation that `nn.Linear` spends start-up time on.
 
     `weight` [out_size, in_size]; `bias` [out_size] or None. With `fp8` the weights are allocated as `ops.FLOAT8`, and
-    `weight_scale` has the form that `ops.fp8_linear` takes; without `fp8` it is None. With `blocks` there is no
+    `weight_scale` has the form that `ops.linear` takes; without `fp8` it is None. With `blocks` there is no
     `weight`, but a `BlockMatrix`.
     """
 
@@ -152,12 +151,9 @@ class Linear(Packable):
         if self._packed is not None:
             out = self._packed(x, None, adapters, adapter_slots)
             return out
-        if self.weight_scale is not None:
-            out = ops.fp8_linear(x, self.weight, self.weight_scale, self.bias)
+        out = ops.linear(x, self.weight, self.bias, self.weight_scale)
         if isinstance(x, ops.QuantizedRows):
             return out
-        if self.weight_scale is None:
-            out = F.linear(x, self.weight, self.bias)
         if isinstance(adapters, ops.AdapterStack) and adapter_slots is not None:
             ops.add_adapters(out, x, adapter_slots, adapters.a, adapters.b, adapters.part_sizes)
         return out

@@ -69,7 +69,7 @@ class VocabularyHead(Packable, RankModule):
         """Return the logits of the tokens whose rows the weight holds."""
         if self._packed is None:
             assert isinstance(self.weight, Tensor)
-            return F.linear(hidden, self.weight)
+            return ops.linear(hidden, self.weight)
         logits: Tensor = self._packed(hidden, torch.float32)
         return logits
 

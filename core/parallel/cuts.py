@@ -88,9 +88,24 @@ _GPT2: Final = {
     "wte": _Cut(_vocabulary),
     "lm_head": _Cut(_vocabulary),
 }
-_CUTS: Final = {"llama": _LLAMA, "gpt2": _GPT2}
+_BERT: Final = {
+    "attention.self.query": _Cut(_heads),
+    "attention.self.key": _Cut(_heads),
+    "attention.self.value": _Cut(_heads),
+    "attention.output.dense": _Cut(_even, by_inputs=True),
+    "intermediate.dense": _Cut(_even),
+    "output.dense": _Cut(_even, by_inputs=True),
+    "q_lin": _Cut(_heads),
+    "k_lin": _Cut(_heads),
+    "v_lin": _Cut(_heads),
+    "out_lin": _Cut(_even, by_inputs=True),
+    "lin1": _Cut(_even),
+    "lin2": _Cut(_even, by_inputs=True),
+    "word_embeddings": _Cut(_vocabulary),
+}
+_CUTS: Final = {"llama": _LLAMA, "gpt2": _GPT2, "bert": _BERT}
 """By the module of `core/models` that runs the family, and by the end of a name in a checkpoint."""
-_LAYER: Final = re.compile(r".*\b(?:layers|h)\.(\d+)\.")
+_LAYER: Final = re.compile(r".*\b(?:layers?|h)\.(\d+)\.")
 _OF_FIRST_STAGE: Final = ("embed_tokens", "lm_head", "wte", "wpe")
 _OF_LAST_STAGE: Final = ("norm", "ln_f")
 

@@ -202,6 +202,8 @@ def lead(
     Raises ValueError if a rank cannot join, and StopSignal.Stopped if the core is told to stop.
     """
     ranks.join(config, stop.raise_if_set)
+    if device.type == "cuda":
+        watch_ranks(ranks.look, ranks.closing)
     local = ranks.local
     group, pipeline = make_group(
         config,
@@ -213,6 +215,4 @@ def lead(
         local.has_own_cpus,
         ranks.check,
     )
-    if device.type == "cuda":
-        watch_ranks({state.rank: state.pid for state in local.ranks}, ranks.closing)
     return group, pipeline, Followers(ranks, config.scheduler_config.max_num_seqs)

@@ -6,6 +6,7 @@ pair of Unix sockets that it has inherited. So no other process can join or answ
 
 import enum
 import hashlib
+import reprlib
 from typing import Any, Final
 
 import msgspec
@@ -15,7 +16,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core.parallel.shared_memory import MemoryLayout
 from vllm_mp.wire import SCHEMA
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Version of the messages between the ranks of a core."""
 MAX_REPLY_BYTES: Final = 2**16
 
@@ -55,6 +56,8 @@ class Joined(msgspec.Struct, tag="joined", kw_only=True):
     protocol: int
     package: str
     digest: str
+    chosen: dict[str, Any] = {}
+    """As `chosen_options`."""
 
 
 class Ready(msgspec.Struct, tag="ready", kw_only=True):
@@ -105,6 +108,8 @@ _PRIVATE: Final = {
     "model_config": (
         "model",
         "path",
+        "revision",
+        "download_dir",
         "tokenizer",
         "tokenizer_mode",
         "skip_tokenizer_init",
@@ -127,6 +132,11 @@ _PRIVATE: Final = {
 names."""
 
 
+_CHOSEN: Final = ("device", "dtype", "max_num_batched_tokens", "async_scheduling")
+"""Shared options that `core.worker.device.prepare_device` chooses for its machine unless they are given."""
+_MAX_DIFFERENCES: Final = 4
+
+
 def shared_options(config: VllmConfig) -> dict[str, Any]:
     """Return, by name, the options that all ranks of a core must have in common."""
     options: dict[str, Any] = {}
@@ -135,6 +145,22 @@ def shared_options(config: VllmConfig) -> dict[str, Any]:
         if private != () and fields is not None:
             options |= {name: value for name, value in fields.items() if name not in (private or ())}
     return options
+
+
+def chosen_options(config: VllmConfig) -> dict[str, Any]:
+    """Return, by name, the options of a completed configuration that each machine may have chosen by itself."""
+    options = shared_options(config)
+    return {name: options[name] for name in _CHOSEN}
+
+
+def differences(theirs: dict[str, Any], own: dict[str, Any]) -> str:
+    """Say which options of a rank or a rank host differ from the core's; empty if none."""
+    names = [name for name in {**own, **theirs} if theirs.get(name) != own.get(name)]
+    texts = [
+        f"{name}={reprlib.repr(theirs.get(name))} instead of {reprlib.repr(own.get(name))}"
+        for name in names[:_MAX_DIFFERENCES]
+    ]
+    return ", ".join(texts + ["..."] * (len(names) > _MAX_DIFFERENCES))
 
 
 def digest_of(config: VllmConfig) -> str:

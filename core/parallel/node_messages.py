@@ -4,7 +4,7 @@ A rank host sends single frames. A core sends a frame that names the kind (`ANSW
 answer to a Hello, the parts of a message for the ring, or nothing.
 """
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -19,14 +19,17 @@ BEAT_S: Final = 0.5
 MAX_SAID_BYTES: Final = 2**24
 
 
+_Name = Annotated[str, msgspec.Meta(max_length=256)]
+
+
 class Hello(msgspec.Struct, tag="hello", kw_only=True):
     """A rank host wants to run the ranks of a node. New fields come last and have defaults."""
 
     node: int
     protocol: int
-    package: str
-    machine: str
-    options: dict[str, Any]
+    package: _Name
+    machine: _Name
+    options: dict[_Name, Any]
     """As `messages.shared_options`."""
 
 

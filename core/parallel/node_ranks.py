@@ -5,7 +5,7 @@ import logging
 import reprlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import zmq
@@ -14,7 +14,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from vllm_mp import __version__
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.ipc.curve_server import require_keys
-from vllm_mp.core.parallel.messages import PROTOCOL, shared_options
+from vllm_mp.core.parallel.messages import PROTOCOL, differences, shared_options
 from vllm_mp.core.parallel.node_messages import (
     ANSWER,
     MAX_SAID_BYTES,
@@ -33,6 +33,7 @@ from vllm_mp.core.parallel.node_messages import (
 from vllm_mp.core.parallel.rank_state import PATIENCE, RankState, WorkerFailedError
 from vllm_mp.core.parallel.shared_memory import MemoryLayout
 from vllm_mp.nodes import ip_address, missing_node
+from vllm_mp.wire import DECODE_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ _PROBE_S: Final = 1.0
 """Interval in which the core looks whether the connections still exist."""
 _READ_S: Final = 0.1
 """Interval in which a core that only sends reads too."""
-_MAX_DIFFERENCES: Final = 4
 
 
 class _Node:
@@ -156,7 +156,7 @@ class NodeRanks:
         """Return the answer to the first message of a rank host, which is admitted unless it is refused."""
         try:
             hello = _decode(frames)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             return Refused(reason=f"this is not what a rank host says first: {error}")
         if not isinstance(hello, Hello):
             return Refused(reason=f"a rank host says Hello first, not {type(hello).__name__}; start it again")
@@ -172,8 +172,8 @@ class NodeRanks:
         if node.identity is not None:
             self._send(node, PROBE)  # raises if the connection is lost, and this is the same rank host again
             return Refused(reason=f"node_rank={hello.node} is taken by the machine {node.machine}; give another number")
-        if differences := _differences(hello.options, self._options):
-            return Refused(reason=f"it has other options than the core: {differences}; give all machines the same")
+        if differing := differences(hello.options, self._options):
+            return Refused(reason=f"it has other options than the core: {differing}; give all machines the same")
         node.admit(identity, hello.machine)
         logger.info("%s runs the ranks %s", node.name, ", ".join(str(state.rank) for state in node.ranks))
         return Welcome(meeting_place=self._meeting_place)
@@ -189,13 +189,13 @@ class NodeRanks:
         node.heard = time.monotonic()
         try:
             said = _decode(frames)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             raise WorkerFailedError(f"{node.name} says what no rank host says: {error}") from error
         match said:
             case RanksFailed(error=reason, is_mistake=is_mistake):
                 raise (ValueError if is_mistake else WorkerFailedError)(f"{node.name}: {reason}")
             case Said(rank=rank) if rank in (by_rank := {state.rank: state for state in node.ranks}):
-                by_rank[rank].unread.append(said.said)
+                by_rank[rank].note(said.said)
             case Started(pids=pids) if len(pids) == len(node.ranks):
                 for state, pid in zip(node.ranks, pids, strict=True):
                     state.pid = pid
@@ -228,18 +228,8 @@ class NodeRanks:
 
 
 def _decode(frames: Sequence[bytes]) -> FromHost:
-    """Return the message that a rank host has sent; raise MsgspecError for what is none."""
+    """Return the message that a rank host has sent; raise one of `DECODE_ERRORS` for what is none."""
     if len(frames) != 1:
         raise msgspec.DecodeError(f"{len(frames)} frames instead of one")
     said: FromHost = msgspec.msgpack.decode(frames[0], type=FromHost)
     return said
-
-
-def _differences(theirs: dict[str, Any], own: dict[str, Any]) -> str:
-    """Say which options of a rank host differ from the core's; empty if none."""
-    names = [name for name in {**own, **theirs} if theirs.get(name) != own.get(name)]
-    texts = [
-        f"{name}={reprlib.repr(theirs.get(name))} instead of {reprlib.repr(own.get(name))}"
-        for name in names[:_MAX_DIFFERENCES]
-    ]
-    return ", ".join(texts + ["..."] * (len(names) > _MAX_DIFFERENCES))

@@ -6,9 +6,11 @@ make progress, and how they end. When the core is gone it ends them, and connect
 
 import logging
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 import time
 from typing import Final, NoReturn
 
@@ -37,12 +39,16 @@ from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.parallel.worker_processes import WorkerProcesses
 from vllm_mp.curve_keys import ClientKey, read_client_key
 from vllm_mp.nodes import ip_address
+from vllm_mp.wire import DECODE_ERRORS
 
 logger = logging.getLogger(__name__)
 
 _RECONNECT_MS: Final = 200
 _LONGEST_RECONNECT_MS: Final = 2000
 _LINGER_MS: Final = 200
+_PARENT_CHECK_MS: Final = 500
+_STOP_GRACE_S: Final = 5.0
+"""Time that the ranks have to end after the parent's death, before the process is ended."""
 
 
 class CoreLostError(Exception):
@@ -56,8 +62,10 @@ class RefusedError(Exception):
 def main() -> int:
     """Run the ranks of the machine whose configuration is on standard input, until a signal.
 
-    Return the exit code: 0 after a signal, 1 if the core refuses this machine, or if no core comes.
+    With `--follow-parent` also until its parent has ended, or closes standard input. Return the exit code: 0 after a
+    signal, 1 if the core refuses this machine, or if no core comes.
     """
+    parent_pid = os.getppid()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=VllmConfig)
     logging.basicConfig(
         level=os.environ.get("VLLM_MP_LOG_LEVEL", "INFO").upper(),
@@ -67,6 +75,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     try:
+        if "--follow-parent" in sys.argv[1:]:
+            threading.Thread(target=_follow_parent, args=(parent_pid,), name="parent-watch", daemon=True).start()
         host = RankHost(config)
         while True:
             host.serve_next_core()
@@ -83,6 +93,17 @@ class _Stopped(BaseException):
 
 def _stop(number: int, frame: object) -> NoReturn:
     raise _Stopped
+
+
+def _follow_parent(pid: int) -> None:
+    """End this process once the parent `pid` has ended or closes standard input."""
+    poll = select.poll()
+    poll.register(0, select.POLLHUP)
+    while not poll.poll(_PARENT_CHECK_MS) and os.getppid() == pid:
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_STOP_GRACE_S)
+    os._exit(1)
 
 
 class RankHost:
@@ -131,7 +152,13 @@ class RankHost:
             link.follow_connection(hello)
             for kind, *parts in link.messages():
                 if kind == ANSWER:
-                    answer: Answer = msgspec.msgpack.decode(b"".join(parts), type=Answer)
+                    try:
+                        answer: Answer = msgspec.msgpack.decode(b"".join(parts), type=Answer)
+                    except DECODE_ERRORS as error:
+                        raise RefusedError(
+                            f"the core at {self._address} answers what no core answers: {error}; install one version "
+                            "of vllm-mp"
+                        ) from error
                     if isinstance(answer, Refused):
                         raise RefusedError(f"the core at {self._address} refuses this machine: {answer.reason}")
                     return answer.meeting_place

@@ -10,6 +10,10 @@ PATIENCE: Final = 0.8
 which of them hangs or is missing."""
 
 
+_MAX_UNREAD: Final = 8
+"""More than a rank says while the core waits for something else."""
+
+
 class WorkerFailedError(RuntimeError):
     """Raised when a rank has ended, hangs or says what no rank says; the core cannot continue."""
 
@@ -32,6 +36,12 @@ class RankState:
         """The number of beats when the core last looked."""
         self.still_s = 0.0
         """Seconds without progress, as far as the core has looked."""
+
+    def note(self, said: FromRank) -> None:
+        """Append what the rank has said to `unread`; raise WorkerFailedError if it says too much."""
+        if len(self.unread) == _MAX_UNREAD:
+            raise WorkerFailedError(f"{self.name} says more than it was asked: {type(said).__name__}")
+        self.unread.append(said)
 
     @property
     def name(self) -> str:

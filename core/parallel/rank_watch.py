@@ -6,37 +6,41 @@ thread itself looks at the ranks while it waits.
 
 import logging
 import os
-import select
 import threading
 from collections.abc import Callable
 from typing import Final
 
+from vllm_mp.core.parallel.rank_state import WorkerFailedError
+
 logger = logging.getLogger(__name__)
 
+_LOOK_S: Final = 1.0
 _GRACE_S: Final = 2.0
 """Time in which the main thread may find out by itself and end the core with its own words."""
 
 
 def watch_ranks(
-    pids: dict[int, int], stopped: threading.Event, end: Callable[[int], object] = os._exit, grace_s: float = _GRACE_S
+    look: Callable[[], None],
+    stopped: threading.Event,
+    end: Callable[[int], object] = os._exit,
+    look_s: float = _LOOK_S,
+    grace_s: float = _GRACE_S,
 ) -> threading.Thread:
-    """Start the thread, which calls `end(1)` when a process of `pids`, by rank, has ended and `stopped` is not set.
+    """Start the thread, which calls `look` every `look_s` seconds until `stopped` is set.
 
-    `stopped` must be set before the ranks are told to end. `grace_s` seconds pass between the end of the rank and that
-    of the core.
+    If `look` raises, as `Ranks.look` does for a rank that has ended, it calls `end(1)` after `grace_s` seconds, unless
+    `stopped` has been set. `stopped` must be set before the ranks are told to end.
     """
-    descriptors = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
 
     def watch() -> None:
-        ended = [descriptors[descriptor] for descriptor, _ in poll.poll()]
-        for descriptor in descriptors:
-            os.close(descriptor)
-        if not stopped.wait(grace_s):
-            logger.error("rank %d (process %d) has ended, and with it the core", ended[0], pids[ended[0]])
-            end(1)
+        while not stopped.wait(look_s):
+            try:
+                look()
+            except (WorkerFailedError, ValueError) as error:
+                if not stopped.wait(grace_s):
+                    logger.error("%s, and with it the core", error)
+                    end(1)
+                return
 
     thread = threading.Thread(target=watch, name="rank-watch", daemon=True)
     thread.start()

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from vllm_mp import __version__
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.core.parallel.meeting_place import MeetingPlace
-from vllm_mp.core.parallel.messages import PROTOCOL, Joined, Ready, Reply, digest_of
+from vllm_mp.core.parallel.messages import PROTOCOL, Joined, Ready, Reply, chosen_options, differences, digest_of
 from vllm_mp.core.parallel.node_ranks import NodeRanks
 from vllm_mp.core.parallel.rank_state import PATIENCE, RankSource, RankState, WorkerFailedError
 from vllm_mp.core.parallel.worker_processes import WorkerProcesses
@@ -37,9 +37,13 @@ class Ranks:
         limits, parallel = config.liveness_config, config.parallel_config
         self._beat = beat
         self._limit_s = PATIENCE * limits.engine_iteration_timeout_s
-        self._start_limit_s = limits.start_timeout_s
+        self._start_limit_s = PATIENCE * limits.start_timeout_s
         self.closing = threading.Event()
         """Set before the ranks are told to end."""
+        self._lock = threading.RLock()
+        """Held while a thread uses the sources."""
+        self._failure: WorkerFailedError | ValueError | None = None
+        """What the first `look` that failed has raised; each further one raises it again."""
         self._last_look = time.monotonic()
         self._is_serving = False
         self.meeting_place = MeetingPlace(config, folder)
@@ -79,6 +83,10 @@ class Ranks:
         for state in self._ranks:
             joined = self._next(state, Joined, keep_going)
             if (joined.protocol, joined.package, joined.digest) != expected or joined.rank != state.rank:
+                if joined.package == __version__ and (differing := differences(joined.chosen, chosen_options(config))):
+                    raise ValueError(
+                        f"{state.name} cannot join: its machine has chosen {differing}; give all machines these options"
+                    )
                 raise ValueError(
                     f"{state.name} cannot join: it has protocol {joined.protocol}, version {joined.package} and "
                     f"options with the digest {joined.digest}, and the core has {expected[0]}, {expected[1]} and "
@@ -113,13 +121,26 @@ class Ranks:
     def write(self, parts: Sequence[bytes]) -> None:
         """Send all ranks a message; raises as `check` does, and ValueError for a message that is too long."""
         self.expect_progress()
-        for source in self._sources:
-            source.write(parts, self.check)
+        with self._lock:
+            for source in self._sources:
+                source.write(parts, self.check)
 
     def look(self) -> None:
-        """Raise WorkerFailedError if a rank has ended or failed, and ValueError for a mistake in the configuration."""
-        for source in self._sources:
-            source.receive()
+        """Raise WorkerFailedError if a rank has ended or failed, and ValueError for a mistake in the configuration.
+
+        Any thread may call this; no-op once `close` was called.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self.closing.is_set():
+                return
+            try:
+                for source in self._sources:
+                    source.receive()
+            except (WorkerFailedError, ValueError) as error:
+                self._failure = error
+                raise
 
     def check(self) -> None:
         """Do what `look` does, and raise WorkerFailedError if a rank makes no progress for too long.
@@ -138,8 +159,9 @@ class Ranks:
     def close(self, at_once: bool = False) -> None:
         """End all ranks, by force `at_once` or if they have not ended after 2 seconds; idempotent."""
         self.closing.set()
-        for source in reversed(self._sources):
-            source.close(at_once)
+        with self._lock:
+            for source in reversed(self._sources):
+                source.close(at_once)
 
     def _check_progress(self, ranks: Sequence[RankState]) -> None:
         now = time.monotonic()
@@ -161,6 +183,9 @@ class Ranks:
             raise WorkerFailedError(
                 f"{last.name} has made no progress for {last.still_s:.1f} s; if its steps take that long, raise "
                 "engine_iteration_timeout_s"
+                if self._is_serving
+                else f"{last.name} has not got on with its start for {last.still_s:.1f} s; look for the cause on its "
+                "machine, or if it takes that long, raise start_timeout_s"
             )
 
     def _next(self, state: RankState, kind: type[Said], keep_going: Callable[[], None]) -> Said:
@@ -175,6 +200,7 @@ class Ranks:
             self.look()
             self._check_progress([state])
             keep_going()
+        self._beat()
         said = state.unread.pop(0)
         if not isinstance(said, kind):
             raise WorkerFailedError(f"{state.name} says {type(said).__name__} where {kind.__name__} is due")

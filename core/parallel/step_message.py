@@ -1,7 +1,7 @@
 """A scheduled step as the core sends it to the other ranks, and the rows of the batch as these keep them.
 
 A message holds what `step_inputs` reads of the batch: for each row the tokens of the step, how many were computed
-before, the adapter slot, and the blocks that the row got since it was last sent.
+before, the adapter slot, the place of a second text, and the blocks that the row got since it was last sent.
 """
 
 from typing import Final, NamedTuple
@@ -50,6 +50,7 @@ class RowMirror:
         self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
         self.adapter_slot = np.full(max_num_seqs, NO_SLOT, np.int32)
+        self.second_text_at = np.zeros(max_num_seqs, np.int64)
 
 
 class StepEncoder:
@@ -82,14 +83,15 @@ class StepEncoder:
         places = np.zeros(0, np.int64) if embeds is None else embeds
         flags = sampling | isolates << 2 | returns_all << 3
         head = [len(rows), len(tokens), len(blocks), len(step.awaits), len(places), step.num_decodes, flags]
-        columns = (rows, counts, first_tokens, batch.adapter_slot[rows], first_blocks, num_blocks, step.samples)
+        of_rows = batch.adapter_slot[rows], batch.second_text_at[rows]
+        columns = (rows, counts, first_tokens, *of_rows, first_blocks, num_blocks, step.samples)
         wide = np.concatenate((head, *columns, step.awaits, places), dtype=_INT64, casting="unsafe")
         return [wide.tobytes(), tokens.tobytes(), blocks.tobytes()]
 
 
 def message_bytes(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> int:
     """Return the most bytes that a step can take, whose rows have up to `max_blocks` blocks."""
-    return 8 * (7 + 8 * max_num_seqs + max_num_batched_tokens) + 4 * (
+    return 8 * (7 + 9 * max_num_seqs + max_num_batched_tokens) + 4 * (
         max_num_batched_tokens + max_num_seqs * max_blocks
     )
 
@@ -102,18 +104,18 @@ def decode_step(data: memoryview, mirror: RowMirror) -> StepMessage:
     try:
         head = np.frombuffer(data, _INT64, 7).tolist()
         num_rows, num_tokens, num_blocks, num_awaits, num_places, num_decodes, flags = head
-        wide = np.frombuffer(data, _INT64, 7 * num_rows + num_awaits + num_places, 56).copy()  # torch wants to write
+        wide = np.frombuffer(data, _INT64, 8 * num_rows + num_awaits + num_places, 56).copy()  # torch wants to write
         at = 56 + wide.nbytes
         tokens = np.frombuffer(data, _INT32, num_tokens, at)
         blocks = np.frombuffer(data, _INT32, num_blocks, at + tokens.nbytes)
-        rows, counts, first_tokens, adapter_slot, first_blocks, block_counts, samples = wide[: 7 * num_rows].reshape(
-            7, num_rows
-        )
-        awaits, places = wide[7 * num_rows :][:num_awaits], wide[7 * num_rows + num_awaits :]
+        columns = wide[: 8 * num_rows].reshape(8, num_rows)
+        rows, counts, first_tokens, adapter_slot, second_text_at, first_blocks, block_counts, samples = columns
+        awaits, places = wide[8 * num_rows :][:num_awaits], wide[8 * num_rows + num_awaits :]
         mirror.token_ids[_cells(rows, first_tokens, counts)] = tokens
         mirror.block_table[_cells(rows, first_blocks, block_counts)] = blocks
         mirror.num_computed_tokens[rows] = first_tokens
         mirror.adapter_slot[rows] = adapter_slot
+        mirror.second_text_at[rows] = second_text_at
     except (ValueError, IndexError) as error:
         raise MessageError(f"a step of {len(data)} bytes cannot be decoded: {error}") from error
     is_pooled = np.zeros(num_rows, np.bool_)

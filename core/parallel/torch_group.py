@@ -2,23 +2,29 @@
 
 import contextlib
 import datetime
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from concurrent.futures import Future, wait
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._autograd import _enable_record_function
 
-from vllm_mp.core.parallel.group import RankGroup, minimum_of
+from vllm_mp.core.parallel.group import RankGroup
 from vllm_mp.core.parallel.meeting_place import open_store, use_network_of
 from vllm_mp.core.parallel.pipeline import Pipeline
+from vllm_mp.core.parallel.rank_state import WorkerFailedError
 
 _LOOK: Final = datetime.timedelta(seconds=0.1)
+_POLL_S: Final = 0.01
 _EXPLANATION_S: Final = 2.0
 """Time that `check` gets to say why an operation has failed."""
+
+T = TypeVar("T")
 
 
 class TorchGroup(RankGroup):
@@ -62,18 +68,60 @@ class TorchGroup(RankGroup):
         return x
 
     def minimum(self, value: int) -> int:
-        return minimum_of(self, value, self._device)
+        values = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        values[self.rank] = value
+        work: Any = dist.all_reduce(values, group=self._group, async_op=True)
+        while not work.is_completed():  # on GPUs too: the other ranks may still load, and one may hang
+            self._check()
+            time.sleep(_POLL_S)
+        self._finish(work)
+        return int(values.min())
 
     def divided(self, size: int) -> "TorchGroup":
         """Return the group of this rank, where each `size` ranks of this group, one after another, make a group.
 
         All ranks of all groups must call it; this must be the group of all ranks.
         """
-        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, self.size, size)]
+        groups = [self.new_group(list(range(first, first + size))) for first in range(0, self.size, size)]
         place = self.rank // size
         return TorchGroup(self.rank % size, size, self._device, self._check, groups[place], place * size)
 
-    def explain(self) -> None:
+    def new_group(self, ranks: list[int]) -> Any:
+        """Return the process group of `ranks`; all ranks must call it, and this must be the group of all ranks."""
+        return self.watched(lambda: dist.new_group(ranks))
+
+    def wait(self, transfer: Any) -> None:
+        """Wait for the end of a transfer between two ranks; on a GPU its stream waits."""
+        try:
+            self.watched(transfer.wait)
+        except WorkerFailedError:
+            raise
+        except RuntimeError:  # another rank has ended
+            self._explain()
+            raise
+
+    def watched(self, run: Callable[[], T]) -> T:
+        """Return what `run` returns; on a CPU another thread calls it, and this thread calls `check` now and then.
+
+        This serves waits that cannot be cut into short ones: Gloo closes its connections if a wait for a transfer
+        reaches a time limit. If `check` raises, the thread is left behind, and the process must end soon.
+        """
+        if not self._looks:
+            return run()
+        result: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                result.set_result(run())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=call, name="rank-wait", daemon=True).start()
+        while not wait([result], _LOOK.total_seconds()).done:
+            self._check()
+        return result.result()
+
+    def _explain(self) -> None:
         """Give `check` the time to raise the reason for a failure, which the core is about to learn."""
         deadline = time.monotonic() + _EXPLANATION_S
         while time.monotonic() < deadline:
@@ -92,7 +140,7 @@ class TorchGroup(RankGroup):
         try:
             work.wait()
         except RuntimeError:  # another rank has ended
-            self.explain()
+            self._explain()
             raise
 
     def close(self) -> None:
@@ -113,15 +161,20 @@ def join_all_ranks(
     An operation raises RuntimeError after `timeout_s` seconds, and if a rank has ended. `check` as for `TorchGroup`.
     """
     use_network_of(meeting_place)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=open_store(meeting_place, size),
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
-    return TorchGroup(rank, size, device, check)
+    group = TorchGroup(rank, size, device, check)
+
+    def join() -> None:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=open_store(meeting_place, size),
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    group.watched(join)
+    return group
 
 
 class TorchPipeline(Pipeline):
@@ -134,10 +187,10 @@ class TorchPipeline(Pipeline):
         self._next = (all_ranks.rank + size) % all_ranks.size
         self._previous = (all_ranks.rank - size) % all_ranks.size
         self._device = device
-        self._explain = all_ranks.explain
+        self._wait = all_ranks.wait
         # With two stages, both directions have the same two ranks. In one process group, NCCL would run transfers in
         # one order, so that a step could not be sent before the result of the step before it has come.
-        results = dist.new_group(list(range(all_ranks.size)))
+        results = all_ranks.new_group(list(range(all_ranks.size)))
         self._to_next = results if self.is_last else None
         self._from_previous = results if self.is_first else None
         self._sent: deque[tuple[Any, Tensor]] = deque()
@@ -155,18 +208,11 @@ class TorchPipeline(Pipeline):
         with _not_recorded():
             transfer: Any = dist.irecv(hidden, self._previous, group=self._from_previous)
 
-        def wait() -> Tensor:
+        def take() -> Tensor:
             self._wait(transfer)
             return hidden
 
-        return wait
-
-    def _wait(self, transfer: Any) -> None:
-        try:
-            transfer.wait()
-        except RuntimeError:  # another rank has ended
-            self._explain()
-            raise
+        return take
 
 
 @contextlib.contextmanager

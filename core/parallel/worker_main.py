@@ -13,7 +13,16 @@ from typing import Final
 import msgspec
 
 from vllm_mp import __version__
-from vllm_mp.core.parallel.messages import PROTOCOL, Failed, FromRank, Joined, Ready, WorkerLaunch, digest_of
+from vllm_mp.core.parallel.messages import (
+    PROTOCOL,
+    Failed,
+    FromRank,
+    Joined,
+    Ready,
+    WorkerLaunch,
+    chosen_options,
+    digest_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +73,8 @@ def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
     ring = MessageRing(memory, 0, layout.num_ranks - 1, layout.message_slot, layout.num_messages)
     beat = ring.progress[rank - 1].beat
     device, dtype = prepare_device(config, rank)
-    _say(says, Joined(rank=rank, protocol=PROTOCOL, package=__version__, digest=digest_of(config)))
+    chosen = chosen_options(config)
+    _say(says, Joined(rank=rank, protocol=PROTOCOL, package=__version__, digest=digest_of(config), chosen=chosen))
     group, pipeline = make_group(config, device, rank, memory, layout, launch.meeting_place, launch.has_own_cpus)
     with memory_to_start(config):
         runner = ModelRunner(config, device, dtype, lambda _: beat(), beat, group=group, pipeline=pipeline)

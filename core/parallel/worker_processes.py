@@ -24,6 +24,7 @@ from vllm_mp.core.parallel.tensor_queue import TensorQueue
 from vllm_mp.core_launch import core_environment, package_path
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.host_cpus import named_cpus
+from vllm_mp.wire import DECODE_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -163,13 +164,13 @@ class WorkerProcesses:
                 raise WorkerFailedError(f"{worker.name} ended with {self._end_of(worker)}")
             try:
                 said = msgspec.msgpack.decode(data, type=FromRank)
-            except msgspec.MsgspecError as error:
+            except DECODE_ERRORS as error:
                 raise WorkerFailedError(f"{worker.name} says what no rank says: {error}") from error
             if isinstance(said, Failed):
                 if said.is_mistake:
-                    raise ValueError(said.error)
+                    raise ValueError(f"{worker.name}: {said.error}")
                 raise WorkerFailedError(f"{worker.name} failed: {said.error}")
-            worker.unread.append(said)
+            worker.note(said)
 
     def _end_of(self, worker: _Worker) -> str:
         try:

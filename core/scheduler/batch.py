@@ -70,6 +70,8 @@ class Batch:
         """Sampling parameters of each row, by the name of the parameter; -1 stands for None."""
         self.is_pooled = np.zeros(max_num_seqs, np.bool_)
         """Rows of pooling requests: a vector is made and no token is sampled. Their sampling columns are neutral."""
+        self.second_text_at = np.zeros(max_num_seqs, np.int64)
+        """Place of the first token of the second text of a pair; 0 for rows that hold no pair."""
         self.is_isolated = np.zeros(max_num_seqs, np.bool_)
         """Rows of suspects that are not past the step of the death."""
         self.adapter_slot = np.full(max_num_seqs, NO_SLOT, np.int32)
@@ -121,7 +123,9 @@ class Batch:
             self._set_sampling_columns(row, request.params)
         else:
             self._clear_sampling_columns(row)
-        self.is_pooled[row] = request.pooling is not None
+        pooling = request.pooling
+        self.is_pooled[row] = pooling is not None
+        self.second_text_at[row] = 0 if pooling is None else pooling.second_text_at or 0
         self.is_isolated[row] = request.isolate_until_num_tokens != 0
         if request.adapter is not None:
             self.adapter_slot[row] = request.adapter.slot

@@ -258,7 +258,8 @@ class Scheduler:
         rows = batch.order if self._group is None else batch.order[~batch.is_isolated[batch.order]]
         wanted = batch.num_tokens[rows] - batch.num_computed_tokens[rows]
         decodes = rows[wanted == 1]
-        share = -(-len(decodes) // self._num_stages)  # of all rows that decode, also in pending steps
+        # Of all rows that decode, also in pending steps; while a group runs, there is one step at a time.
+        share = -(-len(decodes) // self._num_stages) if self._group is None else len(decodes)
         if is_excluded is not None:
             decodes = decodes[~is_excluded[decodes]]
         decodes = decodes[:share]

@@ -242,7 +242,6 @@ class ModelRunner:
             self._latest = self._group.broadcast(self._latest)  # only rank 0 has sampled them
         metadata = metadata._replace(isolates=isolates)
         if self._has_token_types:
-            assert isinstance(batch, Batch), "encoders are not shared among ranks"
             metadata = metadata._replace(token_types=token_types(step, batch, self._to_device))
         if embeds is not None:
             embeds = embeds._replace(values=self._group.broadcast(embeds.values))

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from vllm_mp.core.lora.cached_adapter import NO_SLOT
-from vllm_mp.core.scheduler.batch import Batch, Counts
+from vllm_mp.core.scheduler.batch import Counts
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.kernels.ops import AttentionMetadata
 
@@ -20,6 +20,7 @@ class StepRows(Protocol):
     block_table: npt.NDArray[np.int32]
     num_computed_tokens: Counts
     adapter_slot: npt.NDArray[np.int32]
+    second_text_at: npt.NDArray[np.int64]
 
 
 ToDevice = Callable[[Sequence[npt.NDArray[Any]]], Sequence[Tensor]]
@@ -70,15 +71,12 @@ def step_inputs(
     return of_tokens, of_positions, metadata
 
 
-def token_types(step: ScheduledStep, batch: Batch, to_device: Callable[[npt.NDArray[Any]], Tensor]) -> Tensor | None:
+def token_types(step: ScheduledStep, batch: StepRows, to_device: Callable[[npt.NDArray[Any]], Tensor]) -> Tensor | None:
     """Return the type of each token, int64 [num_tokens], on the device: 1 in the second text of a pair.
 
     None if all are 0. Each row of the step must hold its whole prompt, as the rows of encoders do.
     """
-    first = np.zeros(len(step.rows), np.int64)
-    for place, row in enumerate(step.rows.tolist()):
-        pooling = batch.request(row).pooling
-        first[place] = pooling.second_text_at or 0 if pooling is not None else 0
+    first = batch.second_text_at[step.rows]
     if not first.any():
         return None
     counts = step.counts

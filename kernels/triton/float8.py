@@ -1,4 +1,4 @@
-"""Products with weights in 8-bit floats, and conversions to and from that type."""
+"""Products of many rows with weights in 8-bit floats, and conversions to and from that type."""
 
 import torch
 import triton
@@ -10,8 +10,6 @@ from vllm_mp.kernels.reference import (
     FLOAT8_GROUP,
     FLOAT8_MAX,
     LEAST_HIGHEST,
-    QuantizedRows,
-    rows_of_product,
 )
 from vllm_mp.kernels.triton.interpreter import interpreted
 from vllm_mp.kernels.triton.launch import norm_options, num_parts, options
@@ -29,9 +27,7 @@ _TO_FLOAT16 = """{{
 }}"""
 _LOW_BYTES, _HIGH_BYTES = tl.constexpr(_TO_FLOAT16.format("0x4420")), tl.constexpr(_TO_FLOAT16.format("0x4431"))
 """PTX that converts the low, or the high, bytes of two 16-bit integers from 8-bit floats to float16."""
-_ROW_TILES = (16, 64, 128)
-_LIBRARY_UNIT = 16
-"""torch's product needs numbers of inputs and outputs that are multiples of this."""
+_ROW_TILES = (64, 128)
 
 
 def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -56,40 +52,8 @@ def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return quantized, scale
 
 
-def fp8_linear(x: Tensor | QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `ops.fp8_linear`; torch computes products of many rows if each output has a scale of its own."""
-    (quantized, x_scale, dtype), shape = rows_of_product(x, scale.shape[1], quantize_rows)
-    rows, outputs, device = len(quantized), len(weight), weight.device
-    if rows > options("fp8_library", device)["ROWS"] and _library_multiplies(dtype, weight, scale):
-        out = torch._scaled_mm(quantized, weight.t(), x_scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
-        if bias is not None:
-            out += bias
-    else:
-        out = torch.empty((rows, outputs), dtype=dtype, device=device)
-        if rows:
-            _multiply(quantized, x_scale, weight, scale, bias, out)
-    return out.view(*shape, outputs)
-
-
-def _library_multiplies(dtype: torch.dtype, weight: Tensor, scale: Tensor) -> bool:
-    """Tell whether `torch._scaled_mm` takes these: on CUDA, bfloat16, and with a scale for each output."""
-    outputs, inputs = weight.shape
-    return (
-        weight.device.type == "cuda"
-        and dtype == torch.bfloat16
-        and scale.shape == (outputs, 1)
-        and inputs % _LIBRARY_UNIT == outputs % _LIBRARY_UNIT == 0
-        and _library_keeps_stream(weight.device)
-    )
-
-
-def _library_keeps_stream(device: torch.device) -> bool:
-    """Tell whether torch multiplies rows on the current stream; before 2.12 it did not on compute capability 8.9."""
-    return torch.__version__ >= "2.12" or torch.cuda.get_device_capability(device) != (8, 9)
-
-
-def _multiply(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Fill `out` [rows, outputs]; with few rows, each weight is read once.
+def multiply(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Fill `out` [rows, outputs] with `ops.linear` of the quantized rows `x`.
 
     If the tiles of the outputs are too few programs for the device, the inputs are cut into parts too, and a second
     kernel adds their sums.
@@ -122,17 +86,23 @@ def _multiply(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: T
         **launch,
     )
     if parts > 1:
-        elementwise = options("elementwise", x.device)
-        _add_kernel[(rows, triton.cdiv(outputs, elementwise["ELEMENTS"]))](
-            sums,
-            out if bias is None else bias,
-            out,
-            parts,
-            rows,
-            OUTPUTS=outputs,
-            BIASED=bias is not None,
-            **elementwise,
-        )
+        add_parts(sums, bias, out)
+
+
+def add_parts(sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Fill `out` [rows, outputs] with the sum of all parts of `sums`, float32 [parts, rows, outputs], and `bias`."""
+    parts, rows, outputs = sums.shape
+    elementwise = options("elementwise", out.device)
+    _add_kernel[(rows, triton.cdiv(outputs, elementwise["ELEMENTS"]))](
+        sums,
+        out if bias is None else bias,
+        out,
+        parts,
+        rows,
+        OUTPUTS=outputs,
+        BIASED=bias is not None,
+        **elementwise,
+    )
 
 
 @triton.jit
@@ -243,8 +213,8 @@ def _quantize_kernel(
 
 
 @triton.jit
-def _product(rows, weights, total):
-    """Return `total` plus the product of two tiles of 8-bit floats."""
+def product(rows, weights, total):
+    """Return `total` plus the product of two tiles of 16-bit or 8-bit floats."""
     if _INTERPRETED:
         return tl.dot(from_float8(rows, tl.float32), from_float8(weights, tl.float32), total, input_precision="ieee")
     else:
@@ -292,10 +262,10 @@ def _product_kernel(
         if GROUPED:
             of_rows = tl.load(x_scales + tile, mask=in_rows, other=0.0)
             of_outputs = tl.load(scales + tile, mask=in_outputs, other=0.0)
-            product = _product(rows, weights, tl.zeros([ROWS, OUTPUT_TILE], tl.float32))
-            total += product * of_rows[:, None] * of_outputs[None, :]
+            of_tile = product(rows, weights, tl.zeros([ROWS, OUTPUT_TILE], tl.float32))
+            total += of_tile * of_rows[:, None] * of_outputs[None, :]
         else:
-            total = _product(rows, weights, total)
+            total = product(rows, weights, total)
     if not GROUPED:
         of_rows = tl.load(x_scales, mask=in_rows, other=0.0)
         of_outputs = tl.load(scales, mask=in_outputs, other=0.0)

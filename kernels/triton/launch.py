@@ -25,6 +25,19 @@ MIN_HEAD_TILE: Final = 16
 """The least side of a tile in a matrix product."""
 MAX_PARTS: Final = 64
 """The most parts of a decode's context."""
+_OUTPUT_TILES: Final = (32, 16)
+"""The tiles of outputs that are considered for products of few rows."""
+MAX_FEW_ROWS: Final = 16
+"""The rows of a tile of the tensor cores, and the most that the kernel for few rows takes."""
+_MAX_INPUT_PARTS: Final = 8
+_MAX_COPIES: Final = 6
+"""The most steps of a product of few rows that a program copies ahead."""
+_MERGE_BYTES: Final = 64 * 1024
+"""What a multiprocessor reads in the time of the kernel that adds the parts of a product, about two microseconds."""
+_SUM_BYTES: Final = 2 * 4 * MAX_FEW_ROWS
+"""What the sum of one output in one part takes to write and to read, for `MAX_FEW_ROWS`."""
+_TILE_OVERHEAD: Final = 2
+"""What the rows of a product cost each tile, in outputs."""
 _MAX_PARTS_OF_ROWS: Final = 16_384
 """The same for all rows of a step, which bounds the memory: with 32 heads of 128 elements, a part takes 16 KiB."""
 
@@ -53,14 +66,40 @@ _HOPPER: Final[dict[str, Options]] = {
     # merging smaller parts would cost more than they save. The rest of the batch would wait for a part of more than
     # MAX_TOKENS. Of ROWS rows, one program computes the further parts of the long ones.
     "splits": {"PROGRAMS": 2, "TOKENS": 64, "MAX_TOKENS": 2048, "ROWS": 128},
-    # Products with 8-bit floats: up to 16 rows, up to 64 rows, and more. Few rows wait for the weights.
-    "fp8/16": {"ROWS": 16, "OUTPUT_TILE": 32, "num_warps": 4, "num_stages": 6},
+    # Products of up to MAX_ROWS rows with weights in 16 bits, in 8 bits, and in 8 bits with scales for blocks. A step
+    # has SLICES slices, divided among the warps. Two programs of a multiprocessor share SHARED bytes for what they copy
+    # ahead. With fewer bytes in a slice, or more warps, Triton stores rows where warps read them from the same banks.
+    "linear/16": {
+        "MAX_ROWS": 16,
+        "SLICES": 4,
+        "SLICE_INPUTS": 128,
+        "SHARED": 224 * 1024,
+        "num_warps": 4,
+        "maxnreg": 128,
+    },
+    "linear/8": {
+        "MAX_ROWS": 16,
+        "SLICES": 4,
+        "SLICE_INPUTS": 256,
+        "SHARED": 224 * 1024,
+        "num_warps": 4,
+        "maxnreg": 128,
+    },
+    "linear/blocks": {
+        "MAX_ROWS": 16,
+        "OUTPUT_TILE": 16,
+        "SLICES": 4,
+        "SLICE_INPUTS": 128,
+        "SHARED": 128 * 1024,
+        "num_warps": 2,
+    },
+    # Products of more rows with 8-bit floats: up to 64, and more.
     "fp8/64": {"ROWS": 64, "OUTPUT_TILE": 64, "num_warps": 4, "num_stages": 4},
     "fp8/128": {"ROWS": 128, "OUTPUT_TILE": 128, "num_warps": 8, "num_stages": 4},
     # The inputs are cut into parts until each multiprocessor has PROGRAMS programs, but a part keeps at least TILES
     # tiles.
     "fp8_parts": {"PROGRAMS": 1, "TILES": 4},
-    # torch multiplies more rows than this if it can.
+    # torch multiplies more rows than this if it can, and of fewer rows those beyond MAX_ROWS.
     "fp8_library": {"ROWS": 64},
     # LoRA adapters: up to 16 tokens, and more.
     "lora_shrink/16": {"ROWS": 16, "INPUT_TILE": 128, "num_warps": 4, "num_stages": 2},
@@ -85,6 +124,9 @@ _SMALL: Final[dict[str, Options]] = {
     "prefill/16/256": {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 2},
     "prefill/32/128": {"ROWS": 16, "KEYS": 32, "num_warps": 4, "num_stages": 2},
     "prefill/32/256": {"ROWS": 16, "KEYS": 16, "num_warps": 4, "num_stages": 2},
+    "linear/16": {"MAX_ROWS": 16, "SLICES": 2, "SLICE_INPUTS": 64, "SHARED": 96 * 1024, "num_warps": 2},
+    "linear/8": {"MAX_ROWS": 16, "SLICES": 2, "SLICE_INPUTS": 128, "SHARED": 96 * 1024, "num_warps": 2},
+    "linear/blocks": {"MAX_ROWS": 16, "SLICES": 2, "SLICE_INPUTS": 128, "SHARED": 96 * 1024, "num_warps": 2},
     "fp8/128": {"ROWS": 128, "OUTPUT_TILE": 128, "num_warps": 8, "num_stages": 2},
 }
 """The options for GPUs with less shared memory than Hopper."""
@@ -98,7 +140,10 @@ _INTERPRETED: Final[dict[str, Options]] = {
         for dim in (64, 128, 256)
     },
     "splits": {"PROGRAMS": 2, "TOKENS": 16, "MAX_TOKENS": 32, "ROWS": 2},
-    **{f"fp8/{rows}": {"ROWS": 16, "OUTPUT_TILE": 32} for rows in (16, 64, 128)},
+    "linear/16": {"MAX_ROWS": 16, "SLICES": 2, "SLICE_INPUTS": 32, "SHARED": 0},
+    "linear/8": {"MAX_ROWS": 16, "SLICES": 2, "SLICE_INPUTS": 64, "SHARED": 0},
+    "linear/blocks": {"MAX_ROWS": 16, "SLICES": 2, "SLICE_INPUTS": 128, "SHARED": 0},
+    **{f"fp8/{rows}": {"ROWS": 16, "OUTPUT_TILE": 32} for rows in (64, 128)},
     "fp8_parts": {"PROGRAMS": 2, "TILES": 1},
     **{f"lora_shrink/{rows}": {"ROWS": 16, "INPUT_TILE": 32} for rows in (16, 64)},
     **{f"lora_expand/{rows}": {"ROWS": 16, "OUTPUT_TILE": 32} for rows in (16, 64)},
@@ -149,6 +194,54 @@ def num_slots(num_rows: int, splits: int, context: int, device: torch.device) ->
     """Return the most parts into which a decode's context of at most `context` tokens is cut, `splits` or more."""
     for_context = -(-context // options("splits", device)["MAX_TOKENS"])
     return max(splits, min(for_context, MAX_PARTS, _MAX_PARTS_OF_ROWS // num_rows))
+
+
+def linear_options(outputs: int, inputs: int, weights: str, device: torch.device) -> Options:
+    """Return the options of a product of few rows, with the tile of outputs, the parts of the inputs and the stages.
+
+    `weights` is the kind of weights: "16" or "8" bits, or 8 bits with scales for "blocks". Results do not depend on the
+    number of rows up to MAX_ROWS, as these options do not. A tuner's entry for the shape takes precedence.
+    """
+    tuned = table(device).get(linear_key(outputs, inputs, weights))
+    if tuned is not None:
+        return tuned
+    defaults = options(f"linear/{weights}", device)
+    step = defaults["SLICES"] * defaults["SLICE_INPUTS"]
+    step_bytes = 2 * step if weights == "16" else step
+    processors = _num_processors(device.type, device.index)
+    tiles = (defaults["OUTPUT_TILE"],) if "OUTPUT_TILE" in defaults else _OUTPUT_TILES
+    tile, parts = _cut_of_product(outputs, -(-inputs // step), step_bytes, processors, tiles)
+    # Two programs fit on a multiprocessor, if it has as many, so that one reads while another starts.
+    residents = min(2, -(-(-(-outputs // tile) * parts) // processors))
+    copies = defaults["SHARED"] // residents // ((tile + MAX_FEW_ROWS) * step_bytes)
+    stages = 1 + max(1, min(_MAX_COPIES, copies))
+    return {**defaults, "OUTPUT_TILE": tile, "PARTS": parts, "num_stages": stages}
+
+
+def linear_key(outputs: int, inputs: int, weights: str) -> str:
+    """Return the key of the table for a product of few rows with a weight [outputs, inputs]."""
+    return f"linear/{weights}/{outputs}x{inputs}"
+
+
+@functools.cache
+def _cut_of_product(
+    outputs: int, steps: int, step_bytes: int, processors: int, tiles: tuple[int, ...]
+) -> tuple[int, int]:
+    """Return the tile of `tiles` and the number of parts with which the busiest of `processors` reads the least.
+
+    An output has `steps` steps of `step_bytes` bytes. Parts cost a second kernel, which adds them.
+    """
+
+    def bytes_of_busiest(cut: tuple[int, int]) -> float:
+        tile, parts = cut
+        programs = -(-outputs // tile) * parts
+        of_program = -(-steps // parts) * step_bytes * (tile + _TILE_OVERHEAD)
+        merge = _MERGE_BYTES + parts * outputs * _SUM_BYTES / processors if parts > 1 else 0
+        return -(-programs // processors) * of_program + merge
+
+    # Of equal cuts the first is taken, with the fewest parts and the widest tile.
+    most = max(1, min(_MAX_INPUT_PARTS, steps))
+    return min(((tile, parts) for parts in range(1, most + 1) for tile in tiles), key=bytes_of_busiest)
 
 
 def num_parts(num_programs: int, num_tiles: int, device: torch.device) -> int:

@@ -3,7 +3,8 @@
 from vllm_mp.kernels.reference import experts
 from vllm_mp.kernels.triton.activations import gelu, gelu_tanh, silu_and_mul, silu_and_mul_rows
 from vllm_mp.kernels.triton.attention import paged_attention
-from vllm_mp.kernels.triton.float8 import fp8_linear, quantize_rows
+from vllm_mp.kernels.triton.float8 import quantize_rows
+from vllm_mp.kernels.triton.linear import linear
 from vllm_mp.kernels.triton.lora import add_adapters
 from vllm_mp.kernels.triton.norms import add_rms_norm, add_rms_norm_rows, layer_norm, rms_norm
 from vllm_mp.kernels.triton.rotary import rotary, rotary_write_kv, write_kv
@@ -20,10 +21,10 @@ __all__ = [
     "copy_step",
     "experts",
     "fill_awaited",
-    "fp8_linear",
     "gelu",
     "gelu_tanh",
     "layer_norm",
+    "linear",
     "paged_attention",
     "quantize_rows",
     "rms_norm",

@@ -6,50 +6,16 @@ import numpy as np
 import pytest
 import torch
 from support.pooling_parity import TOLERANCE, vectors
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-    XLMRobertaConfig,
-    XLMRobertaForSequenceClassification,
-)
+from support.random_encoders import BERT, CLASSIFIERS, PROMPTS, random_encoder
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from vllm_mp import LLM, PoolingParams, RequestFailure
 from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.engines import ENGINE, running_engine
 
-SIZES = {"vocab_size": 97, "max_position_embeddings": 66}
-BERT = {**SIZES, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6}
-DISTILBERT = {**SIZES, "dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 6}
-FAMILIES = {
-    "bert": (BertForSequenceClassification, BertConfig(**BERT, num_labels=3)),
-    "roberta": (RobertaForSequenceClassification, RobertaConfig(**BERT, num_labels=2)),
-    "xlm-roberta": (
-        XLMRobertaForSequenceClassification,
-        XLMRobertaConfig(**BERT, pad_token_id=3, num_labels=4, problem_type="multi_label_classification"),
-    ),
-    "distilbert": (DistilBertForSequenceClassification, DistilBertConfig(**DISTILBERT, num_labels=5)),
-}
-PROMPTS = [[4 + (7 * i + length) % 90 for i in range(length)] for length in (1, 2, 17, 40, 5, 62, 33, 9)]
 ENCODER = {"skip_tokenizer_init": True, "device": "cpu", "num_threads": 1, "max_model_len": 62, "max_num_seqs": 4}
 QUESTION = "How far away is the moon?"
 TEXTS = ["Cheese is made of milk.", "The moon is 384,400 km away.", "Three days."]
-
-
-def random_model(kind, config, folder):
-    """Return a transformers model with every parameter random; save it in `folder`."""
-    torch.manual_seed(0)
-    model = kind(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            centre = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
-            parameter.copy_(centre + 0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return model
 
 
 @torch.inference_mode()
@@ -61,10 +27,10 @@ def head_outputs(model, prompt, second_text_at=None):
     return model(torch.tensor([prompt]), **types).logits[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CLASSIFIERS)
 def test_classes_of_each_family_equal_those_of_transformers(family, tmp_path):
-    kind, config = FAMILIES[family]
-    model = random_model(kind, config, tmp_path)
+    kind, config = CLASSIFIERS[family]
+    model = random_encoder(kind, config, tmp_path)
     activation = torch.sigmoid if config.problem_type else softmax
     with one_thread(), running_engine(tmp_path, **ENCODER) as engine:
         raw = PoolingParams(use_activation=False)
@@ -102,10 +68,11 @@ def check_pairs_and_refusals(engine, model):
             vectors(engine, [prompt], PoolingParams(**fields))
 
 
-def test_cross_encoder_scores_pairs_as_transformers_does(minilm, tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_cross_encoder_scores_pairs_as_transformers_does(num_ranks, minilm, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(minilm)
     config = BertConfig(**{**BERT, "vocab_size": len(tokenizer)}, num_labels=1)
-    model = random_model(BertForSequenceClassification, config, tmp_path)
+    model = random_encoder(BertForSequenceClassification, config, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
         if (minilm / name).exists():
             shutil.copy(minilm / name, tmp_path)
@@ -113,7 +80,7 @@ def test_cross_encoder_scores_pairs_as_transformers_does(minilm, tmp_path):
     for text in TEXTS:
         with torch.inference_mode():
             expected.append(float(torch.sigmoid(model(**tokenizer(QUESTION, text, return_tensors="pt")).logits[0, 0])))
-    options = {**ENGINE, "max_model_len": 64, "device": "cpu", "num_threads": 1}
+    options = {**ENGINE, "max_model_len": 64, "device": "cpu", "num_threads": 1, "tensor_parallel_size": num_ranks}
     with one_thread(), LLM(str(tmp_path), **options) as llm:
         scores = llm.score(QUESTION, TEXTS)
         assert [score.outputs.score for score in scores] == pytest.approx(expected, abs=TOLERANCE)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from support.pooling_parity import TOLERANCE, assert_pooled, hidden_states, params_of, vector, vectors
+from support.random_encoders import BERT, DISTILBERT, random_encoder
+from support.random_encoders import PROMPTS as RANDOM_PROMPTS
 from transformers import (
     AutoModel,
     AutoTokenizer,
@@ -194,15 +196,6 @@ def test_encoder_is_found_by_its_alias_and_its_client_loads_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-SIZES = {"vocab_size": 97, "max_position_embeddings": 66}
-BERT = {
-    **SIZES,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-}
-DISTILBERT = {**SIZES, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6}
 FAMILIES = {
     "bert": (BertModel, BertConfig(**BERT)),
     "bert-masked": (BertForMaskedLM, BertConfig(**BERT, type_vocab_size=1, hidden_act="gelu_new", layer_norm_eps=1e-5)),
@@ -211,26 +204,11 @@ FAMILIES = {
     "xlm-roberta": (XLMRobertaModel, XLMRobertaConfig(**BERT, pad_token_id=3)),
     "distilbert-masked": (DistilBertForMaskedLM, DistilBertConfig(**DISTILBERT, activation="gelu")),
 }
-# None contains RoBERTa's padding token, which transformers leaves out when it counts positions.
-RANDOM_PROMPTS = [[4 + (7 * i + length) % 90 for i in range(length)] for length in (1, 2, 17, 40, 5, 62, 33, 1, 9)]
-
-
-def random_model(family):
-    """Return a transformers model with every parameter random, norms and biases too."""
-    kind, config = FAMILIES[family]
-    model = kind(config)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            centre = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
-            parameter.copy_(centre + 0.2 * torch.randn_like(parameter))
-    return model.eval()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vectors_of_each_family_equal_those_of_transformers(family, tmp_path):
-    model = random_model(family)
-    model.save_pretrained(tmp_path)
+    model = random_encoder(*FAMILIES[family], tmp_path)
     options = {"skip_tokenizer_init": True, "device": "cpu", "num_threads": 1, "max_model_len": 62, "max_num_seqs": 4}
     with one_thread(), running_engine(tmp_path, **options) as engine:
         base = getattr(model, model.base_model_prefix, model)
@@ -261,8 +239,7 @@ def test_encoder_with_the_largest_options_allocates_no_kv_cache(tmp_path):
 def test_tensors_with_names_of_old_checkpoints_are_read(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    model = random_model("bert-masked")
-    model.save_pretrained(tmp_path)
+    model = random_encoder(*FAMILIES["bert-masked"], tmp_path)
     file = tmp_path / "model.safetensors"
     old = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor

@@ -15,7 +15,9 @@ from vllm_mp.testing.engines import eventually
 
 OPTIONS = {"num_threads": 1, "max_model_len": 256}
 RANKS = {"tensor_parallel_size": 2, **OPTIONS}
-STAGES = {"pipeline_parallel_size": 2, **OPTIONS}
+PIPELINE = {"pipeline_parallel_size": 2, **OPTIONS}
+STAGES = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, **OPTIONS}
+"""Ranks 0 and 1 are the first stage, ranks 2 and 3 the second."""
 
 
 async def assert_idle(pids):
@@ -26,19 +28,23 @@ async def assert_idle(pids):
     assert max(sum(new[:2]) - sum(old[:2]) for new, old in zip(after, before, strict=True)) < 0.3
 
 
-@pytest.mark.parametrize("ranks", [RANKS, STAGES], ids=["tensor", "pipeline"])
-def test_streams_continue_after_a_rank_is_killed_and_no_rank_outlives_its_core(ranks, make_small_engine):
+@pytest.mark.parametrize(
+    ("ranks", "last"),
+    [(RANKS, 1), (PIPELINE, 1), pytest.param(STAGES, 3, marks=pytest.mark.slow)],
+    ids=["tensor", "pipeline", "stages"],
+)
+def test_streams_continue_after_the_last_rank_is_killed_and_no_rank_outlives_its_core(ranks, last, make_small_engine):
     engine = make_small_engine(**ranks)
 
     async def run():
         expected = await expected_tokens(engine)
         first = await rank_pids(engine)
-        assert len(first) == 2
+        assert len(first) == last + 1
         await assert_idle(first)
-        assert await tokens_after(engine, lambda pids: os.kill(pids[1], signal.SIGKILL)) == expected
+        assert await tokens_after(engine, lambda pids: os.kill(pids[last], signal.SIGKILL)) == expected
         second = await rank_pids(engine)
         assert not set(first) & set(second)
-        os.kill(second[1], signal.SIGSTOP)  # a stopped process cannot end by itself
+        os.kill(second[last], signal.SIGSTOP)  # a stopped process cannot end by itself
         os.kill(second[0], signal.SIGKILL)
 
         async def none_is_left():
@@ -73,18 +79,19 @@ def slowed_a_hundredfold(pid, cycle_s):
 
 
 @pytest.mark.slow
-def test_streams_complete_though_a_rank_is_slowed_a_hundredfold(make_small_engine):
+@pytest.mark.parametrize(("ranks", "struck"), [(RANKS, [1]), (STAGES, [2, 3])], ids=["tensor", "stages"])
+def test_streams_complete_though_a_rank_is_slowed_a_hundredfold(ranks, struck, make_small_engine):
     """The core goes on slowly, and is replaced once the rank makes no progress for too long."""
-    engine = make_small_engine(**RANKS, engine_iteration_timeout_s=1.0, start_timeout_s=30.0)
+    engine = make_small_engine(**ranks, engine_iteration_timeout_s=1.0, start_timeout_s=30.0)
 
     async def run():
         expected = await expected_tokens(engine)
-        for cycle_s in (0.1, 4.0):
+        for rank, cycle_s in [*((rank, 0.1) for rank in struck), (struck[-1], 4.0)]:
             first = await rank_pids(engine)
             with contextlib.ExitStack() as stack:
 
-                def slow(pids, stack=stack, cycle_s=cycle_s):
-                    stack.enter_context(slowed_a_hundredfold(pids[1], cycle_s))
+                def slow(pids, stack=stack, rank=rank, cycle_s=cycle_s):
+                    stack.enter_context(slowed_a_hundredfold(pids[rank], cycle_s))
 
                 assert await tokens_after(engine, slow) == expected
         assert not set(first) & set(await rank_pids(engine))
@@ -93,26 +100,31 @@ def test_streams_complete_though_a_rank_is_slowed_a_hundredfold(make_small_engin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "place"), [(RANKS, ""), (STAGES, "stage 1, ")], ids=["tensor", "pipeline"])
-def test_rank_that_is_stopped_or_dies_in_an_idle_core_is_replaced(ranks, place, make_small_engine):
+@pytest.mark.parametrize(
+    ("ranks", "struck", "place"), [(RANKS, [1], ""), (STAGES, [2, 3], "stage 1, ")], ids=["tensor", "stages"]
+)
+def test_rank_that_is_stopped_or_dies_in_an_idle_core_is_replaced(ranks, struck, place, make_small_engine):
     engine = make_small_engine(**ranks, engine_iteration_timeout_s=3.0, start_timeout_s=30.0)
 
     async def run():
         expected = await expected_tokens(engine)
-        first = await rank_pids(engine)
-        log = engine._supervisor.core.process.log_path
-        assert await tokens_after(engine, lambda pids: os.kill(pids[1], signal.SIGSTOP)) == expected
-        assert f"rank 1 ({place}process {first[1]}) has made no progress" in log.read_text()
-        second = await rank_pids(engine)
-        os.kill(second[1], signal.SIGKILL)
+        pids = []
+        for rank in struck:
+            before = await rank_pids(engine)
+            log = engine._supervisor.core.process.log_path
+            assert await tokens_after(engine, lambda pids, rank=rank: os.kill(pids[rank], signal.SIGSTOP)) == expected
+            assert f"rank {rank} ({place}process {before[rank]}) has made no progress" in log.read_text()
+            pids += before
+        idle = await rank_pids(engine)
+        os.kill(idle[struck[-1]], signal.SIGKILL)
 
         async def replaced():
             with contextlib.suppress(EngineError):  # no answer in time: the next core is starting
-                return await rank_pids(engine) != second
+                return await rank_pids(engine) != idle
 
         await eventually(replaced)
         assert await tokens_after(engine, lambda pids: None) == expected
-        return [*first, *second, *await rank_pids(engine)]
+        return [*pids, *idle, *await rank_pids(engine)]
 
     pids = asyncio.run(run())
     engine.shutdown()
@@ -120,16 +132,19 @@ def test_rank_that_is_stopped_or_dies_in_an_idle_core_is_replaced(ranks, place, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "place"), [(RANKS, ""), (STAGES, "stage 1, ")], ids=["tensor", "pipeline"])
-def test_error_names_the_rank_that_died(ranks, place, make_small_engine):
+@pytest.mark.parametrize(
+    ("ranks", "rank", "place"), [(RANKS, 1, ""), (STAGES, 2, "stage 1, ")], ids=["tensor", "stages"]
+)
+def test_error_names_the_rank_that_died(ranks, rank, place, make_small_engine):
     engine = make_small_engine(**ranks, recovery=False)
 
     async def run():
         pids = await rank_pids(engine)
         stream = asyncio.ensure_future(streamed(engine, "Hello", begun := asyncio.Event()))
         await begun.wait()
-        os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match=rf"rank 1 \({place}process {pids[1]}\) ended with signal SIGKILL"):
+        os.kill(pids[rank], signal.SIGKILL)
+        cause = rf"rank {rank} \({place}process {pids[rank]}\) ended with signal SIGKILL"
+        with pytest.raises(EngineDeadError, match=cause):
             await asyncio.wait_for(stream, 20)
         return pids
 

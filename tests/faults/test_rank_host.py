@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 
 import pytest
@@ -10,7 +11,7 @@ from support.rank_streams import ended, expected_tokens, rank_pids, tokens_after
 
 from vllm_mp import AsyncLLM, EngineDeadError
 from vllm_mp.testing.engines import eventually, running_engine, standalone_core
-from vllm_mp.testing.machines import OtherMachine
+from vllm_mp.testing.machines import OtherMachine, running_on_two_machines
 
 OPTIONS = {
     "tensor_parallel_size": 2,
@@ -19,11 +20,14 @@ OPTIONS = {
     "start_timeout_s": 60.0,
     "fault_injection": SLOW_STEPS,
 }
+STAGES = {"pipeline_parallel_size": 2}
+"""Options with which each machine has a stage of two ranks."""
 
 
 @pytest.fixture
-def machine(small_model, tmp_path):
-    machine = OtherMachine(small_model, tmp_path, **OPTIONS)
+def machine(request, small_model, tmp_path):
+    """The machine of half of the ranks of an engine; a test may parametrize its options."""
+    machine = OtherMachine(small_model, tmp_path, **{**OPTIONS, **getattr(request, "param", {})})
     machine.start()
     yield machine
     machine.kill()
@@ -91,15 +95,34 @@ def test_machine_that_hangs_is_named_and_replaced(small_model, machine):
 
 
 @pytest.mark.slow
-def test_error_names_the_machine_of_the_rank_that_died(small_model, machine):
+def test_stage_on_another_machine_that_stops_is_named_and_replaced(small_model, tmp_path):
+    options = {**OPTIONS, "tensor_parallel_size": 1, "pipeline_parallel_size": 2, "engine_iteration_timeout_s": 3.0}
+    with running_on_two_machines(small_model, tmp_path, **options) as (engine, _):
+
+        async def run():
+            expected = await expected_tokens(engine)
+            log = engine._supervisor.core.process.log_path
+            assert await tokens_after(engine, lambda pids: os.kill(pids[1], signal.SIGSTOP)) == expected
+            assert re.search(r"rank 1 \(stage 1, node 1, .*\) has made no progress", log.read_text())
+
+        asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("machine", "rank", "place"),
+    [({}, 1, ""), (STAGES, 3, "stage 1, ")],
+    ids=["tensor", "stages"],
+    indirect=["machine"],
+)
+def test_error_names_the_machine_of_the_rank_that_died(small_model, machine, rank, place):
     with running_engine(small_model, **machine.options, recovery=False) as engine:
 
         async def run():
             await expected_tokens(engine)
-            with pytest.raises(
-                EngineDeadError, match=r"node 1 \(.*\): rank 1 \(process \d+\) ended with signal SIGKILL"
-            ):
-                await tokens_after(engine, lambda pids: os.kill(pids[1], signal.SIGKILL))
+            cause = rf"node 1 \(.*\): rank {rank} \({place}process \d+\) ended with signal SIGKILL"
+            with pytest.raises(EngineDeadError, match=cause):
+                await tokens_after(engine, lambda pids: os.kill(pids[rank], signal.SIGKILL))
 
         asyncio.run(run())
 

@@ -41,8 +41,8 @@ def test_products_equal_those_on_the_cpu(rows, outputs, inputs, has_bias, block_
     weight = reference.to_float8(100 * torch.randn(outputs, inputs))
     scale = 0.01 * torch.rand(outputs // (block_rows or 1), groups) + 0.01
     bias = torch.randn(outputs).to(dtype) if has_bias else None
-    got = ops.fp8_linear(*(None if part is None else part.to(DEVICE) for part in (x, weight, scale, bias)))
-    expected = reference.fp8_linear(x.float(), weight, scale, bias)
+    got = ops.linear(*(None if part is None else part.to(DEVICE) for part in (x, weight, bias, scale)))
+    expected = reference.linear(x.float(), weight, bias, scale)
     assert got.dtype == dtype
     assert got.shape == expected.shape
     # Sums of tensor cores, and results in 16 bits, are accurate to about 8 bits.
@@ -56,13 +56,13 @@ def test_products_can_be_captured_and_replayed(rows, block_rows):
     weight = reference.to_float8(100 * torch.randn(512, 1024)).to(DEVICE)
     scale = torch.rand(512 // (block_rows or 1), 8 if block_rows else 1).to(DEVICE) + 0.5
     x = torch.randn(rows, 1024, device=DEVICE).bfloat16()
-    ops.fp8_linear(x, weight, scale)  # compiles, which a capture does not allow
+    ops.linear(x, weight, None, scale)  # compiles, which a capture does not allow
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.fp8_linear(x, weight, scale)
+        out = ops.linear(x, weight, None, scale)
     x.copy_(torch.randn(rows, 1024) * 3)
     graph.replay()
-    expected = reference.fp8_linear(x.float().cpu(), weight.cpu(), scale.cpu())
+    expected = reference.linear(x.float().cpu(), weight.cpu(), None, scale.cpu())
     assert (out.cpu().float() - expected).norm() <= 5e-3 * expected.norm()
 
 

@@ -11,7 +11,7 @@ pytestmark = [*ON_DEVICE]
 
 from support.step_sweep import *  # noqa: E402, F403
 from support.triton_sweep import *  # noqa: E402, F403
-from support.triton_sweep import DEVICE, assert_near, operations, reference  # noqa: E402
+from support.triton_sweep import DEVICE, assert_near, launch, operations, reference  # noqa: E402
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="takes 9 GB, and too long on a CPU")
@@ -59,3 +59,21 @@ def test_captured_decode_step_can_be_replayed_for_other_rows(splits):
             alone = paged_metadata([(1, max(context, 1))], [table[row].tolist()], block_size, DEVICE)
             expected = reference.paged_attention(q[row : row + 1], *caches, alone, dim**-0.5)
             assert_near(out[row : row + 1], expected.cpu() * (context > 0), torch.bfloat16)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA has graphs")
+@pytest.mark.parametrize("parts", [1, 4])
+def test_captured_product_of_few_rows_can_be_replayed(parts, monkeypatch):
+    outputs, inputs = 512, 4096
+    device = torch.empty(0, device=DEVICE).device
+    options = {**launch.linear_options(outputs, inputs, "16", device), "PARTS": parts}
+    monkeypatch.setitem(launch.table(device), launch.linear_key(outputs, inputs, "16"), options)
+    x, weight = (torch.randn(size, device=DEVICE).bfloat16() for size in ((4, inputs), (outputs, inputs)))
+    operations.linear(x, weight)  # compiles, which a capture does not allow
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = operations.linear(x, weight)
+    for _ in range(2):
+        x.copy_(torch.randn(4, inputs))
+        graph.replay()
+        assert_near(out, reference.linear(x.float(), weight.float()).cpu(), torch.bfloat16)

@@ -81,8 +81,8 @@ def test_cpu_uses_torch_for_single_operations():
     [("2.11.0", (8, 9), False), ("2.11.0", (9, 0), True), ("2.12.0", (8, 9), True)],
 )
 def test_torch_multiplies_8_bit_floats_only_where_it_stays_on_the_stream(monkeypatch, version, capability, expected):
-    float8 = pytest.importorskip("vllm_mp.kernels.triton.float8")
+    products = pytest.importorskip("vllm_mp.kernels.triton.linear")
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     weight = SimpleNamespace(device=torch.device("cuda", 0), shape=(64, 32))
-    assert float8._library_multiplies(torch.bfloat16, weight, torch.empty(64, 1)) == expected
+    assert products._library_multiplies(torch.bfloat16, weight, torch.empty(64, 1)) == expected

@@ -13,15 +13,18 @@ pytest.importorskip("triton")
 
 TESTS = Path(__file__).parents[1]
 REPORT = TESTS.parent / "tools" / "kernel_report.py"
+ESTIMATE = TESTS.parent / "tools" / "decode_estimate.py"
 
 SHARED_BYTES = {(9, 0): 227 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024}
 """The shared memory of one program: on Hopper, on the smallest supported GPU, and on the smallest with 8-bit floats."""
 KERNELS = {
     "_activation_kernel",
+    "_add_kernel",
     "_copy_step_kernel",
     "_decode_kernel",
     "_depth_kernel",
     "_expand_kernel",
+    "_few_rows_kernel",
     "_fill_awaited_kernel",
     "_highest_kernel",
     "_layer_norm_kernel",
@@ -37,7 +40,14 @@ KERNELS = {
     "_token_mask_kernel",
     "_write_kernel",
 }
-FLOAT8_KERNELS = {"_activation_kernel", "_add_kernel", "_product_kernel", "_quantize_kernel", "_rms_norm_kernel"}
+FLOAT8_KERNELS = {
+    "_activation_kernel",
+    "_add_kernel",
+    "_few_rows_kernel",
+    "_product_kernel",
+    "_quantize_kernel",
+    "_rms_norm_kernel",
+}
 FLOAT8_CACHE_KERNELS = {"_decode_kernel", "_merge_kernel", "_prefill_kernel", "_rotary_write_kernel", "_write_kernel"}
 EXPECTED = {
     (9, 0): KERNELS | FLOAT8_KERNELS,
@@ -59,6 +69,9 @@ BOUNDS = {
     ("decode", "_merge_kernel"): Bound(registers=40, loop=0, programs=16),
     ("decode-fp8", "_decode_kernel"): Bound(registers=168, loop=760, programs=3),
     ("decode-fp8", "_merge_kernel"): Bound(registers=40, loop=0, programs=16),
+    ("linear", "_few_rows_kernel"): Bound(registers=80, loop=150, programs=2),
+    ("linear-fp8", "_few_rows_kernel"): Bound(registers=80, loop=390, programs=2),
+    ("linear-fp8-blocks", "_few_rows_kernel"): Bound(registers=104, loop=310, programs=3),
     ("prefill", "_prefill_kernel"): Bound(registers=245, loop=1080, programs=1),
     ("sample", "_part_highest_kernel"): Bound(registers=48, loop=0, programs=5),
     ("sample", "_highest_kernel"): Bound(registers=32, loop=0, programs=16),
@@ -85,12 +98,21 @@ def test_code_for_hopper_stays_within_its_bounds():
     assert {(code["launch"], code["kernel"]) for code in found} == set(BOUNDS)
     for code in found:
         bound = BOUNDS[code["launch"], code["kernel"]]
-        assert code["spills"] == 0, code
+        assert code["spills"] == code["unswizzled"] == 0, code
         assert "8" not in code["shared_loads"], code
+        assert {load for load in code["global_loads"] if "async" in load} <= {"async 128"}, code
         assert code["shared"] <= SHARED_BYTES[9, 0], code
         assert code["registers"] <= bound.registers, code
         assert code["loop"] <= bound.loop, code
         assert code["programs"] >= bound.programs, code
+
+
+@pytest.mark.slow
+def test_estimated_step_takes_little_longer_than_its_weights():
+    found = run_compiler(str(ESTIMATE))
+    assert 0.8 <= found["bf16"]["share_of_bandwidth"] < 1
+    assert 0.65 <= found["fp8"]["share_of_bandwidth"] < 1
+    assert found["fp8"]["step_us"] < found["bf16"]["step_us"]
 
 
 @pytest.mark.timeout(900)  # it compiles for minutes, and longer beside other tests

@@ -4,7 +4,6 @@ import contextlib
 
 import numpy as np
 import pytest
-import torch
 
 from vllm_mp.core.parallel.step_message import StepEncoder
 from vllm_mp.core.worker import model_runner
@@ -26,39 +25,48 @@ def answers(engine, prompts=PROMPTS, num_tokens=NUM_TOKENS, **params):
 
 
 def assert_near(found, expected, near_tie=NEAR_TIE):
-    """Raise AssertionError unless the tokens are equal up to the first near-tie of the two best tokens."""
-    for (tokens, _), (wanted, logprobs) in zip(found, expected, strict=True):
-        assert len(tokens) == len(wanted)
-        for token, wanted_token, (_, values) in zip(tokens, wanted, logprobs, strict=True):
-            _, best, second = torch.frombuffer(bytearray(values), dtype=torch.float32).tolist()
+    """Raise AssertionError unless tokens and log-probabilities are equal up to the first near-tie of the two best."""
+    for (tokens, logprobs), (wanted_tokens, wanted_logprobs) in zip(found, expected, strict=True):
+        assert len(tokens) == len(wanted_tokens) == len(logprobs)
+        steps = zip(tokens, wanted_tokens, logprobs, wanted_logprobs, strict=True)
+        for token, wanted_token, (_, values), (_, wanted_values) in steps:
+            own, wanted = (np.frombuffer(packed, np.float32) for packed in (values, wanted_values))
+            np.testing.assert_allclose(own[1:], wanted[1:], rtol=0, atol=near_tie)
             if token != wanted_token:
-                assert best - second < near_tie, "the tokens differ where no other token comes close"
+                assert wanted[1] - wanted[2] < near_tie, "the tokens differ where no other token comes close"
                 break
 
 
 def answers_with_slot(engine, slot):
     """Return the answers of requests that use the adapter in `slot`."""
+    with adapter_slot(slot):
+        return answers(engine)
+
+
+@contextlib.contextmanager
+def adapter_slot(slot):
+    """Let all steps in the block use the adapter in `slot`."""
+    encode, lay_out = StepEncoder.encode, model_runner.step_inputs
+
+    def in_message(self, step, batch, *args):
+        with slots(batch):
+            return encode(self, step, batch, *args)
+
+    def in_inputs(step, batch, *args):
+        with slots(batch):
+            return lay_out(step, batch, *args)
+
+    @contextlib.contextmanager
+    def slots(batch):
+        own = batch.adapter_slot
+        batch.adapter_slot = np.full_like(own, slot)
+        yield
+        batch.adapter_slot = own
+
     with pytest.MonkeyPatch.context() as patch:
-        encode, lay_out = StepEncoder.encode, model_runner.step_inputs
-
-        def in_message(self, step, batch, *args):
-            with slots(batch):
-                return encode(self, step, batch, *args)
-
-        def in_inputs(step, batch, *args):
-            with slots(batch):
-                return lay_out(step, batch, *args)
-
-        @contextlib.contextmanager
-        def slots(batch):
-            own = batch.adapter_slot
-            batch.adapter_slot = np.full_like(own, slot)
-            yield
-            batch.adapter_slot = own
-
         patch.setattr(StepEncoder, "encode", in_message)
         patch.setattr(model_runner, "step_inputs", in_inputs)
-        return answers(engine)
+        yield
 
 
 class Poison:

@@ -1,6 +1,7 @@
 """Models of transformers that use 8-bit floats as the engine does, computed by kernels/reference.py."""
 
 import copy
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +32,6 @@ def in_float8(model: nn.Module, *, weights: bool = True, cache: bool = True) -> 
     if weights:
         for name, module in changed.named_modules():
             if isinstance(module, nn.Linear) and name != "lm_head":
-                quantized = reference.quantize_rows(module.weight.detach(), 1)
-                module.forward = lambda x, of=quantized, bias=module.bias: reference.fp8_linear(x, *of, bias)
+                weight, scale = reference.quantize_rows(module.weight.detach(), 1)
+                module.forward = functools.partial(reference.linear, weight=weight, bias=module.bias, scale=scale)
     return changed

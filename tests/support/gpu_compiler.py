@@ -42,6 +42,9 @@ def call_all(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> No
         a, b = torch.ones(2, 3, max_rank, hidden, dtype=dtype), torch.ones(2, max_rank, sum(sizes), dtype=dtype)
         rows, slots = torch.ones(tokens, hidden, dtype=dtype), torch.zeros(tokens, dtype=torch.int32)
         operations.add_adapters(torch.ones(tokens, sum(sizes), dtype=dtype), rows, slots, a, b, sizes)
+    for outputs, inputs in ((6144, 4096), (1024, 14_336), (200, 296)):
+        x, weight, bias = (torch.ones(size, dtype=dtype) for size in ((16, inputs), (outputs, inputs), (outputs,)))
+        operations.linear(x, weight, bias)
     copy_step()
     logits = torch.ones(4, 128_256, dtype=dtype)
     operations.apply_token_masks(logits, torch.ones(4, 4008, dtype=torch.int32), torch.arange(4))
@@ -63,7 +66,7 @@ def call_float8(dtype: torch.dtype) -> None:
         weight, bias = torch.empty(outputs, inputs, dtype=FLOAT8), torch.ones(outputs, dtype=dtype)
         scale = torch.ones(outputs if groups == 1 else outputs // 128, groups)
         for rows in counts:
-            operations.fp8_linear(torch.ones(rows, inputs, dtype=dtype), weight, scale, bias)
+            operations.linear(torch.ones(rows, inputs, dtype=dtype), weight, bias, scale)
     for groups in (1, 32):
         x = torch.ones(8, 8192, dtype=dtype)
         operations.add_rms_norm_rows(x[:, :4096], x[:, 4096:], x[0, :4096], 1e-5, groups)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from vllm_mp import AsyncEngineArgs, SamplingParams
+from vllm_mp import AsyncEngineArgs, PoolingParams, SamplingParams
 from vllm_mp.core.parallel.group import ALONE
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.block_pool import root_hash
@@ -29,7 +29,7 @@ OPTIONS = {
 
 
 class LocalEngine:
-    """Runs requests, and keeps their tokens and log-probabilities by slot."""
+    """Runs requests, and keeps their tokens, log-probabilities and vectors by slot."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class LocalEngine:
         self.num_launched = 0
         self.tokens = {}
         self.logprobs = {}
+        self.vectors = {}
         self.ends = {}
 
     @staticmethod
@@ -105,6 +106,12 @@ class LocalEngine:
             )
         )
 
+    def encode(self, slot, prompt, **params):
+        """Add a request for a vector of the token ids `prompt`."""
+        tokens, order = np.array(prompt, np.int32), self.scheduler.order_of(0)
+        made = PoolingParams(**{"pooling_type": "mean", "normalize": False, **params})
+        self.scheduler.add(Request(0, slot, str(slot), made, tokens, len(tokens), len(tokens), order))
+
     def step(self):
         """Run the core's loop once; return the step that was launched, or None."""
         step = self.scheduler.schedule()
@@ -126,6 +133,7 @@ class LocalEngine:
             output = self.scheduler.pending_steps.oldest.output.wait()
             update = self.scheduler.update(output)
             self.ends |= {end.slot: end for _, end in update.finished}
+            self.vectors |= {slot: vector for _, slot, vector in update.vectors}
             for slot, token in zip(update.slots.tolist(), update.tokens.tolist(), strict=True):
                 self.tokens[slot].append(token)
             for _, message in output.logprobs:

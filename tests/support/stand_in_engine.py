@@ -79,7 +79,17 @@ class Memory:
 class Engine:
     """A scheduler and what it owns, with `ahead` steps pending while the next step is scheduled."""
 
-    def __init__(self, num_blocks=100, max_num_seqs=8, budget=32, max_model_len=64, ahead=0, adapters=None, **config):
+    def __init__(
+        self,
+        num_blocks=100,
+        max_num_seqs=8,
+        budget=32,
+        max_model_len=64,
+        ahead=0,
+        adapters=None,
+        num_stages=1,
+        **config,
+    ):
         """`adapters` are the `AdapterTurns`, if requests have adapters."""
         settings = {
             "max_num_partial_prefills": 1,
@@ -93,7 +103,7 @@ class Engine:
         )
         self.cache = KVCacheManager(self.batch, num_blocks + 1, BLOCK)
         self.pool = self.cache.pool
-        self.scheduler = Scheduler(self.config, self.batch, self.cache, adapters)
+        self.scheduler = Scheduler(self.config, self.batch, self.cache, adapters, num_stages)
         self.pauses = []
         """(mode, number of requests that may still run) of each pause that was noted."""
         self.pause = Pause(self.scheduler, self.end, lambda *state: self.pauses.append(state))

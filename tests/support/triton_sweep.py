@@ -407,14 +407,66 @@ def test_8_bit_products_agree_with_the_reference(rows: int, outputs: int, inputs
     x, bias = torch.randn(rows, inputs).to(SWEPT), torch.randn(outputs).to(SWEPT)
     weight, scale = fp8_weights(outputs, inputs, block_rows)
     for with_bias in (None, bias):
-        got = operations.fp8_linear(*at(DEVICE, x, weight, scale, with_bias))
+        got = operations.linear(*at(DEVICE, x, weight, with_bias, scale))
         assert got.dtype == SWEPT
         quantized = reference.QuantizedRows(*operations.quantize_rows(x.to(DEVICE), scale.shape[1]), x.dtype)
-        assert torch.equal(operations.fp8_linear(quantized, *at(DEVICE, weight, scale, with_bias)), got)
-        expected = reference.fp8_linear(x.float(), weight, scale, with_bias)
+        assert torch.equal(operations.linear(quantized, *at(DEVICE, weight, with_bias, scale)), got)
+        expected = reference.linear(x.float(), weight, with_bias, scale)
         # If a quotient is near the midpoint of two 8-bit floats, its last float32 bit decides.
         error = (got.cpu().float() - expected).norm() / expected.norm()
         assert error < (1e-5 if INTERPRETED else 5e-3)
+
+
+CUTS = {
+    "by default": {},
+    "narrow tiles": {"OUTPUT_TILE": 16, "PARTS": 1},
+    "parts": {"OUTPUT_TILE": 32, "PARTS": 3},
+    "more parts than steps": {"OUTPUT_TILE": 32, "PARTS": 40},
+}
+"""Options of products of few rows."""
+
+
+def cut_product(monkeypatch: pytest.MonkeyPatch, cut: str, outputs: int, inputs: int, weights: str) -> None:
+    """Let products with weights of that shape be cut in one of the ways `CUTS`."""
+    if CUTS[cut]:
+        table = launch.table(torch.empty(0, device=DEVICE).device)
+        options = {**launch.linear_options(outputs, inputs, weights, torch.empty(0, device=DEVICE).device), **CUTS[cut]}
+        monkeypatch.setitem(table, launch.linear_key(outputs, inputs, weights), options)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 128), (3, 33, 72), (16, 96, 520), (17, 64, 72)])
+def test_products_of_few_rows_agree_with_the_reference(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, cut: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_product(monkeypatch, cut, outputs, inputs, "16")
+    x, weight, bias = (torch.randn(size).to(dtype) for size in ((rows, 2 * inputs), (outputs, inputs), (outputs,)))
+    for some, with_bias in ((x[:, :inputs], None), (x[:, inputs:], bias), (x.T[:inputs].T.unsqueeze(0), bias)):
+        got = operations.linear(*at(DEVICE, some, weight, with_bias))
+        assert got.dtype == dtype
+        expected = reference.linear(some.float(), weight.float(), None if with_bias is None else with_bias.float())
+        assert_near(got, expected, dtype)
+
+
+@pytest.mark.parametrize("cut", ["by default", "parts"])
+def test_product_of_a_row_is_the_same_beside_other_rows(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = (torch.randn(size).half() for size in ((16, 520), (96, 520), (96,)))
+    quantized, scale = reference.quantize_rows(weight, 1)
+    for stored, kind, scales in (
+        (weight, "16", None),
+        (quantized, "8", scale),
+        (quantized, "blocks", scale.repeat(1, 5)),
+    ):
+        cut_product(monkeypatch, cut, 96, 520, kind)
+        everything = at(DEVICE, x, stored, bias, scales)
+        together = operations.linear(*everything)
+        x_here, *others = everything
+        x_here[:3] = torch.nan
+        for rows in ([15], [3, 7], list(range(1, 16))):
+            got = operations.linear(x_here[rows], *others)
+            finite = [i for i, row in enumerate(rows) if row >= 3]
+            assert torch.equal(got[finite], together[[rows[i] for i in finite]])
 
 
 @FLOAT8_HERE
@@ -454,13 +506,13 @@ def test_norms_and_gated_products_are_quantized_as_their_results_would_be(
 def test_row_that_is_not_finite_affects_no_other_row_of_a_product(block_rows: int) -> None:
     x = torch.randn(5, 200)
     weight, scale = fp8_weights(64, 200, block_rows)
-    expected = reference.fp8_linear(x, weight, scale)
+    expected = reference.linear(x, weight, None, scale)
     x[1, 150], x[3, 7] = torch.nan, torch.inf
-    got = operations.fp8_linear(*at(DEVICE, x, weight, scale)).cpu()
+    got = operations.linear(*at(DEVICE, x, weight, None, scale)).cpu()
     assert got[[1, 3]].isnan().all()
-    assert reference.fp8_linear(x, weight, scale)[[1, 3]].isnan().all()
+    assert reference.linear(x, weight, None, scale)[[1, 3]].isnan().all()
     assert (got[[0, 2, 4]] - expected[[0, 2, 4]]).norm() < 5e-3 * expected.norm()
-    assert operations.fp8_linear(*at(DEVICE, x[:0], weight, scale)).shape == (0, 64)
+    assert operations.linear(*at(DEVICE, x[:0], weight, None, scale)).shape == (0, 64)
 
 
 @DTYPES

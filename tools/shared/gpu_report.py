@@ -102,14 +102,16 @@ def _attention_lines(steps: list[dict[str, Any]]) -> Iterator[str]:
 
 def _linear_lines(products: list[dict[str, Any]]) -> Iterator[str]:
     if products:
-        yield _row("product", "rows", "µs, 16 bits", "of bandwidth", "µs, 8 bits", "of bandwidth", "of torch's")
+        shares = ("of bandwidth", "of torch's")
+        yield _row("product", "rows", "µs, 16 bits", *shares, "µs, 8 bits", *shares)
     for product in products:
         theirs = product["fp8_torch_seconds"]
         yield _row(
             product["product"],
             str(product["rows"]),
-            f"{1e6 * product['torch_seconds']:,.1f}",
+            f"{1e6 * product['seconds']:,.1f}",
             _percent(product["share_of_bandwidth"]),
+            _percent(product["torch_seconds"] / product["seconds"]),
             f"{1e6 * product['fp8_seconds']:,.1f}",
             _percent(product["fp8_share_of_bandwidth"]),
             _percent(theirs and theirs / product["fp8_seconds"]),

@@ -29,7 +29,8 @@ STAGES = {
     "linear": Stage("matrix products of the 8B model beside torch's own", ("linear",)),
     "device": Stage("sleep, and deaths of the core on the device", tests=("test_sleep", "test_core_death")),
     "devices": Stage("one model on all devices of the machine", ("devices",), ("test_several_devices",)),
-    "tune": Stage("launches of the kernels that matter most, tuned for this device", ("tune",)),
+    "tune_attention": Stage("launches of attention for decodes, tuned for this device", ("tune_attention",)),
+    "tune_products": Stage("launches of matrix products of the 8B model, tuned beside torch's", ("tune_products",)),
 }
 
 

@@ -13,10 +13,6 @@ def check_tensor_parallel(arch: Architecture, size: int, model: str) -> None:
     if size == 1:
         return
     option = f"tensor_parallel_size={size}"
-    if arch.is_encoder:
-        raise ValueError(
-            f"{option}: decoders are shared among ranks, and {model} ({arch.name}) is an encoder; set it to 1"
-        )
     if not isinstance(arch, NativeArchitecture):
         return
     for name, value in _divided_sizes(arch).items():
@@ -37,6 +33,13 @@ def check_tensor_parallel(arch: Architecture, size: int, model: str) -> None:
                 f"{option}: {what} of {model} cannot be cut into {value // size} inputs ({name}={value} shared among "
                 f"{size} ranks): it must be a multiple of {unit}; lower tensor_parallel_size"
             )
+    of_kv_heads = max(1, kv_heads // size) * arch.head_dim
+    if arch.fp8 == "block" and of_kv_heads % unit:
+        raise ValueError(
+            f"{option}: {what} of {model} cannot be cut into {of_kv_heads} outputs of keys and values "
+            f"(num_key_value_heads={kv_heads}, head_dim={arch.head_dim}): it must be a multiple of {unit}; lower "
+            "tensor_parallel_size"
+        )
 
 
 def shard_of(arch: NativeArchitecture, rank: int, size: int) -> NativeArchitecture:

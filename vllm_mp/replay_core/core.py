@@ -25,7 +25,6 @@ _BEAT_MS = 500
 """Interval of the heartbeats without work."""
 _SPIN_S = 20e-6
 """Pause between two looks at the counter of a consumer that sets the pace."""
-_DECODE_ERRORS = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError)
 
 
 class Pace(NamedTuple):
@@ -135,7 +134,7 @@ class ReplayCore:
         identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         try:
             message = wire.decode_client_message(b"".join(frames))
-        except _DECODE_ERRORS:
+        except wire.DECODE_ERRORS:
             self._num_dropped += 1
             return True
         streams = self._clients.get(identity)

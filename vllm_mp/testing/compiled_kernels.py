@@ -27,6 +27,8 @@ NUM_PROCESSORS = 132
 """Multiprocessors of an H100 or H200; launches are those for a GPU of this size."""
 _LABEL = re.compile(r"\s*(\.L_\w+):")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(?:[^`;]*`\((\.L_\w+)\))?")
+_MATRICES = re.compile(r"swizzled_shared<\{[^}]*order = \[(\d, \d, \d)\]")
+"""The order of the dimensions of a tile of several matrices, from the fastest; Triton swizzles by the second."""
 _WIDTHS = {"U8": "8", "S8": "8", "U16": "16", "S16": "16", "64": "64", "128": "128"}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _NAMES = {
@@ -130,6 +132,7 @@ class KernelCode(NamedTuple):
     shared_loads: dict[str, int]  # by width in bits, or "matrix"
     global_loads: dict[str, int]  # by width in bits; "async" begins the ones that go to shared memory
     tensor: int  # tensor core instructions
+    unswizzled: int  # tiles of several matrices whose rows lie where a matrix load reads them from the same banks
 
 
 def read_code(kernel: CompiledKernel, capability: Capability) -> KernelCode:
@@ -155,6 +158,7 @@ def read_code(kernel: CompiledKernel, capability: Capability) -> KernelCode:
         shared_loads=_counted(operations, {"LDS": "", "LDSM": "matrix"}),
         global_loads=_counted(operations, {"LDG": "", "LDGSTS": "async "}),
         tensor=sum(operation.split(".")[0] in ("HMMA", "HGMMA", "QGMMA", "QMMA", "IMMA") for operation in operations),
+        unswizzled=sum(order.split(", ")[-1] != "0" for order in _MATRICES.findall(kernel.asm["ttgir"])),
     )
 
 

@@ -15,7 +15,7 @@ from vllm_mp import EngineStartError, wire
 from vllm_mp.client.engine import connection as connection_module
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.client.engine.core_client import EngineCoreClient
-from vllm_mp.client.engine.supervisor import Death
+from vllm_mp.client.engine.news import Death
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.stats import EngineStats
 

@@ -7,7 +7,7 @@ import pytest
 from vllm_mp import EngineGenerateError, SamplingParams, wire
 from vllm_mp.client.engine import refused_requests
 from vllm_mp.client.engine.core_client import EngineCoreClient
-from vllm_mp.client.engine.supervisor import Death
+from vllm_mp.client.engine.news import Death
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream

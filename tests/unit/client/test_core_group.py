@@ -7,7 +7,7 @@ import pytest
 
 from vllm_mp import EngineDeadError, EngineError, EngineGenerateError, SamplingParams, wire
 from vllm_mp.client.engine.core_group import CoreGroup
-from vllm_mp.client.engine.supervisor import Death, End
+from vllm_mp.client.engine.news import Death, End
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_processor import OutputProcessor

@@ -15,8 +15,9 @@ class Config(msgspec.Struct):
     parallel_config: ParallelConfig
 
 
-def config_of(device, num_threads=0, ranks=1):
-    return Config(DeviceConfig(device=device, num_threads=num_threads), ParallelConfig(tensor_parallel_size=ranks))
+def config_of(device, num_threads=0, ranks=1, nnodes=1):
+    parallel = ParallelConfig(tensor_parallel_size=ranks, nnodes=nnodes)
+    return Config(DeviceConfig(device=device, num_threads=num_threads), parallel)
 
 
 def node(alive=True, **resources):
@@ -31,16 +32,21 @@ def node(alive=True, **resources):
         (config_of("cuda"), False, {"CPU": 1, "GPU": 1}),
         (config_of("cpu", num_threads=8, ranks=2), True, {"CPU": 8}),
         (config_of("cpu"), True, {"CPU": 1}),
+        (config_of("auto", ranks=8, nnodes=2), True, {"CPU": 4, "GPU": 4}),
+        (config_of("cpu", num_threads=3, ranks=4, nnodes=2), True, {"CPU": 3}),
+        (config_of("cpu", ranks=4, nnodes=2), True, {"CPU": 2}),
     ],
 )
-def test_core_reserves_a_gpu_for_each_rank_or_a_cpu_for_each_thread(config, has_gpus, bundle):
+def test_core_reserves_a_gpu_for_each_rank_of_a_node_or_a_cpu_for_each_thread(config, has_gpus, bundle):
     assert bundle_of(config, has_gpus) == bundle
 
 
 @pytest.mark.parametrize(
     ("ranks", "nodes", "words"),
     [
-        (4, [node(CPU=8.0, GPU=2.0), node(CPU=8.0, GPU=2.0)], "no node has that for the 4 ranks of a core"),
+        (4, [node(CPU=8.0, GPU=3.0)] * 4, "for 4 of the 4 ranks of a core: give nnodes=2, "),
+        (4, [node(CPU=8.0, GPU=1.0)] * 8, "for 4 of the 4 ranks of a core: give nnodes=4, "),
+        (4, [node(CPU=8.0, GPU=2.0)] * 3, "for 4 of the 4 ranks of a core: lower tensor_parallel_size"),
         (1, [node(CPU=8.0), node(alive=False, CPU=8.0, GPU=1.0)], "no node has that: lower num_threads"),
         (1, [node(CPU=8.0, GPU=1.0)], "lower data_parallel_size"),
         (1, [], "its nodes have in all, used or not: no node"),
@@ -49,6 +55,19 @@ def test_core_reserves_a_gpu_for_each_rank_or_a_cpu_for_each_thread(config, has_
 def test_lack_of_room_is_told_with_its_remedy(ranks, nodes, words):
     config = config_of("cuda", ranks=ranks)
     assert words in no_room(config, bundle_of(config, True), 2, nodes)
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "words"),
+    [
+        (2, "no room for 4 x {4 CPU, 4 GPU}, nnodes=2 for each core"),
+        (2, "no node has that for 4 of the 8 ranks of a core: lower tensor_parallel_size"),
+        (4, "lower data_parallel_size, add nodes"),
+    ],
+)
+def test_lack_of_room_for_cores_on_several_nodes_is_told_with_its_remedy(nnodes, words):
+    config = config_of("cuda", ranks=8, nnodes=nnodes)
+    assert words in no_room(config, bundle_of(config, True), 2, [node(CPU=8.0, GPU=2.0)] * 2)
 
 
 def test_lasting_calls_bring_a_new_core_into_the_state_of_the_others():

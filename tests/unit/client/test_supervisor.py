@@ -3,11 +3,14 @@
 import signal
 from types import SimpleNamespace
 
+import pytest
+
 from vllm_mp import EngineStartError
 from vllm_mp.client.engine import supervisor as supervisor_module
 from vllm_mp.client.engine.launcher import Core, CoreLauncher, RemoteCore
+from vllm_mp.client.engine.news import Absence, Death, End
 from vllm_mp.client.engine.restart_limit import RestartLimit
-from vllm_mp.client.engine.supervisor import Absence, CoreSupervisor, Death, End
+from vllm_mp.client.engine.supervisor import CoreSupervisor
 
 
 def test_cores_that_served_are_restarted_at_once_up_to_the_limit():
@@ -46,6 +49,23 @@ def test_deaths_of_forgiven_cores_do_not_count():
         limit.delay_after(1.0, True, incarnation)
     limit.forgive_cores([4, 5])
     assert [limit.delay_after(1.0, True, incarnation) for incarnation in (7, 8)] == [0.0, None]
+
+
+@pytest.mark.parametrize(("num_stages", "num_begun"), [(1, 2), (2, 2), (4, 4)])
+def test_deaths_are_not_forgiven_if_no_core_has_completed_a_step(num_stages, num_begun):
+    forgiven = []
+
+    def die(incarnation, step):
+        page = SimpleNamespace(read=lambda: SimpleNamespace(step=step), convicted=lambda: [incarnation])
+        supervisor._forgive_convicted(page, num_stages, restarts)
+
+    supervisor = CoreSupervisor(None, core(), None)
+    restarts = SimpleNamespace(forgive_cores=lambda cores: forgiven.extend(cores) or True)
+    die(1, num_begun)
+    die(2, num_begun)
+    assert forgiven == [1], "until it is known that no core works"
+    die(3, num_begun + 1)
+    assert forgiven == [1, 3]
 
 
 def core():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_mp import SamplingParams, wire
-from vllm_mp.client.engine.supervisor import Death
+from vllm_mp.client.engine.news import Death
 from vllm_mp.client.engine.suspects import DeathLedger, Suspects
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.stream import GenerationStream, Isolation

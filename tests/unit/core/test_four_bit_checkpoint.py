@@ -5,12 +5,11 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from support.quantized_checkpoints import INPUTS, OUTPUTS, quantized, save_in_four_bits
 from transformers import LlamaConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from vllm_mp.core.models import build_model
 from vllm_mp.core.models.block_matrix import BlockMatrix
-from vllm_mp.core.models.experts import mixture_name, separate_experts
 from vllm_mp.core.weights.four_bit_checkpoint import unpacked
 from vllm_mp.core.weights.loader import load_weights
 from vllm_mp.kernels.block_weight import BlockWeight
@@ -18,42 +17,12 @@ from vllm_mp.model_config.quantization import FourBits
 from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.testing.random_models import save_random_model
 
-OUTPUTS, INPUTS = 24, 256
 
-
-def packed(integers, dim, order=range(8)):
-    """Return int32 with eight of `integers`, side by side in `dim`, in each; `order` has the place of each 4 bits."""
-    groups = integers.to(torch.int64).unflatten(dim, (-1, 8))
-    words = sum(groups.select(dim + 1, place) << 4 * i for i, place in enumerate(order))
-    return (words - (words >> 31 << 32)).to(torch.int32)
-
-
-def quantized(four_bits, is_symmetric=False, weight=None):
-    """Return the tensors that store a random matrix, or `weight`, and the matrix that they stand for, in float64."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(OUTPUTS, INPUTS, generator=generator) if weight is None else weight
-    inputs = weight.shape[1]
-    group = four_bits.group_size or inputs
-    group_of = torch.arange(inputs) // group
-    if four_bits.is_reordered:
-        group_of = group_of[torch.randperm(inputs, generator=generator)]
-    columns = [weight.T[group_of == i] for i in range(inputs // group)]
-    scales = torch.stack([(column.amax(0) - column.amin(0)) / 15 for column in columns]).half()
-    if is_symmetric:
-        scales, zeros = (scales * 1.2).half(), torch.full(scales.shape, 8)
-    else:
-        zeros = torch.stack([-column.amin(0) for column in columns]).div(scales.float()).round().clamp(0, 15).long()
-    integers = (weight.T / scales.float()[group_of] + zeros[group_of]).round().clamp(0, 15).long()
-    stands_for = (integers - zeros[group_of]) * scales.double()[group_of]
-    if four_bits.method == "awq":
-        order = (0, 2, 4, 6, 1, 3, 5, 7)
-        tensors = {"qweight": packed(integers, 1, order), "qzeros": packed(zeros, 1, order)}
-    else:
-        stored = (zeros - four_bits.zero_offset) % 16
-        zeros_of_file = stored + four_bits.zero_offset
-        stands_for = (integers - zeros_of_file[group_of]) * scales.double()[group_of]
-        tensors = {"qweight": packed(integers, 0), "qzeros": packed(stored, 1), "g_idx": group_of.to(torch.int32)}
-    return tensors | {"scales": scales}, stands_for.T
+def loaded(folder):
+    """Return the model in `folder`."""
+    model = build_model(read_architecture(json.loads((folder / "config.json").read_text())), torch.float32, "cpu")
+    load_weights(model, folder, "auto", 0)
+    return model
 
 
 def read(tensors, four_bits):
@@ -137,21 +106,9 @@ EXPERTS = {"num_key_value_heads": 2, "moe_intermediate_size": 32}
     ids=lambda config: config.model_type,
 )
 def test_experts_of_a_mixture_are_read_one_by_one(config, method, tmp_path):
-    described = save_random_model(config, tmp_path).config.to_dict()
-    four_bits = FourBits(method, 32, zero_offset=int(method == "gptq"))
-    described["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    named = ((mixture_name(name), tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items())
-    stored, expected = {}, {}
-    for name, tensor in separate_experts(named):
-        if "_proj" in name and name.endswith("weight"):
-            tensors, expected[name] = quantized(four_bits, weight=tensor.float())
-            stored |= {f"{name.removesuffix('weight')}{kind}": part for kind, part in tensors.items()}
-        else:
-            stored[name] = tensor
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
-    model = build_model(read_architecture(described), torch.float32, "cpu")
-    load_weights(model, tmp_path, "auto", 0)
+    save_random_model(config, tmp_path)
+    expected = save_in_four_bits(tmp_path, FourBits(method, 32, zero_offset=int(method == "gptq")))
+    model = loaded(tmp_path)
     mixture = model.decoder.layers[0].mlp
     for expert in range(3):
         parts = [*mixture.gate_up[expert].parts, *mixture.down[expert].parts]
@@ -165,20 +122,9 @@ def test_experts_of_a_mixture_are_read_one_by_one(config, method, tmp_path):
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_model_in_a_folder_is_read_and_leaves_what_is_not_quantized(method, tmp_path):
-    described = save_random_model(LlamaConfig(**SIZES), tmp_path).config.to_dict()
-    four_bits = FourBits(method, 32, zero_offset=int(method == "gptq"))
-    described["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    stored, expected = {}, {}
-    for name, tensor in load_file(tmp_path / "model.safetensors").items():
-        if "_proj" in name and "v_proj" not in name:
-            tensors, expected[name] = quantized(four_bits, weight=tensor.float())
-            stored |= {f"{name.removesuffix('weight')}{kind}": part for kind, part in tensors.items()}
-        else:
-            stored[name] = expected[name] = tensor
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
-    model = build_model(read_architecture(described), torch.float32, "cpu")
-    load_weights(model, tmp_path, "auto", 0)
+    save_random_model(LlamaConfig(**SIZES), tmp_path)
+    expected = save_in_four_bits(tmp_path, FourBits(method, 32, zero_offset=int(method == "gptq")))
+    model = loaded(tmp_path)
     assert torch.equal(model.embed_tokens, expected["model.embed_tokens.weight"].float())
     attention = model.decoder.layers[0].attention
     assert [part.type.name for part in attention.qkv_proj.blocks.parts] == ["Q4_1", "Q4_1", "Q8_0"]

@@ -91,6 +91,23 @@ def test_suspects_run_in_order_of_priority():
     assert steps_of(engine, 5) == [[1], [1], [2], [1, 2], [0]]
 
 
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_group_and_all_other_requests_take_turns_in_a_pipeline(num_stages):
+    engine = Engine(num_stages=num_stages, ahead=num_stages - 1)
+    for slot in range(4):
+        engine.add(slot, max_tokens=40)
+    for slot in (4, 5):
+        engine.add(slot, max_tokens=9, isolate_until_num_tokens=9, isolation_group=1)
+    steps = []
+    while 4 not in engine.ends:
+        step = engine.scheduler.schedule()
+        if step is not None:
+            steps.append(slots_of(engine, step))
+            engine.launch(step, lambda slot, position: 7, ())
+        engine.process_all_but(0 if step is None else num_stages - 1)
+    assert [sorted(slots) for slots in steps] == [[4, 5], [0, 1, 2, 3]] * 8 + [[4, 5]]
+
+
 def test_running_requests_wait_for_a_suspect_and_keep_their_blocks():
     engine = Engine()
     engine.add(0, max_tokens=20)

@@ -12,6 +12,8 @@ from vllm_mp.testing.random_models import CONFIGS
 LLAMA = read_architecture(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
 MIXTURE = read_architecture(CONFIGS["qwen2-moe"].to_dict() | {"architectures": ["Qwen2MoeForCausalLM"]})
 
+ENCODER = read_architecture(BertConfig().to_dict() | {"architectures": ["BertModel"]})
+
 
 def changed(**sizes):
     return msgspec.structs.replace(LLAMA, **sizes)
@@ -24,20 +26,21 @@ def changed(**sizes):
         (changed(num_heads=12, num_kv_heads=4), 3, "intermediate_size=80 of tiny is no multiple"),
         (changed(num_heads=12, num_kv_heads=4, intermediate_size=96), 6, "num_key_value_heads=4 of tiny is neither"),
         (changed(num_heads=4, vocab_size=3), 4, "vocab_size=3 of tiny is too small"),
+        (ENCODER, 5, "num_attention_heads=12 of tiny is no multiple"),
+        (msgspec.structs.replace(ENCODER, intermediate_size=3073), 2, "intermediate_size=3073 of tiny is no multiple"),
         (changed(blocks="int4"), 2, r"the weights in blocks \(int4\) of tiny cannot be cut into 24 inputs"),
         (changed(fp8="block"), 2, "the FP8 weights with a scale for each 128 x 128 of tiny"),
+        (
+            changed(fp8="block", num_heads=8, head_dim=64, intermediate_size=256),
+            2,
+            "the FP8 weights .* of tiny cannot be cut into 64 outputs of keys and values .num_key_value_heads=2",
+        ),
         (msgspec.structs.replace(MIXTURE, num_heads=32, num_kv_heads=2), 16, "intermediate_size of the experts=24"),
     ],
 )
 def test_number_of_ranks_that_a_model_does_not_allow_is_refused_with_the_size(architecture, size, cause):
     with pytest.raises(ValueError, match=f"tensor_parallel_size={size}: .*{cause}"):
         check_tensor_parallel(architecture, size, "tiny")
-
-
-def test_encoder_is_refused_by_name():
-    encoder = read_architecture(BertConfig().to_dict() | {"architectures": ["BertModel"]})
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2: .* bert \(BertModel\) is an encoder"):
-        check_tensor_parallel(encoder, 2, "bert")
 
 
 def test_every_model_has_room_for_one_rank():

@@ -15,6 +15,9 @@ from vllm_mp.core.parallel.node_ranks import NodeRanks
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.curve_keys import read_client_key, read_server_key
 
+DEEP = b"\x91" * 100_000 + b"\xc0"
+"""Lists in lists, deeper than any decoder follows."""
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
@@ -126,12 +129,31 @@ def test_rank_host_that_cannot_join_is_told_why_and_the_core_waits_on(changes, r
     assert connect(hello(config)).answer().meeting_place
 
 
+def test_places_of_files_may_differ_from_machine_to_machine(config, core, connect):
+    places = {"path": "/b/llama", "tokenizer": "/b/llama", "revision": "main", "download_dir": "/b"}
+    model = msgspec.structs.replace(config.model_config, **places)
+    other = msgspec.structs.replace(config, model_config=model)
+    assert connect(hello(config, options=shared_options(other))).answer().meeting_place
+
+
 def test_difference_of_options_is_named_with_both_values(config, core, connect):
     options = {**shared_options(config), "max_num_seqs": 7}
     assert "max_num_seqs=7 instead of 256" in connect(hello(config, options=options)).answer().reason
 
 
-@pytest.mark.parametrize("rubbish", [b"\xc1", b"", Beats(num_beats=[1, 2]), msgspec.msgpack.encode({"type": "hello"})])
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        b"\xc1",
+        b"",
+        Beats(num_beats=[1, 2]),
+        msgspec.msgpack.encode({"type": "hello"}),
+        b"\x82\xa4type\xa5hello\xa7machine\xa1\xff",
+        b"\x82\xa4type\xa5hello\xa7options\x81\xa1x" + DEEP,
+        msgspec.msgpack.encode({"type": "hello", "machine": "b" * 1000}),
+    ],
+    ids=["no message", "empty", "another message", "no fields", "not UTF-8", "deep", "long name"],
+)
 def test_rubbish_of_a_peer_that_has_not_joined_is_refused(rubbish, config, core, connect):
     assert "first" in connect(rubbish).answer().reason
     assert connect(hello(config)).answer().meeting_place
@@ -152,13 +174,31 @@ def test_stranger_without_an_authorized_key_gets_no_word_through(config, core, c
 
 
 @pytest.mark.parametrize(
-    "rubbish", [b"\xc1", Beats(num_beats=[1]), Started(pids=[]), Said(rank=1, said=Ready(rank=1)), "a second Hello"]
+    "rubbish",
+    [
+        b"\xc1",
+        Beats(num_beats=[1]),
+        Started(pids=[]),
+        Said(rank=1, said=Ready(rank=1)),
+        "a second Hello",
+        b"\x82\xa4type\xacranks_failed\xa5error\xa1\xff",
+        b"\x83\xa4type\xa4said\xa4rank\x02\xa4said\x83\xa4type\xa5reply\xa6number\x01\xa6result" + DEEP,
+    ],
+    ids=["no message", "missing beats", "missing ranks", "other rank", "a second Hello", "not UTF-8", "deep"],
 )
 def test_rank_host_that_says_rubbish_is_the_end(rubbish, config, core, connect):
     host = connect(hello(config))
     host.answer()
     host.say(hello(config) if isinstance(rubbish, str) else rubbish)
     with pytest.raises(WorkerFailedError, match=r"node 1 \(b\) says what no rank host says"):
+        receive_until(core, lambda: False)
+
+
+def test_rank_that_says_more_than_it_was_asked_is_the_end(config, core, connect):
+    host = connect(hello(config))
+    host.answer()
+    host.say(*[Said(rank=3, said=Ready(rank=3))] * 100)
+    with pytest.raises(WorkerFailedError, match=r"rank 3 \(node 1, b\) says more than it was asked: Ready"):
         receive_until(core, lambda: False)
 
 

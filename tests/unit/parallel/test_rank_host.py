@@ -13,6 +13,7 @@ from support.nodes import node_configs
 
 from vllm_mp.core.parallel import worker_processes
 from vllm_mp.core.parallel.messages import Reply
+from vllm_mp.core.parallel.node_messages import ANSWER
 from vllm_mp.core.parallel.node_ranks import NodeRanks
 from vllm_mp.core.parallel.rank_host import RankHost, RefusedError
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
@@ -32,6 +33,7 @@ while (message := ring.read(rank - 1, launch["event"], [says.fileno()])) is not 
     says.sendall(msgspec.msgpack.encode({"type": "reply", "number": rank, "result": result}))
 """
 """The program of a rank that repeats each message, and ends at `end`."""
+POPEN = subprocess.Popen
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +43,8 @@ def configs(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def ranks_repeat_messages(monkeypatch):
-    popen = subprocess.Popen
     monkeypatch.setattr(
-        worker_processes.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", RANK], **options)
+        worker_processes.subprocess, "Popen", lambda command, **options: POPEN([sys.executable, "-c", RANK], **options)
     )
 
 
@@ -125,6 +126,20 @@ def test_refused_machine_ends_with_the_reason(configs):
         raise serving.join()
 
 
+@pytest.mark.parametrize("rubbish", [b"\xc1", b"\x82\xa4type\xa7refused\xa6reason\xa1\xff", b"\x91" * 100_000])
+def test_machine_ends_when_the_core_answers_what_no_core_answers(rubbish, configs, monkeypatch):
+    def answer(self, identity, answer):
+        self._socket.send_multipart([identity, ANSWER, rubbish])
+
+    monkeypatch.setattr(NodeRanks, "_answer", answer)
+    own, other = configs
+    with contextlib.closing(NodeRanks(own, "")) as core:
+        serving = Serving(other)
+        receive_until(core, lambda: serving.error)
+    with pytest.raises(RefusedError, match=r"answers what no core answers: .* install one version of vllm-mp"):
+        raise serving.join()
+
+
 def test_machine_whose_key_is_unknown_ends_with_the_remedy(configs, tmp_path):
     own, other = configs
     server = read_client_key(other.parallel_config.node_key_file).server
@@ -139,3 +154,14 @@ def test_machine_without_a_core_ends(configs):
     limits = msgspec.structs.replace(other.liveness_config, start_timeout_s=1.0)
     with pytest.raises(RefusedError, match=r"no core at tcp://.* has taken this machine for start_timeout_s=1 s"):
         RankHost(msgspec.structs.replace(other, liveness_config=limits)).serve_next_core()
+
+
+def test_rank_host_that_follows_its_parent_ends_when_its_standard_input_does(configs):
+    command = [sys.executable, "-P", "-m", "vllm_mp.core", "--rank-host", "--follow-parent"]
+    process = POPEN(command, stdin=subprocess.PIPE)
+    try:
+        process.stdin.write(msgspec.json.encode(configs[1]) + b"\n")
+        process.stdin.close()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()

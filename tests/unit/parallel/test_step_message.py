@@ -31,7 +31,8 @@ def add_request(batch, chance):
     tokens = np.array([chance.randrange(1000) for _ in range(count)], np.int32)
     request = Request(0, 0, "request", SamplingParams(), tokens, count, MODEL_LEN, (0, batch.tenancy.sum()))
     blocks = np.array([chance.randrange(1, 10_000) for _ in range(-(-count // BLOCK))], np.int32)
-    batch.adapter_slot[batch.add(request, blocks)] = chance.randrange(-1, 3)
+    row = batch.add(request, blocks)
+    batch.adapter_slot[row], batch.second_text_at[row] = chance.randrange(-1, 3), chance.randrange(0, 3)
 
 
 def next_step(batch, chance):
@@ -91,6 +92,7 @@ def test_other_ranks_lay_out_the_same_inputs_in_random_runs():
             None if inputs[2].adapter_slots is None else inputs[2].adapter_slots.tolist() for inputs in (own, theirs)
         ]
         assert slots[0] == slots[1]
+        assert np.array_equal(batch.second_text_at[step.rows], mirror.second_text_at[step.rows])
         # Blocks past the end of a row are never read.
         for row, length in enumerate(own[2].host_seq_lens):
             width = -(-length // BLOCK)

@@ -51,16 +51,43 @@ print(json.dumps([
 ]))
 joined.close()
 """
+STOPPED = """
+import os, signal, sys, torch
+from vllm_mp.core.parallel.torch_group import TorchPipeline, join_all_ranks
+rank, cpu, waits = int(sys.argv[2]), torch.device("cpu"), not stops_in_step
+
+def check():
+    if waits and rank == 0:
+        raise ValueError("rank 1 has stopped")
+
+if rank and not stops_in_step:
+    signal.pause()
+try:
+    pipeline = TorchPipeline(rank, 2, join_all_ranks(sys.argv[1], rank, 2, cpu, 600.0, check), cpu)
+    if rank:
+        signal.pause()
+    waits = True
+    pipeline.send(torch.zeros(1, 3))
+    pipeline.expect((1, 3), torch.float32)()
+except ValueError as error:
+    print(error, flush=True)
+    os._exit(0)
+"""
 
 
-def results_of(program, size, folder):
-    """Return what each rank of `program` prints."""
-    ranks = [
+def start(program, size, folder):
+    """Start `program` as each rank."""
+    return [
         subprocess.Popen(
             [sys.executable, "-c", program, str(folder / "meeting"), str(rank)], stdout=subprocess.PIPE, text=True
         )
         for rank in range(size)
     ]
+
+
+def results_of(program, size, folder):
+    """Return what each rank of `program` prints."""
+    ranks = start(program, size, folder)
     return [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
 
 
@@ -69,6 +96,17 @@ def test_ranks_that_meet_in_a_private_file_compute_together(tmp_path):
     first, second = results_of(GROUP, 2, tmp_path)
     assert first == [[1.0, 3.0, 5.0], [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]], [0.0, 1.0, 2.0], 6]
     assert second == [[1.0, 3.0, 5.0], [], [0.0, 1.0, 2.0], 6]
+
+
+@pytest.mark.parametrize("stops_in_step", [True, False], ids=["in a step", "while joining"])
+def test_first_stage_that_waits_for_another_keeps_looking_at_the_ranks(stops_in_step, tmp_path):
+    ranks = start(f"stops_in_step = {stops_in_step}\n{STOPPED}", 2, tmp_path)
+    try:
+        assert "rank 1 has stopped" in ranks[0].communicate(timeout=120)[0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 @pytest.mark.slow

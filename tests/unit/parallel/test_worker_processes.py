@@ -9,7 +9,7 @@ import pytest
 
 from vllm_mp import AsyncEngineArgs, __version__
 from vllm_mp.core.parallel import worker_processes
-from vllm_mp.core.parallel.messages import PROTOCOL, Failed, Joined, Ready, digest_of
+from vllm_mp.core.parallel.messages import PROTOCOL, Failed, Joined, Ready, chosen_options, digest_of
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.parallel.ranks import Ranks
 from vllm_mp.testing.random_models import CONFIGS, save_config
@@ -66,6 +66,7 @@ def start(config, monkeypatch, tmp_path):
 
 def joined(config, **changes):
     fields = {"rank": 1, "protocol": PROTOCOL, "package": __version__, "digest": digest_of(config)}
+    fields["chosen"] = chosen_options(config)
     return Joined(**{**fields, **changes})
 
 
@@ -82,7 +83,25 @@ def test_rank_with_another_version_or_other_options_is_refused(changes, start, c
         start(joined(config, **changes)).join(config, lambda: None)
 
 
-@pytest.mark.parametrize("rubbish", [b"\xc1", b"rubbish", msgspec.msgpack.encode({"tag": 1}), b"\x00" * 1000])
+def test_option_that_the_machine_of_a_rank_chose_otherwise_is_named(start, config):
+    chosen = {**chosen_options(config), "dtype": "bfloat16"}
+    refusal = r"rank 1 \(process \d+\) cannot join: .* chosen dtype='bfloat16' instead of 'auto'; give all"
+    with pytest.raises(ValueError, match=refusal):
+        start(joined(config, digest="00", chosen=chosen)).join(config, lambda: None)
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        b"\xc1",
+        b"rubbish",
+        msgspec.msgpack.encode({"tag": 1}),
+        b"\x00" * 1000,
+        b"\x82\xa4type\xa6failed\xa5error\xa1\xff",
+        b"\x83\xa4type\xa5reply\xa6number\x01\xa6result" + b"\x91" * 10_000 + b"\xc0",
+    ],
+    ids=["no message", "text", "another message", "zeros", "not UTF-8", "deep"],
+)
 def test_rank_that_says_what_no_rank_says_is_the_end(rubbish, start, config):
     with pytest.raises(WorkerFailedError, match=r"rank 1 \(process \d+\) says what no rank says"):
         start(rubbish).join(config, lambda: None)
@@ -102,10 +121,19 @@ def test_rank_that_ends_is_the_end_with_its_cause(then, cause, start, config):
 
 
 def test_mistake_that_a_rank_finds_is_explained_to_the_user(start, config):
-    with pytest.raises(ValueError, match="no space for the cache"):
+    with pytest.raises(ValueError, match=r"rank 1 \(process \d+\): no space for the cache"):
         start(Failed(error="no space for the cache", is_mistake=True)).join(config, lambda: None)
     with pytest.raises(WorkerFailedError, match=r"rank 1 .* failed: RuntimeError: device"):
         start(Failed(error="RuntimeError: device")).join(config, lambda: None)
+
+
+def test_rank_that_does_not_start_is_named_before_the_supervisor_gives_the_core_up(start, config, monkeypatch):
+    limits = msgspec.structs.replace(config.liveness_config, start_timeout_s=2.0)
+    monkeypatch.setattr(config, "liveness_config", limits)
+    with pytest.raises(
+        WorkerFailedError, match=r"rank 1 \(process \d+\) has not got on .* for 1\.\d s; .* start_timeout_s"
+    ):
+        start().join(config, lambda: None)
 
 
 def test_rank_without_progress_is_the_end(start, config):

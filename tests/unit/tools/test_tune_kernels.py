@@ -25,9 +25,15 @@ def test_tool_saves_options_of_every_kernel_that_serves_a_model(tmp_path):
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
-    assert set(found) == {key for key in launch._HOPPER if "/32/" not in key}
+    products = {f"linear/{bits}/64x256" for bits in (8, 16)}
+    kept = {key for key in launch._HOPPER if "/32/" in key or key.startswith("linear/")}
+    assert set(found) == products | set(launch._HOPPER) - kept
     for key, options in found.items():
-        assert set(options) <= set(launch._HOPPER[key])
+        if key in products:
+            assert options["MAX_ROWS"] in (0, 1), "only one row is timed beside torch's product"
+            assert set(options) <= {*launch._HOPPER[key.removesuffix("/64x256")], "OUTPUT_TILE", "PARTS", "num_stages"}
+        else:
+            assert set(options) <= set(launch._HOPPER[key])
 
 
 @pytest.fixture
@@ -88,3 +94,28 @@ def test_decode_is_split_so_that_the_gpu_is_busy(hopper, monkeypatch, num_progra
 )
 def test_long_context_has_more_parts_within_bounds_on_their_number(hopper, rows, splits, context, expected):
     assert launch.num_slots(rows, splits, context, torch.device("cuda", 0)) == expected
+
+
+@pytest.mark.parametrize("weights", ["16", "8", "blocks"])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096)]
+)
+def test_busiest_processor_reads_little_more_than_its_share_of_a_product(hopper, monkeypatch, weights, outputs, inputs):
+    monkeypatch.setattr(launch, "_num_processors", lambda *_: 132)
+    options = launch.linear_options(outputs, inputs, weights, torch.device("cuda", 0))
+    assert options["PARTS"] == 1, "the kernel that adds parts would take longer than they save"
+    assert -(-outputs // options["OUTPUT_TILE"] // 132) * 132 * options["OUTPUT_TILE"] <= 1.05 * outputs
+
+
+def test_few_outputs_of_many_inputs_are_cut_into_parts(hopper, monkeypatch):
+    monkeypatch.setattr(launch, "_num_processors", lambda *_: 132)
+    options = launch.linear_options(1024, 14_336, "16", torch.device("cuda", 0))
+    assert options["PARTS"] * -(-1024 // options["OUTPUT_TILE"]) in range(100, 133)
+
+
+def test_measured_options_of_a_shape_replace_the_computed_ones(hopper, monkeypatch):
+    monkeypatch.setattr(launch, "_num_processors", lambda *_: 132)
+    measured = {"MAX_ROWS": 4, "OUTPUT_TILE": 64, "PARTS": 2, "SLICES": 8, "SLICE_INPUTS": 64, "num_warps": 4}
+    hopper.write_text(json.dumps({"linear/16/4096x4096": measured}))
+    assert launch.linear_options(4096, 4096, "16", torch.device("cuda", 0)) == measured
+    assert launch.linear_options(4096, 4096, "8", torch.device("cuda", 0))["MAX_ROWS"] == 16

@@ -1,0 +1,79 @@
+"""The requests to blame for the deaths of a client's cores, and what follows for them and for the limit of restarts."""
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from vllm_mp import wire
+from vllm_mp.client.engine.launcher import Core
+from vllm_mp.client.engine.news import Death
+from vllm_mp.client.engine.peers import Peers
+from vllm_mp.client.engine.suspects import Entry, Suspects
+from vllm_mp.client.engine.unexplained_death import UnexplainedDeath
+from vllm_mp.client.outputs.stream import RequestStream
+
+if TYPE_CHECKING:
+    from vllm_mp.client.engine.core_client import EngineCoreClient
+
+logger = logging.getLogger(__name__)
+
+
+class Blame:
+    """Records the deaths of the cores of one client, and fails the requests that are to blame."""
+
+    def __init__(self, client: "EngineCoreClient", peers: Peers, suspects: Suspects) -> None:
+        self._client = client
+        self._peers = peers
+        self._suspects = suspects
+        self._unexplained: UnexplainedDeath | None = None
+        """The death of a shared core, until its successor says what it was computing."""
+        self._convicted: deque[int] = deque(maxlen=wire.MAX_CONVICTED_DEATHS)
+        """The incarnations of shared cores for whose deaths requests of this client are to blame."""
+        self._cores_work = True
+        """A core has computed something since the latest conviction, so not every request ends every core."""
+
+    @property
+    def convicted(self) -> list[int]:
+        """The incarnations of shared cores for whose deaths requests of this client are to blame."""
+        return list(self._convicted)
+
+    def is_exposed(self, stream: RequestStream) -> bool:
+        """Return whether `stream` may have caused a death."""
+        unexplained = self._unexplained
+        return self._suspects.is_exposed(stream) or (unexplained is not None and unexplained.may_be_due_to(stream))
+
+    def note_output(self, output: wire.StepOutput) -> None:
+        """Note that a core has sent `output`."""
+        self._cores_work = self._cores_work or bool(output.tokens or output.vectors)
+
+    def note_death(self, death: Death, core: Core, live: list[Entry]) -> None:
+        """Record the death of `core` with the requests `live`; that of a shared core once its successor explains it."""
+        if core.process is None:
+            self._unexplained = UnexplainedDeath.of(death, live)
+        else:
+            self._record(death, core, live)
+
+    def note_successor(self, old: Core, core: Core) -> None:
+        """Find the request to blame for the death of `old`, a shared core, with what its successor says of it."""
+        unexplained, self._unexplained = self._unexplained, None
+        if unexplained is None:
+            return
+        if core.welcome.why_dropped:
+            logger.warning("the core had dropped this client: %s", core.welcome.why_dropped)
+        if core.connection.incarnation != old.connection.incarnation:  # else the connection broke, and the core lives
+            self._record(unexplained.explained_by(old, core), core, unexplained.live())
+
+    def note_last_death(self, death: Death, core: Core, live: list[Entry]) -> None:
+        """Record the death of `core`, which no successor follows."""
+        unexplained, self._unexplained = self._unexplained, None
+        self._record(death, core, live if unexplained is None else unexplained.live())
+
+    def _record(self, death: Death, core: Core, live: list[Entry]) -> None:
+        """Record a death for each live request in its step, and fail those that are to blame."""
+        for conviction in self._suspects.record(death, live):
+            deaths = self._peers.convict(conviction, self._client)
+            if core.process is None:
+                self._convicted.extend(sorted({death.incarnation for death in deaths if death.is_step_known}))
+            elif self._cores_work:  # else the limit of restarts ends an engine in which no request can run
+                self._peers.forgive(sorted({death.time for death in deaths}))
+            self._cores_work = False

@@ -1,0 +1,47 @@
+"""Numbers of ranks and stages that tests compare with one process."""
+
+import functools
+from typing import NamedTuple
+
+import pytest
+
+from support.answers import NEAR_TIE, answers, assert_near
+from support.local_engine import LocalEngine
+
+
+class Layout(NamedTuple):
+    """How many ranks compute each layer, and how many stages share out the layers."""
+
+    size: int = 1
+    num_stages: int = 1
+
+
+LAYOUTS = {
+    "tensor-2": Layout(2),
+    "tensor-4": Layout(4),
+    "pipeline-2": Layout(1, 2),
+    "pipeline-3": Layout(1, 3),
+    "tensor-2-pipeline-2": Layout(2, 2),
+}
+
+
+def layouts(*names):
+    """Return the mark that runs a test with the layouts called `names`."""
+    return pytest.mark.parametrize("layout", [LAYOUTS[name] for name in names], ids=names)
+
+
+every_layout = layouts(*LAYOUTS)
+
+
+def assert_like(layout, found, expected, near_tie=NEAR_TIE):
+    """Raise AssertionError unless the answers are equal; up to near-ties where ranks round sums otherwise."""
+    if layout.size == 1:
+        assert found == expected
+    else:
+        assert_near(found, expected, near_tie)
+
+
+@functools.cache
+def answers_of_one_process(folder, **options):
+    """Return the greedy answers of an engine with `options`."""
+    return answers(LocalEngine(folder, **options))
