@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, QuantizedRows
+from vllm_mp.kernels.step_columns import StepColumns
 from vllm_mp.kernels.triton import operations
 from vllm_mp.testing.attention_steps import scattered_step
 from vllm_mp.testing.compiled_kernels import compiling, read_code
@@ -79,6 +80,13 @@ def draw() -> None:
     operations.sample(logits, draw_params(knobs, torch.zeros(len(logits), dtype=torch.float64)))
 
 
+def copy_step() -> None:
+    tokens, rows = torch.zeros(256, dtype=torch.int64), torch.zeros(257, dtype=torch.int32)
+    table, of_rows = torch.zeros(256, 64, dtype=torch.int32), rows[:256]
+    columns = StepColumns(tokens, tokens, tokens, rows, of_rows, table, None, of_rows)
+    operations.copy_step(columns, columns, 256)
+
+
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "decode": lambda: decode(DTYPE),
     "decode-fp8": lambda: decode(FLOAT8),
@@ -95,6 +103,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "linear-fp8-64": lambda: multiply(64, FLOAT8),
     "linear-fp8-2048": lambda: multiply(2048, FLOAT8),
     "sample": draw,
+    "step": copy_step,
 }
 COLUMNS = ("registers", "spills", "shared", "warps", "programs", "instructions", "loop", "tensor")
 

@@ -121,6 +121,7 @@ class StepGraphs:
         DeviceError if the device has failed.
         """
         self._allocate(max(shape.num_tokens for shape in shapes), max(shape.num_rows for shape in shapes))
+        ops.copy_step(self._buffers, self._buffers, 0)  # compiles it before the first step
         self._replays.clear()
         self._adapter_replays.clear()
         deadline = time.monotonic() + _CAPTURE_TIME_S

@@ -382,6 +382,8 @@ class ModelRunner:
                 self._profile_stage(self._pipeline, step, batch)
         graph_bytes = self.memory.graph_bytes()
         self.memory.kv_caches = []
+        if self._latest is not None:
+            ops.fill_awaited(self._latest, self._latest)  # no id in it is negative
         profile_sampler(self._config, self._dtype, self._device)
         torch.cuda.synchronize(self._device)
         return graph_bytes

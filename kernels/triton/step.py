@@ -47,7 +47,6 @@ def copy_step(step: StepColumns, buffers: StepColumns, num_decodes: int, latest:
         step.block_table.stride(0),
         buffers.block_table.stride(0),
         0 if step.adapter_slots is None else len(step.input_ids),
-        AWAITS=latest is not None,
         ADAPTERS=buffers.adapter_slots is not None,
         **launch,
     )
@@ -90,7 +89,7 @@ def _copy_step_kernel(
     to_block_table,
     to_adapter_slots,
     to_decode_lens,
-    latest,
+    latest,  # not read if no id is negative
     num_tokens,
     num_rows,
     num_decodes,
@@ -100,7 +99,6 @@ def _copy_step_kernel(
     table_stride,
     to_table_stride,
     num_slots,  # elements of `adapter_slots`: all tokens of the step, or none
-    AWAITS: tl.constexpr,
     ADAPTERS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
@@ -113,8 +111,7 @@ def _copy_step_kernel(
         return
     is_token = at < num_tokens
     ids = tl.load(input_ids + at, mask=is_token, other=0)
-    if AWAITS:
-        ids = tl.where(ids < 0, tl.load(latest + (-1 - ids), mask=ids < 0, other=0), ids)
+    ids = tl.where(ids < 0, tl.load(latest + (-1 - ids), mask=ids < 0, other=0), ids)
     tl.store(to_input_ids + at, ids, mask=is_token)
     tl.store(to_positions + at, tl.load(positions + at, mask=is_token), mask=is_token)
     tl.store(to_cell_mapping + at, tl.load(cell_mapping + at, mask=is_token, other=0), mask=at < all_tokens)

@@ -78,6 +78,7 @@ BOUNDS = {
     ("sample", "_depth_kernel"): Bound(registers=48, loop=0, programs=5),
     ("sample", "_list_kernel"): Bound(registers=128, loop=0, programs=2),
     ("sample", "_sample_kernel"): Bound(registers=128, loop=240, programs=2),
+    ("step", "_copy_step_kernel"): Bound(registers=64, loop=0, programs=8),
 }
 """By launch of tools/kernel_report.py and kernel."""
 

@@ -103,7 +103,8 @@ class _Processes:
 class LocalGroup:
     """A `LocalEngine` on rank 0, and followers on the other ranks of `num_stages` stages of `size` ranks."""
 
-    def __init__(self, folder, size, num_stages=1, **options):
+    def __init__(self, folder, size, num_stages=1, make_captures=None, **options):
+        """`make_captures[rank]` is the `make_capture` of each rank."""
         failed, num_ranks = threading.Event(), num_stages * size
         self.groups = [group for _ in range(num_stages) for group in make_groups(size, failed=failed)]
         self.pipelines = make_pipelines(num_stages, size, failed)
@@ -114,12 +115,18 @@ class LocalGroup:
         self._threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, num_ranks)]
         options = {**options, "tensor_parallel_size": size, "pipeline_parallel_size": num_stages}
         self._options = (folder, options)
+        self._make_captures = make_captures or [None] * num_ranks
         for thread in self._threads:
             thread.start()
         self.leader = Followers(self.processes, options.get("max_num_seqs", 12))
         try:
             self.engine = LocalEngine(
-                folder, group=self.groups[0], leader=self.leader, pipeline=self.pipelines[0], **options
+                folder,
+                make_capture=self._make_captures[0],
+                group=self.groups[0],
+                leader=self.leader,
+                pipeline=self.pipelines[0],
+                **options,
             )
         except BaseException:
             self.close()
@@ -132,7 +139,8 @@ class LocalGroup:
         try:
             config = LocalEngine.make_config(folder, "cpu", **options)
             device, dtype = torch.device("cpu"), getattr(torch, config.model_config.dtype)
-            runner = ModelRunner(config, device, dtype, group=self.groups[rank], pipeline=self.pipelines[rank])
+            places = {"group": self.groups[rank], "pipeline": self.pipelines[rank]}
+            runner = ModelRunner(config, device, dtype, make_capture=self._make_captures[rank], **places)
             follower = Follower(config, rank, device, runner, self.processes.said[rank - 1].put)
             self.followers[rank] = follower
             self._ready[rank].set()

@@ -37,6 +37,29 @@ def test_steps_launched_ahead_read_the_tokens_that_rank_0_has_sampled(model_of):
         assert_near(answers(group.engine), expected)
 
 
+@pytest.mark.parametrize("refused", [None, 32])
+def test_ranks_replay_the_same_graphs_even_if_one_of_them_cannot_capture_all(refused, model_of):
+    """A graph sums padding too, so ranks with different graphs would sum hidden states of different sizes."""
+
+    def capture(rank):
+        def run_first(compute):
+            if len(compute()) == refused and rank == 1:
+                raise RuntimeError("refused")
+            return compute
+
+        return lambda device: run_first
+
+    folder = model_of("llama")
+    expected = answers(LocalEngine(folder))
+    captures = [capture(0), capture(1)]
+    with local_group(folder, 2, async_scheduling=True, make_captures=captures) as group:
+        runners = [group.engine.runner, group.followers[1]._runner]
+        own, others = (set(runner.memory.graphs._replays) for runner in runners)
+        assert own == others
+        assert {shape.only_decodes for shape in own} == ({True} if refused else {True, False})
+        assert_near(answers(group.engine), expected)
+
+
 def test_steps_whose_values_are_not_finite_are_repeated_by_all_ranks(model_of):
     folder = model_of("llama")
     expected = answers(LocalEngine(folder))
