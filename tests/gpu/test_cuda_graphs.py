@@ -167,6 +167,6 @@ def test_graphs_fit_the_memory_kept_for_them_and_enforce_eager_makes_none(tmp_pa
         return graphs
 
     monkeypatch.setattr(ModelMemory, "_try_capture", measure)
-    engine = running(tmp_path, enforce_eager=enforce_eager, max_num_seqs=64)
+    engine = running(tmp_path, enforce_eager=enforce_eager, max_num_seqs=64, max_num_batched_tokens=256)
     assert (engine.runner.memory.graphs is None) == enforce_eager
     assert taken[-1] <= kept[0] + 64 * 2**20, "graphs took more memory than was kept, beyond the tolerance"
