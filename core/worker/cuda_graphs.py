@@ -4,10 +4,11 @@ A graph computes a fixed number of tokens and rows from buffers at fixed address
 has no context and writes its keys and values to the padding block, so it changes no row.
 """
 
+import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -284,14 +285,16 @@ def cuda_capture(device: torch.device) -> Capture:
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(compute: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        # Run once before the capture: a graph cannot hold the compilation of a kernel or a library's initialization.
         stream.wait_stream(torch.cuda.current_stream(device))
+        # If the capture fails, `torch.cuda.graph` leaves its stream the current one; this block restores the former.
         with torch.cuda.stream(stream):
-            compute()
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            return graph, compute()
+            compute()  # a graph cannot hold the compilation of a kernel or a library's initialization
+            with _waits_raise():
+                compute()
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                return graph, compute()
 
     def capture(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         try:
@@ -307,6 +310,21 @@ def cuda_capture(device: torch.device) -> Capture:
         return replay
 
     return capture
+
+
+@contextlib.contextmanager
+def _waits_raise() -> Iterator[None]:
+    """Raise RuntimeError if the block makes the host wait for the device, as a capture would.
+
+    The error must come before the capture: torch before 2.12 counts a capture that has failed as one that still runs,
+    and then its allocator can no longer release memory.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _raise_if_failed(device: torch.device) -> None:

@@ -25,11 +25,14 @@ MIN_HEAD_TILE: Final = 16
 """The least side of a tile in a matrix product."""
 MAX_PARTS: Final = 64
 """The most parts of a decode's context."""
+_MAX_PARTS_OF_ROWS: Final = 16_384
+"""The same for all rows of a step, which bounds the memory: with 32 heads of 128 elements, a part takes 16 KiB."""
 _OUTPUT_TILES: Final = (32, 16)
 """The tiles of outputs that are considered for products of few rows."""
 MAX_FEW_ROWS: Final = 16
 """The rows of a tile of the tensor cores, and the most that the kernel for few rows takes."""
 _MAX_INPUT_PARTS: Final = 8
+"""The most parts of the inputs of a product of few rows."""
 _MAX_COPIES: Final = 6
 """The most steps of a product of few rows that a program copies ahead."""
 _MERGE_BYTES: Final = 64 * 1024
@@ -38,8 +41,6 @@ _SUM_BYTES: Final = 2 * 4 * MAX_FEW_ROWS
 """What the sum of one output in one part takes to write and to read, for `MAX_FEW_ROWS`."""
 _TILE_OVERHEAD: Final = 2
 """What the rows of a product cost each tile, in outputs."""
-_MAX_PARTS_OF_ROWS: Final = 16_384
-"""The same for all rows of a step, which bounds the memory: with 32 heads of 128 elements, a part takes 16 KiB."""
 
 _HOPPER: Final[dict[str, Options]] = {
     # ROWS are queries times heads; KEYS is the number of keys per step of the loop. A warp group of four warps

@@ -97,7 +97,11 @@ def test_replays_equal_launches_to_the_bit(folder, dtype, overlaps, monkeypatch)
         for _ in range(slot % 4):
             engine.step()
     engine.run()
-    assert set(rows) == {1, 2, 4, 8, 12, 16, 32, 40}
+    # On a GPU, the host reads which experts of a mixture a step needs, so these models are not captured.
+    is_captured = DEVICE == "cpu" or engine.config.model_config.architecture.experts is None
+    assert set(rows) == ({1, 2, 4, 8, 12, 16, 32, 40} if is_captured else set())
+    if not is_captured:
+        torch.cuda.empty_cache()  # which fails where torch's allocator believes that a capture still runs
 
 
 def test_overlapping_steps_give_the_same_tokens(folder):
@@ -125,7 +129,8 @@ def test_launching_a_step_does_not_wait_for_the_step_before(folder):
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second
     step = engine.scheduler.schedule()
     computing = engine.runner.launch(step, engine.batch, engine.sampler)
-    assert not computing.copies._event.query(), "the launch waited for the step before it"
+    computing.sample()
+    assert not computing._copies._event.query(), "the launch waited for the step before it"
     computing.wait()
 
 
@@ -162,6 +167,6 @@ def test_graphs_fit_the_memory_kept_for_them_and_enforce_eager_makes_none(tmp_pa
         return graphs
 
     monkeypatch.setattr(ModelMemory, "_try_capture", measure)
-    engine = running(tmp_path, enforce_eager=enforce_eager, max_num_seqs=64)
+    engine = running(tmp_path, enforce_eager=enforce_eager, max_num_seqs=64, max_num_batched_tokens=256)
     assert (engine.runner.memory.graphs is None) == enforce_eager
     assert taken[-1] <= kept[0] + 64 * 2**20, "graphs took more memory than was kept, beyond the tolerance"

@@ -67,11 +67,11 @@ class Bound(NamedTuple):
 BOUNDS = {
     ("decode", "_decode_kernel"): Bound(registers=168, loop=470, programs=3),
     ("decode", "_merge_kernel"): Bound(registers=40, loop=0, programs=16),
-    ("decode-fp8", "_decode_kernel"): Bound(registers=168, loop=760, programs=3),
+    ("decode-fp8", "_decode_kernel"): Bound(registers=168, loop=780, programs=3),
     ("decode-fp8", "_merge_kernel"): Bound(registers=40, loop=0, programs=16),
-    ("linear", "_few_rows_kernel"): Bound(registers=80, loop=150, programs=2),
-    ("linear-fp8", "_few_rows_kernel"): Bound(registers=80, loop=390, programs=2),
-    ("linear-fp8-blocks", "_few_rows_kernel"): Bound(registers=104, loop=310, programs=3),
+    ("linear", "_few_rows_kernel"): Bound(registers=128, loop=190, programs=2),
+    ("linear-fp8", "_few_rows_kernel"): Bound(registers=128, loop=440, programs=2),
+    ("linear-fp8-blocks", "_few_rows_kernel"): Bound(registers=150, loop=330, programs=3),
     ("prefill", "_prefill_kernel"): Bound(registers=245, loop=1080, programs=1),
     ("sample", "_part_highest_kernel"): Bound(registers=48, loop=0, programs=5),
     ("sample", "_highest_kernel"): Bound(registers=32, loop=0, programs=16),
@@ -80,7 +80,7 @@ BOUNDS = {
     ("sample", "_sample_kernel"): Bound(registers=128, loop=240, programs=2),
     ("step", "_copy_step_kernel"): Bound(registers=64, loop=0, programs=8),
 }
-"""By launch of tools/kernel_report.py and kernel."""
+"""By launch of tools/kernel_report.py and kernel. Triton 3.6 and 3.9 both stay within them."""
 
 
 def run_compiler(*arguments):

@@ -286,15 +286,33 @@ def test_rank_that_cannot_capture_tells_the_others(folders):
     assert [call.args for call in group.minimum.call_args_list] == [(cuda_graphs._GOES_ON,), (cuda_graphs._FAILED,)]
 
 
-def test_start_fails_when_the_device_fails_during_capture(folders, monkeypatch):
-    failure = RuntimeError("CUDA error: an illegal memory access was encountered")
-    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=failure))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", Mock())
-    monkeypatch.setattr(torch.cuda, "Stream", Mock())
-    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+@pytest.fixture
+def sync_modes(monkeypatch):
+    """Stand in for a CUDA device; return the list of how it treats waits of the host, of which the last counts."""
+    modes = [0]
+    for name in ("synchronize", "graph_pool_handle", "Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    return modes
+
+
+def test_start_fails_when_the_device_fails_during_capture(folders, sync_modes):
+    torch.cuda.synchronize.side_effect = RuntimeError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(cuda_graphs.DeviceError, match="illegal memory access"):
         LocalEngine(folders["llama"], make_capture=cuda_graphs.cuda_capture)
+
+
+def test_model_that_waits_for_the_device_is_refused_before_its_capture_begins(sync_modes):
+    def compute():
+        if sync_modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        cuda_graphs.cuda_capture(torch.device("cpu"))(compute)
+    torch.cuda.CUDAGraph.assert_not_called()
+    assert sync_modes == [0, "error", 0], "later work may wait again"
 
 
 def test_attention_that_reads_lengths_on_the_host_is_not_captured(folders, monkeypatch, caplog):
