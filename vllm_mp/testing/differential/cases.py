@@ -15,6 +15,8 @@ VOCAB_SIZE = 49_152
 """The vocabulary of the default model."""
 CROWD, CROWD_LEN = 12, 40
 """Requests, and output tokens of each, that overflow the cache of `playing.shared_options`, which holds 336 tokens."""
+_REPEATED_LEN = 21
+"""Prompt tokens of each of the last two cases."""
 _STOPS = (
     " ",
     "e",
@@ -143,6 +145,7 @@ def random_cases(seed: int, count: int, tokenizer: PreTrainedTokenizerBase) -> l
 
     The first `CROWD` cases are sent at the start, with short prompts and the highest priority. The cache has room for
     their prompts but not for their output, so some are preempted. The first case is aborted early in a long output.
+    The last two run after all others, with one prompt, which the last finds in the cache.
     """
     chance = random.Random(seed)
     cases = [random_case(chance, tokenizer, index) for index in range(count)]
@@ -153,4 +156,9 @@ def random_cases(seed: int, count: int, tokenizer: PreTrainedTokenizerBase) -> l
     for case in cases[:1]:
         case.params |= {"max_tokens": None, "min_tokens": 250}
         case.kind, case.abort_after = RequestOutputKind.DELTA, 1
+    repeated = [chance.randrange(VOCAB_SIZE) for _ in range(_REPEATED_LEN)]
+    for after, case in enumerate(cases[-2:], count - 2):
+        case.prompt, case.after, case.abort_after = repeated, after, None
+        for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+            case.params.pop(name, None)
     return cases
