@@ -62,7 +62,8 @@ def test_ranks_on_two_nodes_stream_the_tokens_of_one_process(cluster, small_mode
     asyncio.run(eventually(lambda: have_ended(pids)))
 
 
-@pytest.mark.parametrize("index", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [1, 0])
 def test_streams_go_on_when_a_node_of_a_core_with_two_is_killed(cluster, small_model, index):
     async def run():
         client = engine._cores.first

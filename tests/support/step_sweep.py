@@ -121,7 +121,7 @@ def attend_padded(batch: PagedBatch, tokens: int, rows: int, splits: int | None,
     ("steps", "padding", "splits", "window"),
     covering(
         [(MIXED,), ([(1, 40), (1, 90), (1, 3)],), ([(5, 5), (40, 60)],), ([(1, 33), (33, 33), (1, 1), (2, 9)],)],
-        [((0, 0),), ((1, 0),), ((70, 6),)],
+        [((0, 0),), ((1, 0),), ((20, 3),)],
         [(1, None), (4, 20), (None, None)],
     ),
     ids=str,
