@@ -9,6 +9,7 @@ from vllm_mp.testing.attention_steps import paged_metadata
 pytest.importorskip("triton")
 pytestmark = [*ON_DEVICE]
 
+from support.product_sweep import *  # noqa: E402, F403
 from support.step_sweep import *  # noqa: E402, F403
 from support.triton_sweep import *  # noqa: E402, F403
 from support.triton_sweep import DEVICE, assert_near, launch, operations, reference  # noqa: E402

@@ -12,6 +12,7 @@ from support.paged_batch import PagedBatch
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu runs them on a GPU")
 
+from support.product_sweep import *  # noqa: E402, F403
 from support.triton_sweep import *  # noqa: E402, F403
 from support.triton_sweep import assert_near, attend, attend_by_reference  # noqa: E402
 
