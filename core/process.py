@@ -22,6 +22,7 @@ import msgspec
 
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
+from vllm_mp.core.parent_watch import wait_for_end_of_parent
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.core_description import CoreDescription
 from vllm_mp.core_launch import CoreLaunch
@@ -38,7 +39,6 @@ _STOP_GRACE_S = 5.0
 """Time that the loop has to stop after the parent's death, before the process is ended."""
 _PARENT_END_S = 2.0
 """Time from the end of the parent's pipe to the end of the parent or its SIGTERM."""
-_PARENT_CHECK_MS = 500
 _STANDBY_PARENT_CHECK_MS = 2000
 _LINGER_MS = 1000
 """Time that unsent messages have to leave when the socket is closed."""
@@ -271,16 +271,11 @@ def _read_launch() -> CoreLaunch:
 def _follow_parent(launch: CoreLaunch, stop: StopSignal, stopped: threading.Event) -> None:
     """Start a thread that stops the core when its parent dies, and ends the process if the loop does not stop in time.
 
-    `stopped` must be set when the loop has stopped. The thread watches standard input, whose other end the parent
-    holds, and the parent's pid, because a child that the parent forked may hold that end too. The kernel's parent-death
-    signal would not do: it comes when the *thread* that started the core ends.
+    `stopped` must be set when the loop has stopped.
     """
 
     def watch() -> None:
-        poll = select.poll()
-        poll.register(0, select.POLLHUP)
-        while not poll.poll(_PARENT_CHECK_MS) and os.getppid() == launch.parent_pid:
-            pass
+        wait_for_end_of_parent(launch.parent_pid)
         stop.drain = False
         stop.set()
         if not stopped.wait(_STOP_GRACE_S):

@@ -6,7 +6,6 @@ make progress, and how they end. When the core is gone it ends them, and connect
 
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -37,6 +36,7 @@ from vllm_mp.core.parallel.node_messages import (
 )
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.parallel.worker_processes import WorkerProcesses
+from vllm_mp.core.parent_watch import wait_for_end_of_parent
 from vllm_mp.curve_keys import ClientKey, read_client_key
 from vllm_mp.nodes import ip_address
 from vllm_mp.wire import DECODE_ERRORS
@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 _RECONNECT_MS: Final = 200
 _LONGEST_RECONNECT_MS: Final = 2000
 _LINGER_MS: Final = 200
-_PARENT_CHECK_MS: Final = 500
 _STOP_GRACE_S: Final = 5.0
 """Time that the ranks have to end after the parent's death, before the process is ended."""
 
@@ -97,10 +96,7 @@ def _stop(number: int, frame: object) -> NoReturn:
 
 def _follow_parent(pid: int) -> None:
     """End this process once the parent `pid` has ended or closes standard input."""
-    poll = select.poll()
-    poll.register(0, select.POLLHUP)
-    while not poll.poll(_PARENT_CHECK_MS) and os.getppid() == pid:
-        pass
+    wait_for_end_of_parent(pid)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_STOP_GRACE_S)
     os._exit(1)

@@ -164,9 +164,8 @@ class StepGraphs:
     ) -> None:
         """Capture `shapes`, which are of one kind, until the deadline, but always the first of decodes.
 
-        Raises CaptureError.
-
         The captured computation may wait for other ranks, so that all must capture the same shapes in the same order.
+        Raises CaptureError.
         """
         for shape in shapes:
             beat()
