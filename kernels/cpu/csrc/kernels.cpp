@@ -117,7 +117,7 @@ void argmax(const Weight& w, const T* x, int64_t rows, int64_t* places, const To
 // Writes rows `ids` of a matrix to `out` [count, inputs].
 template <class T>
 void embed(const BlockPart& weight, int64_t inputs, const int64_t* ids, int64_t count, T* out, int threads) {
-    team().run(threads, [&](Member& member) {
+    team().run(count > FEW ? threads : 1, [&](Member& member) {
         member.each(count, [&](int64_t i) {
             thread_local std::vector<float> row;
             row.resize(inputs);
