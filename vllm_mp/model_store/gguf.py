@@ -38,8 +38,11 @@ _CONVERTER = "vllm_mp.core.weights.gguf_to_safetensors"
 DISK_FULL_EXIT = 3
 """Exit status of the converter if the converted model does not fit on the disk."""
 
-_CONVERTER_VERSION = 3
+_CONVERTER_VERSION = 4
 """Version of the files that the converter writes. Raise it with every change, so that no older conversion is used."""
+
+_MAPPED_VERSION: Final = "m2"
+"""Version of the folders of mapped files. Change it with every change of configurations or tokenizers."""
 
 _KEPT_SECONDS = 24 * 3600
 """Time for which an older conversion is kept after its last use, which `build_once` notes."""
@@ -103,13 +106,16 @@ def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
 def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Progress) -> Path:
     """Return the folder with configuration, tokenizer and place of `file`, which keeps the weights."""
     place = GgufPlace(str(file.path.resolve()), file.digest, file.identity)
-    folder = _cache_folder(root, file.path.name, hashlib.sha256(msgspec.json.encode(place)).hexdigest(), "m1")
+    folder = _cache_folder(
+        root, file.path.name, hashlib.sha256(msgspec.json.encode(place)).hexdigest(), _MAPPED_VERSION
+    )
 
     def build(workspace: Path, lock: int) -> Path:
         config = read_gguf_config(file, family)
         target = workspace / "model"
         # The tokenizer depends on the header alone, so a file that was moved keeps its tokenizer.
-        same = [other for other, found in _places(folder.parent) if found.digest == place.digest]
+        places = _places(folder.parent, _MAPPED_VERSION)
+        same = [other for other, found in places if found.digest == place.digest]
         if same:
             shutil.copytree(same[0], target)
         else:
@@ -127,9 +133,9 @@ def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Prog
     return folder
 
 
-def _places(models: Path) -> Iterator[tuple[Path, GgufPlace]]:
-    """Yield the folders of mapped files in the folder `models`, and the places of the files."""
-    for path in models.glob(f"[!.]*/{PLACE_FILE}"):
+def _places(models: Path, version: str = "*") -> Iterator[tuple[Path, GgufPlace]]:
+    """Yield the folders of mapped files in the folder `models`, of one version or all, and the places of the files."""
+    for path in models.glob(f"[!.]*-{version}/{PLACE_FILE}"):
         with contextlib.suppress(ValueError):
             if place := gguf_place(path.parent):
                 yield path.parent, place
