@@ -9,7 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from support.paged_steps import run_in_chunks
-from support.tiny_gguf import write_random_gguf, write_tiny_gguf
+from support.tiny_gguf import separate_experts, write_random_gguf, write_tiny_gguf
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -146,6 +146,17 @@ def test_mapped_file_gives_the_logits_of_its_dequantized_weights(architecture, t
             assert_equal(load(path), 1.0 if hasattr(CONFIGS[architecture], "num_experts_per_tok") else 0.2)
         monkeypatch.setattr(ops, "library", lambda: None)
         assert_equal(load(path), 1e-4)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3moe"])
+def test_older_files_have_a_tensor_for_each_expert(architecture, tmp_path):
+    stacked, separate = tmp_path / "stacked.gguf", tmp_path / "separate.gguf"
+    write_random_gguf(stacked, name_in_files(architecture), CONFIGS[architecture], kinds=KINDS)
+    separate_experts(stacked, separate)
+    with one_thread(), torch.inference_mode():
+        expected, got = (run_in_chunks(load(path), PROMPTS, block_size=4) for path in (stacked, separate))
+        assert all(map(torch.equal, expected, got))
 
 
 @pytest.mark.usefixtures("_no_tokenizer")

@@ -151,6 +151,23 @@ def write_random_gguf(
     return weights
 
 
+def separate_experts(source: Path, path: Path) -> None:
+    """Write the model in `source` as older converters did: with a tensor for each expert in place of stacked ones."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, field.contents(), *field.types[:2])
+    for tensor in reader.tensors:
+        if "_exps." not in tensor.name:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+            continue
+        for expert, matrix in enumerate(tensor.data):
+            name = tensor.name.replace("_exps.", f".{expert}.")
+            writer.add_tensor(name, np.ascontiguousarray(matrix), raw_dtype=tensor.tensor_type)
+    _finish(writer)
+
+
 def _add_phi3(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     """Add what only files of Phi-3 have."""
     rope = config.rope_parameters

@@ -47,7 +47,7 @@ _MAPPED_VERSION: Final = "m2"
 _KEPT_SECONDS = 24 * 3600
 """Time for which an older conversion is kept after its last use, which `build_once` notes."""
 
-_SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+_SPLIT_FILE = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 
 class GgufPlace(msgspec.Struct, frozen=True):
@@ -84,9 +84,13 @@ def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
     A file that was written or replaced gets another folder. Raises ValueError naming the file if it is damaged or
     cannot be converted, OSError if the cache cannot hold the result, RuntimeError if the system ended the converter.
     """
-    if _SPLIT_FILE.search(source.name):
-        raise ValueError(f"{source} is one part of a split GGUF: join the parts with `llama-gguf-split --merge` first")
+    part = _SPLIT_FILE.search(source.name)
+    if part and int(part[1]) > 1:
+        raise _is_split(source, int(part[1]))
     file = read_gguf(source)
+    parts = file.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise _is_split(source, parts)
     if family := family_of(file):
         return _mapped_model(file, family, root, progress)
     identity = _identity(source)
@@ -101,6 +105,13 @@ def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
     folder = build_once(converted_folder(root, source.name, digest), build, progress)
     remove_older(folder)
     return folder
+
+
+def _is_split(source: Path, parts: object) -> ValueError:
+    return ValueError(
+        f"{source} is one part of a split GGUF file (of {parts!r:.80}): join the parts with `llama-gguf-split --merge "
+        "FIRST_PART WHOLE_FILE`, and name the whole file"
+    )
 
 
 def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Progress) -> Path:

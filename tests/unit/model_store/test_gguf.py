@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def converts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def reads_nothing(converts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files have any content."""
-    monkeypatch.setattr(gguf, "read_gguf", lambda _: None)
+    monkeypatch.setattr(gguf, "read_gguf", lambda _: SimpleNamespace(metadata={}))
 
 
 def no_conversion(*_: object) -> Path:
