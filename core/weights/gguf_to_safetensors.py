@@ -12,6 +12,7 @@ disk is too small; the last line of stderr is the reason.
 
 import errno
 import functools
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from vllm_mp.core.weights.gguf_tokenizer import read_tokenizer, token_id
+from vllm_mp.core.weights.gguf_tokenizer import end_token_ids, read_tokenizer, token_id
 from vllm_mp.model_store.gguf import DISK_FULL_EXIT, TOKENIZER_ONLY
 
 _EXACT_KINDS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
@@ -113,7 +114,10 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def convert_tokenizer(source: Path, folder: Path) -> None:
-    """Write the tokenizer of `source` to `folder`. Raises ValueError as `convert` does."""
+    """Write the tokenizer of `source` to `folder`, and its special tokens as generation_config.json.
+
+    Raises ValueError as `convert` does.
+    """
     reader = _open(source)
     _reuse_reader(reader)
     try:
@@ -124,6 +128,8 @@ def convert_tokenizer(source: Path, folder: Path) -> None:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"its tokenizer: {text}") from error
     tokenizer.save_pretrained(folder)
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": end_token_ids(reader)}
+    (folder / "generation_config.json").write_text(json.dumps(special, indent=2))
 
 
 def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any, Any]:

@@ -32,6 +32,8 @@ _RANKS: Final = {"tokenizer.ggml.scores", "tokenizer.ggml.merges"}
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds of tokens in `tokenizer.ggml.token_type`."""
 
+_TURN_ENDS: Final = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+"""The texts of tokens that end a turn in a chat; many files name only the token that ends a text."""
 _SPECIAL_TOKENS: Final = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -65,6 +67,18 @@ def token_id(reader: gguf.GGUFReader, key: str) -> int | None:
     """Return the token id that the file has under `key`; None if it has none, or one without a token."""
     value, tokens = _value(reader, key), reader.fields.get("tokenizer.ggml.tokens")
     return value if type(value) is int and tokens is not None and 0 <= value < len(tokens.data) else None
+
+
+def end_token_ids(reader: gguf.GGUFReader) -> list[int]:
+    """Return the ids of the tokens that end a generation: the file's own and, as in llama.cpp, ends of turns."""
+    tokens, kinds = (_value(reader, f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
+    named = (token_id(reader, f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot"))
+    of_turns = (
+        index
+        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind in (_CONTROL, _USER_DEFINED) and token in _TURN_ENDS
+    )
+    return list(dict.fromkeys(token for token in (*named, *of_turns) if token is not None))
 
 
 def _value(reader: gguf.GGUFReader, key: str) -> Any:

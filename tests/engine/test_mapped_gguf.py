@@ -1,6 +1,7 @@
 """Engines compute with the weights of a mapped GGUF file where they lie, and survive what happens to the file."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -241,3 +242,4 @@ def test_tokenizer_of_a_mapped_file_is_that_of_the_file(architecture, tmp_path):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert tokenizer.encode("abcab", add_special_tokens=False) == [11, 10]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
+    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": [2]}

@@ -131,9 +131,7 @@ def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Prog
             shutil.copytree(same[0], target)
         else:
             _convert_tokenizer(file.path, target, lock, progress)
-        generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
         (target / "config.json").write_text(json.dumps(config, indent=2))
-        (target / "generation_config.json").write_text(json.dumps(generation, indent=2))
         (target / PLACE_FILE).write_bytes(msgspec.json.encode(place))
         return target
 

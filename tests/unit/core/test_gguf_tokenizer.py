@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
-from vllm_mp.core.weights.gguf_tokenizer import read_tokenizer
+from vllm_mp.core.weights.gguf_tokenizer import end_token_ids, read_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = (
     gguf.TokenType.NORMAL,
@@ -121,3 +121,17 @@ def test_vocabulary_that_is_missing_or_contradicts_itself_is_refused_by_field(tm
         tokenizer_of(tmp_path / "d.gguf", SENTENCE_PIECE, scores=None)
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.merges has 'a b', whose parts or whole are no"):
         tokenizer_of(tmp_path / "c.gguf", {"a": NORMAL, "1": NORMAL, "2": NORMAL})
+
+
+def test_tokens_that_end_a_turn_end_a_generation_though_the_file_names_another(tmp_path: Path) -> None:
+    tokens = {
+        **BYTE_LEVEL,
+        "<|endoftext|>": CONTROL,
+        "<|end|>": CONTROL,
+        "<|im_end|>": NORMAL,
+        "<|eot_id|>": USER_DEFINED,
+    }
+    tokenizer_of(tmp_path / "a.gguf", tokens, pre="dbrx", architecture="phi3", eos_token_id=9)
+    assert end_token_ids(gguf.GGUFReader(tmp_path / "a.gguf")) == [9, 10, 12]
+    tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre="dbrx", eos_token_id=8, eot_token_id=7)
+    assert end_token_ids(gguf.GGUFReader(tmp_path / "b.gguf")) == [8, 7]

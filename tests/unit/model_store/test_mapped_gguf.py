@@ -48,10 +48,9 @@ def test_folder_has_configuration_and_tokenizer_and_no_weights(tmp_path: Path, t
     write_tiny_gguf(source)
     folder = resolve_model(str(source))
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["config.json", "generation_config.json", "gguf_file.json", "tokenizer.json"]
+    assert names == ["config.json", "gguf_file.json", "tokenizer.json"]
     architecture = read_architecture(json.loads((folder / "config.json").read_text()))
     assert (architecture.name, architecture.vocab_size, architecture.hidden_size) == ("LlamaForCausalLM", 12, 64)
-    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
     place = gguf.gguf_place(folder)
     assert place is not None
     assert place.read() == read_gguf(source)
