@@ -11,6 +11,7 @@ import mmap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,7 @@ def gguf_tensors(
 
 
 def has_block_types(folder: Path) -> bool:
-    """Tell whether most matrices of the GGUF file that `folder` names are in the types of `BLOCK_TYPES`.
+    """Tell whether most weights in matrices of the GGUF file that `folder` names are quantized, in any type.
 
     The other matrices can then be rounded to `_KEPT_TYPE`. False if `folder` names no file.
     """
@@ -91,9 +92,9 @@ def has_block_types(folder: Path) -> bool:
     if place is None:
         return False
     matrices = [tensor for tensor in place.read().tensors.values() if len(tensor.shape) >= 2]
-    in_blocks = sum(tensor.num_bytes for tensor in matrices if tensor.type.name in BLOCK_TYPES)
+    quantized = sum(prod(tensor.shape) for tensor in matrices if tensor.type.name not in _DTYPES)
     fits = all(tensor.shape[-1] % _KEPT_TYPE.weights == 0 for tensor in matrices)
-    return fits and 2 * in_blocks > sum(tensor.num_bytes for tensor in matrices)
+    return fits and 2 * quantized > sum(prod(tensor.shape) for tensor in matrices)
 
 
 def _single_tensors(name: str, place: TensorPlace) -> Iterator[tuple[str, TensorPlace]]:

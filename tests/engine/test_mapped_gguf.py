@@ -173,6 +173,19 @@ def test_weights_of_a_mapped_file_take_no_memory_of_their_own(tmp_path):
 
 
 @pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("kind", ["Q4_0", "TQ2_0"])
+def test_file_stays_quantized_whatever_its_types_and_its_embedding_are(kind, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    type = GGMLQuantizationType[kind]
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 256, "vocab_size": 1500}
+    config = Gemma2Config(**sizes, head_dim=64, query_pre_attn_scalar=64)
+    write_random_gguf(path, "gemma2", config, kinds=[type], unquantized="token_embd")  # most bytes of the file
+    if not ops.computes_blocks(torch.device("cpu"), torch.float32):
+        pytest.skip("the C++ kernels are not built")
+    assert all(parameter.dim() == 1 for parameter in load(path).parameters())
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
 def test_error_names_the_tensor_that_a_mapped_file_lacks(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_random_gguf(path, "qwen3", CONFIGS["qwen3"], omitted="blk.1.attn_output")

@@ -68,11 +68,12 @@ def write_random_gguf(
     config: PreTrainedConfig,
     omitted: str | None = None,
     kinds: Sequence[gguf.GGMLQuantizationType] = (),
+    unquantized: str = "ffn_gate_inp",
 ) -> dict[str, Array]:
     """Write random weights of a transformers model with llama.cpp's names, and order of rows. Return the weights.
 
-    Tensors whose names contain `omitted` are left out. All matrices except gates have the block types `kinds` in turn,
-    if there are any.
+    Tensors whose names contain `omitted` are left out. All matrices have the block types `kinds` in turn, if there
+    are any, except those whose names contain `unquantized`, which are gates unless it is given.
     """
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
@@ -135,7 +136,7 @@ def write_random_gguf(
         for place, part in zip(places, parts, strict=True):
             heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(place[-6:], 0)
             interleaves = architecture in ("llama", "granite") and heads
-            type = next(types) if kinds and parameter.dim() >= 2 and "ffn_gate_inp" not in place else None
+            type = next(types) if kinds and parameter.dim() >= 2 and unquantized not in place else None
             stored.append(part if type is None else gguf.dequantize(gguf.quantize(part, type), type))
             if omitted is not None and omitted in place:
                 continue
