@@ -126,7 +126,7 @@ def _weight(mapped: mmap.mmap, place: TensorPlace, keeps_blocks: bool) -> Tensor
         # Imported here, because few files have other types.
         import gguf
 
-        rows = data.view(place.shape[0], -1).numpy()
+        rows = data.view(prod(place.shape[:-1]), -1).numpy()
         try:
             dequantized = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
         except NotImplementedError:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from gguf import quantize as quantize_array
 from support.paged_steps import run_in_chunks
-from support.tiny_gguf import separate_experts, write_random_gguf, write_tiny_gguf
+from support.tiny_gguf import rewrite_tensors, separated_experts, write_random_gguf, write_tiny_gguf
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -48,6 +49,7 @@ SIZES = {
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=False),
+    "llama with biases": LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
     "gemma2": Gemma2Config(
@@ -105,7 +107,7 @@ KINDS = [GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q5_0",
 
 def name_in_files(architecture: str) -> str:
     """Return the name in GGUF files of one of `CONFIGS`."""
-    return {"mixtral": "llama"}.get(architecture, architecture)
+    return {"mixtral": "llama", "llama with biases": "llama"}.get(architecture, architecture)
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +156,7 @@ def test_mapped_file_gives_the_logits_of_its_dequantized_weights(architecture, t
 def test_older_files_have_a_tensor_for_each_expert(architecture, tmp_path):
     stacked, separate = tmp_path / "stacked.gguf", tmp_path / "separate.gguf"
     write_random_gguf(stacked, name_in_files(architecture), CONFIGS[architecture], kinds=KINDS)
-    separate_experts(stacked, separate)
+    rewrite_tensors(stacked, separate, separated_experts)
     with one_thread(), torch.inference_mode():
         expected, got = (run_in_chunks(load(path), PROMPTS, block_size=4) for path in (stacked, separate))
         assert all(map(torch.equal, expected, got))
@@ -183,6 +185,30 @@ def test_file_stays_quantized_whatever_its_types_and_its_embedding_are(kind, tmp
     if not ops.computes_blocks(torch.device("cpu"), torch.float32):
         pytest.skip("the C++ kernels are not built")
     assert all(parameter.dim() == 1 for parameter in load(path).parameters())
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_quantized_tensor_with_one_dimension_is_read_as_such(tmp_path):
+    plain, path = tmp_path / "plain.gguf", tmp_path / "tiny.gguf"
+    write_random_gguf(plain, "qwen2", CONFIGS["qwen2"], kinds=KINDS)
+    wanted = "blk.1.attn_norm.weight"
+
+    def quantize(tensor):
+        name, data, _ = tensor
+        if name != wanted:
+            return [tensor]
+        return [(name, quantize_array(data, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0)]
+
+    rewrite_tensors(plain, path, quantize)
+    with one_thread(), torch.inference_mode():
+        expected, got = (run_in_chunks(load(file), PROMPTS, block_size=4) for file in (plain, path))
+    assert all(float((a - b).std() / a.std()) < 0.2 for a, b in zip(expected, got, strict=True))
+    wanted = "blk.1.attn_q.weight"
+    rewrite_tensors(
+        plain, path, lambda tensor: [(tensor[0], tensor[1][0] if tensor[0] == wanted else tensor[1], tensor[2])]
+    )
+    with pytest.raises(ValueError, match=r"tiny\.gguf: .*layers\.1\.self_attn\.q_proj\.weight has shape \[64\], not"):
+        load(path)
 
 
 @pytest.mark.usefixtures("_no_tokenizer")

@@ -1,7 +1,7 @@
 """Random models with a few thousand weights, written in the format of llama.cpp's converter."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import gguf
@@ -152,21 +152,31 @@ def write_random_gguf(
     return weights
 
 
-def separate_experts(source: Path, path: Path) -> None:
-    """Write the model in `source` as older converters did: with a tensor for each expert in place of stacked ones."""
+Tensor = tuple[str, npt.NDArray[np.generic], gguf.GGMLQuantizationType]
+"""Name, data and type."""
+
+
+def rewrite_tensors(source: Path, path: Path, change: Callable[[Tensor], Iterable[Tensor]]) -> None:
+    """Write the model in `source` with what `change` returns in place of each tensor."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
             writer.add_key_value(key, field.contents(), *field.types[:2])
     for tensor in reader.tensors:
-        if "_exps." not in tensor.name:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-            continue
-        for expert, matrix in enumerate(tensor.data):
-            name = tensor.name.replace("_exps.", f".{expert}.")
-            writer.add_tensor(name, np.ascontiguousarray(matrix), raw_dtype=tensor.tensor_type)
+        for name, data, type in change((tensor.name, tensor.data, tensor.tensor_type)):
+            writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=type)
     _finish(writer)
+
+
+def separated_experts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield, as older converters did, a tensor for each expert in place of a stacked one; other tensors as they are."""
+    name, data, type = tensor
+    if "_exps." not in name:
+        yield tensor
+        return
+    for expert, matrix in enumerate(data):
+        yield name.replace("_exps.", f".{expert}."), matrix, type
 
 
 def _add_phi3(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:

@@ -258,7 +258,7 @@ class _Reader(GgufFields):
         self, family: GgufFamily, rope: dict[str, Any], layers: int, heads: int, hidden: int, head_dim: int
     ) -> dict[str, Any]:
         """Return the fields that only some families have."""
-        has_bias = "blk.0.attn_q.bias" in self.file.tensors
+        has_bias, has_mlp_bias = (f"blk.0.{name}.bias" in self.file.tensors for name in ("attn_q", "ffn_up"))
         if family.model_type == "qwen2":
             return {}
         if family.model_type == "phi3":
@@ -283,12 +283,13 @@ class _Reader(GgufFields):
         if family.model_type == "granite":
             return {
                 "attention_bias": has_bias,
+                "mlp_bias": has_mlp_bias,
                 "attention_multiplier": self.number("attention.scale", head_dim**-0.5),
                 "embedding_multiplier": self.number("embedding_scale", 1.0),
                 "residual_multiplier": self.number("residual_scale", 1.0),
                 "logits_scaling": self.number("logit_scale", 1.0),
             }
-        return {"attention_bias": has_bias}
+        return {"attention_bias": has_bias, "mlp_bias": has_mlp_bias}
 
     def _window(self, default: int = 0) -> int | None:
         """Return the window in tokens; None if there is none, for which files have 0."""
