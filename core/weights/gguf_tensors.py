@@ -69,10 +69,13 @@ def gguf_tensors(
                 converted[f"{tensor.type.name} {kind}"] += tensor.num_bytes
             if family.norm_offset and stored_name.endswith("_norm.weight") and isinstance(weight, Tensor):
                 weight = weight.float() - family.norm_offset
+            lies_in_file = isinstance(weight, BlockWeight) and weight.type.name == tensor.type.name
             if heads and tensor.shape[0] % (2 * heads) == 0:
                 weight = _with_split_heads(weight, heads)
-                _release(mapped, tensor)
+                lies_in_file = False
             yield name, weight
+            if not lies_in_file:
+                _release(mapped, tensor)  # the consumer has copied it
         done += stored.num_bytes
         if progress is not None:
             progress(min(1.0, done / file.identity.size))

@@ -188,6 +188,20 @@ def test_file_stays_quantized_whatever_its_types_and_its_embedding_are(kind, tmp
 
 
 @pytest.mark.usefixtures("_no_tokenizer")
+def test_floats_that_were_rounded_do_not_stay_in_memory(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    config = Qwen2Config(**{**SIZES, "hidden_size": 256, "vocab_size": 3000}, tie_word_embeddings=False)
+    write_random_gguf(path, "qwen2", config, kinds=[GGMLQuantizationType.Q8_0], unquantized="output")
+    if not ops.computes_blocks(torch.device("cpu"), torch.float32):
+        pytest.skip("the C++ kernels are not built")
+    model = load(path)
+    (_, *entries) = Path("/proc/self/smaps").read_text().partition(str(path))[2].splitlines()
+    resident = next(int(entry.split()[1]) * 1024 for entry in entries if entry.startswith("Rss:"))
+    assert resident < path.stat().st_size / 2  # the head alone has more
+    assert model.num_parameters > 1_500_000
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
 def test_quantized_tensor_with_one_dimension_is_read_as_such(tmp_path):
     plain, path = tmp_path / "plain.gguf", tmp_path / "tiny.gguf"
     write_random_gguf(plain, "qwen2", CONFIGS["qwen2"], kinds=KINDS)
