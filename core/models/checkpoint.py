@@ -44,7 +44,8 @@ def load_checkpoint(
 
     `destinations` maps names, without the optional `prefix`, to the views that they fill, in the checkpoint's shape.
     The copy casts floats of 16, 32 or 64 bits to the parameter's dtype. Tensors for which `ignored(name)` is
-    true are skipped. With `tied = (alias, target)` the alias may be absent; if present it must equal the target.
+    true are skipped, and so are biases of zeros that the model does not have. With `tied = (alias, target)` the alias
+    may be absent; if present it must equal the target.
     Raises CheckpointMismatchError naming what is missing, unexpected, misshapen or of another dtype.
     """
     filled: set[str] = set()
@@ -57,6 +58,9 @@ def load_checkpoint(
         is_alias = tied is not None and name == tied[0]
         destination = destinations.get(tied[1] if tied and is_alias else name)
         if destination is None:
+            # Older GPTQ checkpoints have a bias of zeros for every projection.
+            if name.endswith(".bias") and isinstance(tensor, Tensor) and not tensor.any():
+                continue
             problems.append(f"unexpected {full_name}")
             continue
         if isinstance(destination, Tensor):

@@ -11,6 +11,7 @@ import mmap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,9 @@ from torch import Tensor
 from vllm_mp.core.models.checkpoint import CheckpointMismatchError
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockWeight, quantize_blocks
 from vllm_mp.model_store.gguf import GgufPlace, gguf_place
-from vllm_mp.model_store.gguf_config import ROPE_FACTORS, GgufFamily, checkpoint_name, family_of
+from vllm_mp.model_store.gguf_config import GgufFamily, checkpoint_name, family_of
 from vllm_mp.model_store.gguf_file import GgufFile, TensorPlace
+from vllm_mp.model_store.gguf_rope import ROPE_FACTORS
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +69,13 @@ def gguf_tensors(
                 converted[f"{tensor.type.name} {kind}"] += tensor.num_bytes
             if family.norm_offset and stored_name.endswith("_norm.weight") and isinstance(weight, Tensor):
                 weight = weight.float() - family.norm_offset
+            lies_in_file = isinstance(weight, BlockWeight) and weight.type.name == tensor.type.name
             if heads and tensor.shape[0] % (2 * heads) == 0:
                 weight = _with_split_heads(weight, heads)
-                _release(mapped, tensor)
+                lies_in_file = False
             yield name, weight
+            if not lies_in_file:
+                _release(mapped, tensor)  # the consumer has copied it
         done += stored.num_bytes
         if progress is not None:
             progress(min(1.0, done / file.identity.size))
@@ -82,7 +87,7 @@ def gguf_tensors(
 
 
 def has_block_types(folder: Path) -> bool:
-    """Tell whether most matrices of the GGUF file that `folder` names are in the types of `BLOCK_TYPES`.
+    """Tell whether most weights in matrices of the GGUF file that `folder` names are quantized, in any type.
 
     The other matrices can then be rounded to `_KEPT_TYPE`. False if `folder` names no file.
     """
@@ -90,9 +95,9 @@ def has_block_types(folder: Path) -> bool:
     if place is None:
         return False
     matrices = [tensor for tensor in place.read().tensors.values() if len(tensor.shape) >= 2]
-    in_blocks = sum(tensor.num_bytes for tensor in matrices if tensor.type.name in BLOCK_TYPES)
+    quantized = sum(prod(tensor.shape) for tensor in matrices if tensor.type.name not in _DTYPES)
     fits = all(tensor.shape[-1] % _KEPT_TYPE.weights == 0 for tensor in matrices)
-    return fits and 2 * in_blocks > sum(tensor.num_bytes for tensor in matrices)
+    return fits and 2 * quantized > sum(prod(tensor.shape) for tensor in matrices)
 
 
 def _single_tensors(name: str, place: TensorPlace) -> Iterator[tuple[str, TensorPlace]]:
@@ -124,7 +129,7 @@ def _weight(mapped: mmap.mmap, place: TensorPlace, keeps_blocks: bool) -> Tensor
         # Imported here, because few files have other types.
         import gguf
 
-        rows = data.view(place.shape[0], -1).numpy()
+        rows = data.view(prod(place.shape[:-1]), -1).numpy()
         try:
             dequantized = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
         except NotImplementedError:

@@ -12,6 +12,7 @@ disk is too small; the last line of stderr is the reason.
 
 import errno
 import functools
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from vllm_mp.core.weights.gguf_tokenizer import end_token_ids, read_tokenizer, token_id
 from vllm_mp.model_store.gguf import DISK_FULL_EXIT, TOKENIZER_ONLY
 
 _EXACT_KINDS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
@@ -50,20 +52,6 @@ _IGNORED_METADATA = {
 }
 
 _ABSENT = object()
-
-_OWN_TOKENIZERS = ("granite", "olmo2")
-"""Architectures that transformers does not know in GGUF files, and whose tokenizers are byte-level BPE."""
-_DIGIT_SPLITS = ("refact", "starcoder")
-"""Names of the split of GPT-2 in which each digit stands alone."""
-_SPLITS = (*_DIGIT_SPLITS, "dbrx", "gpt-4o", "gpt-2")
-"""Ways to split text before merges that are known for `_OWN_TOKENIZERS`."""
-
-_SPECIAL_TOKENS = {
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
-}
 
 
 class _Reader(gguf.GGUFReader):  # type: ignore[misc]
@@ -113,7 +101,6 @@ def convert(source: Path, folder: Path) -> None:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"architecture {architecture!r}: {text}") from error
     _report(_DEQUANTIZED_AT)
-    _use_special_tokens_of_file(tokenizer, reader)
     _use_end_tokens_of_file(model, tokenizer, reader)
     tokenizer.save_pretrained(folder)
     _narrow(model)
@@ -127,48 +114,33 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def convert_tokenizer(source: Path, folder: Path) -> None:
-    """Write the tokenizer of `source` to `folder`. Raises ValueError as `convert` does."""
+    """Write the tokenizer of `source` to `folder`, and its special tokens as generation_config.json.
+
+    Raises ValueError as `convert` does.
+    """
     reader = _open(source)
     _reuse_reader(reader)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    architecture = str(reader.fields["general.architecture"].contents())
-    tokenizer_class: Any = PreTrainedTokenizerFast if architecture in _OWN_TOKENIZERS else AutoTokenizer
     try:
-        tokenizer = tokenizer_class.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
-        if architecture in _OWN_TOKENIZERS:
-            _use_split_of_file(tokenizer, reader)
+        tokenizer = read_tokenizer(source, reader, must_be_exact=True)
     except OSError:
         raise
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"its tokenizer: {text}") from error
-    _use_special_tokens_of_file(tokenizer, reader)
     tokenizer.save_pretrained(folder)
-
-
-def _use_split_of_file(tokenizer: Any, reader: gguf.GGUFReader) -> None:
-    """Split text as the file says. Raises ValueError for a split that is not known."""
-    from tokenizers import pre_tokenizers
-
-    field = reader.fields.get("tokenizer.ggml.pre")
-    split = None if field is None else field.contents()
-    if split not in _SPLITS:
-        raise ValueError(f"tokenizer.ggml.pre is {split!r}; supported are {', '.join(_SPLITS)}")
-    if split in _DIGIT_SPLITS:
-        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": end_token_ids(reader)}
+    (folder / "generation_config.json").write_text(json.dumps(special, indent=2))
 
 
 def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any, Any]:
     """Return the dequantized model and the tokenizer that transformers makes from the file."""
     # Imported here, because a bad file is found long before the import of transformers would end.
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
     _report(_IMPORTED_AT)
     file = {"gguf_file": source.name, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, **file)
+    tokenizer = read_tokenizer(source, reader, must_be_exact=False)
     _report(_LOADED_AT)
     config = AutoConfig.from_pretrained(source.parent, **file)
     _complete(config, reader, architecture)
@@ -316,20 +288,9 @@ def _reuse_reader(reader: gguf.GGUFReader) -> None:
     gguf.dequantize = dequantize_and_report
 
 
-def _use_special_tokens_of_file(tokenizer: Any, reader: gguf.GGUFReader) -> None:
-    """Make the tokenizer use the special tokens that the file names.
-
-    Some versions of transformers guess them from the tokens' names, and mistake the start of a message for its end.
-    """
-    for name, key in _SPECIAL_TOKENS.items():
-        token = _token_id(reader, key)
-        if token is not None and getattr(tokenizer, f"{name}_id") != token:
-            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token))
-
-
 def _use_end_tokens_of_file(model: Any, tokenizer: Any, reader: gguf.GGUFReader) -> None:
     """Make the configurations use the special tokens; an end-of-turn token of the file ends a generation too."""
-    ends = [tokenizer.eos_token_id, _token_id(reader, "tokenizer.ggml.eot_token_id")]
+    ends = [tokenizer.eos_token_id, token_id(reader, "tokenizer.ggml.eot_token_id")]
     ends = [token for token in dict.fromkeys(ends) if token is not None]
     for config in (model.config, model.generation_config):
         if tokenizer.bos_token_id is not None:
@@ -337,11 +298,6 @@ def _use_end_tokens_of_file(model: Any, tokenizer: Any, reader: gguf.GGUFReader)
         known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         if not set(ends) <= set(known):
             config.eos_token_id = ends[0] if len(ends) == 1 else ends
-
-
-def _token_id(reader: gguf.GGUFReader, key: str) -> int | None:
-    field = reader.fields.get(key)
-    return None if field is None else int(field.contents())
 
 
 def _report(fraction: float) -> None:

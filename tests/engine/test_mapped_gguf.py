@@ -1,6 +1,7 @@
 """Engines compute with the weights of a mapped GGUF file where they lie, and survive what happens to the file."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from gguf import quantize as quantize_array
 from support.paged_steps import run_in_chunks
-from support.tiny_gguf import write_random_gguf, write_tiny_gguf
+from support.tiny_gguf import rewrite_tensors, separated_experts, write_random_gguf, write_tiny_gguf
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -47,6 +49,7 @@ SIZES = {
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=False),
+    "llama with biases": LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
     "gemma2": Gemma2Config(
@@ -104,7 +107,7 @@ KINDS = [GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q5_0",
 
 def name_in_files(architecture: str) -> str:
     """Return the name in GGUF files of one of `CONFIGS`."""
-    return {"mixtral": "llama"}.get(architecture, architecture)
+    return {"mixtral": "llama", "llama with biases": "llama"}.get(architecture, architecture)
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +152,17 @@ def test_mapped_file_gives_the_logits_of_its_dequantized_weights(architecture, t
 
 
 @pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3moe"])
+def test_older_files_have_a_tensor_for_each_expert(architecture, tmp_path):
+    stacked, separate = tmp_path / "stacked.gguf", tmp_path / "separate.gguf"
+    write_random_gguf(stacked, name_in_files(architecture), CONFIGS[architecture], kinds=KINDS)
+    rewrite_tensors(stacked, separate, separated_experts)
+    with one_thread(), torch.inference_mode():
+        expected, got = (run_in_chunks(load(path), PROMPTS, block_size=4) for path in (stacked, separate))
+        assert all(map(torch.equal, expected, got))
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
 def test_weights_of_a_mapped_file_take_no_memory_of_their_own(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_random_gguf(path, "qwen2", CONFIGS["qwen2"], kinds=KINDS)
@@ -158,6 +172,57 @@ def test_weights_of_a_mapped_file_take_no_memory_of_their_own(tmp_path):
     kept = sum(parameter.numel() for parameter in model.parameters())
     assert kept <= (2 * 2 + 1) * 64  # norms
     assert model.num_parameters > 50_000
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("kind", ["Q4_0", "TQ2_0"])
+def test_file_stays_quantized_whatever_its_types_and_its_embedding_are(kind, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    type = GGMLQuantizationType[kind]
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 256, "vocab_size": 1500}
+    config = Gemma2Config(**sizes, head_dim=64, query_pre_attn_scalar=64)
+    write_random_gguf(path, "gemma2", config, kinds=[type], unquantized="token_embd")  # most bytes of the file
+    if not ops.computes_blocks(torch.device("cpu"), torch.float32):
+        pytest.skip("the C++ kernels are not built")
+    assert all(parameter.dim() == 1 for parameter in load(path).parameters())
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_floats_that_were_rounded_do_not_stay_in_memory(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    config = Qwen2Config(**{**SIZES, "hidden_size": 256, "vocab_size": 3000}, tie_word_embeddings=False)
+    write_random_gguf(path, "qwen2", config, kinds=[GGMLQuantizationType.Q8_0], unquantized="output")
+    if not ops.computes_blocks(torch.device("cpu"), torch.float32):
+        pytest.skip("the C++ kernels are not built")
+    model = load(path)
+    (_, *entries) = Path("/proc/self/smaps").read_text().partition(str(path))[2].splitlines()
+    resident = next(int(entry.split()[1]) * 1024 for entry in entries if entry.startswith("Rss:"))
+    assert resident < path.stat().st_size / 2  # the head alone has more
+    assert model.num_parameters > 1_500_000
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_quantized_tensor_with_one_dimension_is_read_as_such(tmp_path):
+    plain, path = tmp_path / "plain.gguf", tmp_path / "tiny.gguf"
+    write_random_gguf(plain, "qwen2", CONFIGS["qwen2"], kinds=KINDS)
+    wanted = "blk.1.attn_norm.weight"
+
+    def quantize(tensor):
+        name, data, _ = tensor
+        if name != wanted:
+            return [tensor]
+        return [(name, quantize_array(data, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0)]
+
+    rewrite_tensors(plain, path, quantize)
+    with one_thread(), torch.inference_mode():
+        expected, got = (run_in_chunks(load(file), PROMPTS, block_size=4) for file in (plain, path))
+    assert all(float((a - b).std() / a.std()) < 0.2 for a, b in zip(expected, got, strict=True))
+    wanted = "blk.1.attn_q.weight"
+    rewrite_tensors(
+        plain, path, lambda tensor: [(tensor[0], tensor[1][0] if tensor[0] == wanted else tensor[1], tensor[2])]
+    )
+    with pytest.raises(ValueError, match=r"tiny\.gguf: .*layers\.1\.self_attn\.q_proj\.weight has shape \[64\], not"):
+        load(path)
 
 
 @pytest.mark.usefixtures("_no_tokenizer")
@@ -230,3 +295,4 @@ def test_tokenizer_of_a_mapped_file_is_that_of_the_file(architecture, tmp_path):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert tokenizer.encode("abcab", add_special_tokens=False) == [11, 10]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
+    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": [2]}

@@ -1,7 +1,7 @@
 """Random models with a few thousand weights, written in the format of llama.cpp's converter."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import gguf
@@ -68,11 +68,12 @@ def write_random_gguf(
     config: PreTrainedConfig,
     omitted: str | None = None,
     kinds: Sequence[gguf.GGMLQuantizationType] = (),
+    unquantized: str = "ffn_gate_inp",
 ) -> dict[str, Array]:
     """Write random weights of a transformers model with llama.cpp's names, and order of rows. Return the weights.
 
-    Tensors whose names contain `omitted` are left out. All matrices except gates have the block types `kinds` in turn,
-    if there are any.
+    Tensors whose names contain `omitted` are left out. All matrices have the block types `kinds` in turn, if there
+    are any, except those whose names contain `unquantized`, which are gates unless it is given.
     """
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
@@ -135,7 +136,7 @@ def write_random_gguf(
         for place, part in zip(places, parts, strict=True):
             heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(place[-6:], 0)
             interleaves = architecture in ("llama", "granite") and heads
-            type = next(types) if kinds and parameter.dim() >= 2 and "ffn_gate_inp" not in place else None
+            type = next(types) if kinds and parameter.dim() >= 2 and unquantized not in place else None
             stored.append(part if type is None else gguf.dequantize(gguf.quantize(part, type), type))
             if omitted is not None and omitted in place:
                 continue
@@ -149,6 +150,33 @@ def write_random_gguf(
         weights[name] = np.concatenate(stored, axis=1) if len(stored) > 1 else stored[0].reshape(weight.shape)
     _finish(writer)
     return weights
+
+
+Tensor = tuple[str, npt.NDArray[np.generic], gguf.GGMLQuantizationType]
+"""Name, data and type."""
+
+
+def rewrite_tensors(source: Path, path: Path, change: Callable[[Tensor], Iterable[Tensor]]) -> None:
+    """Write the model in `source` with what `change` returns in place of each tensor."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, field.contents(), *field.types[:2])
+    for tensor in reader.tensors:
+        for name, data, type in change((tensor.name, tensor.data, tensor.tensor_type)):
+            writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=type)
+    _finish(writer)
+
+
+def separated_experts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield, as older converters did, a tensor for each expert in place of a stacked one; other tensors as they are."""
+    name, data, type = tensor
+    if "_exps." not in name:
+        yield tensor
+        return
+    for expert, matrix in enumerate(data):
+        yield name.replace("_exps.", f".{expert}."), matrix, type
 
 
 def _add_phi3(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:

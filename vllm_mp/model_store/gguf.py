@@ -38,13 +38,16 @@ _CONVERTER = "vllm_mp.core.weights.gguf_to_safetensors"
 DISK_FULL_EXIT = 3
 """Exit status of the converter if the converted model does not fit on the disk."""
 
-_CONVERTER_VERSION = 3
+_CONVERTER_VERSION = 4
 """Version of the files that the converter writes. Raise it with every change, so that no older conversion is used."""
+
+_MAPPED_VERSION: Final = "m2"
+"""Version of the folders of mapped files. Change it with every change of configurations or tokenizers."""
 
 _KEPT_SECONDS = 24 * 3600
 """Time for which an older conversion is kept after its last use, which `build_once` notes."""
 
-_SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+_SPLIT_FILE = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 
 class GgufPlace(msgspec.Struct, frozen=True):
@@ -81,9 +84,13 @@ def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
     A file that was written or replaced gets another folder. Raises ValueError naming the file if it is damaged or
     cannot be converted, OSError if the cache cannot hold the result, RuntimeError if the system ended the converter.
     """
-    if _SPLIT_FILE.search(source.name):
-        raise ValueError(f"{source} is one part of a split GGUF: join the parts with `llama-gguf-split --merge` first")
+    part = _SPLIT_FILE.search(source.name)
+    if part and int(part[1]) > 1:
+        raise _is_split(source, int(part[1]))
     file = read_gguf(source)
+    parts = file.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise _is_split(source, parts)
     if family := family_of(file):
         return _mapped_model(file, family, root, progress)
     identity = _identity(source)
@@ -100,23 +107,31 @@ def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
     return folder
 
 
+def _is_split(source: Path, parts: object) -> ValueError:
+    return ValueError(
+        f"{source} is one part of a split GGUF file (of {parts!r:.80}): join the parts with `llama-gguf-split --merge "
+        "FIRST_PART WHOLE_FILE`, and name the whole file"
+    )
+
+
 def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Progress) -> Path:
     """Return the folder with configuration, tokenizer and place of `file`, which keeps the weights."""
     place = GgufPlace(str(file.path.resolve()), file.digest, file.identity)
-    folder = _cache_folder(root, file.path.name, hashlib.sha256(msgspec.json.encode(place)).hexdigest(), "m1")
+    folder = _cache_folder(
+        root, file.path.name, hashlib.sha256(msgspec.json.encode(place)).hexdigest(), _MAPPED_VERSION
+    )
 
     def build(workspace: Path, lock: int) -> Path:
         config = read_gguf_config(file, family)
         target = workspace / "model"
         # The tokenizer depends on the header alone, so a file that was moved keeps its tokenizer.
-        same = [other for other, found in _places(folder.parent) if found.digest == place.digest]
+        places = _places(folder.parent, _MAPPED_VERSION)
+        same = [other for other, found in places if found.digest == place.digest]
         if same:
             shutil.copytree(same[0], target)
         else:
             _convert_tokenizer(file.path, target, lock, progress)
-        generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
         (target / "config.json").write_text(json.dumps(config, indent=2))
-        (target / "generation_config.json").write_text(json.dumps(generation, indent=2))
         (target / PLACE_FILE).write_bytes(msgspec.json.encode(place))
         return target
 
@@ -127,9 +142,9 @@ def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Prog
     return folder
 
 
-def _places(models: Path) -> Iterator[tuple[Path, GgufPlace]]:
-    """Yield the folders of mapped files in the folder `models`, and the places of the files."""
-    for path in models.glob(f"[!.]*/{PLACE_FILE}"):
+def _places(models: Path, version: str = "*") -> Iterator[tuple[Path, GgufPlace]]:
+    """Yield the folders of mapped files in the folder `models`, of one version or all, and the places of the files."""
+    for path in models.glob(f"[!.]*-{version}/{PLACE_FILE}"):
         with contextlib.suppress(ValueError):
             if place := gguf_place(path.parent):
                 yield path.parent, place

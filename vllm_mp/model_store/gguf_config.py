@@ -3,13 +3,13 @@
 The metadata must agree with the shapes of the tensors, so that a file cannot ask for more memory than it has weights.
 """
 
-import math
 import re
-import struct
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from vllm_mp.model_store.gguf_file import GgufFile, Value
+from vllm_mp.model_store.gguf_fields import GgufFields
+from vllm_mp.model_store.gguf_file import GgufFile, LongArray
+from vllm_mp.model_store.gguf_rope import ROPE_FACTORS, rope_scaling
 
 _MAX_CONTEXT: Final = 2**24
 """The longest context that is believed, in tokens."""
@@ -96,13 +96,9 @@ _MIXTRAL: Final = GgufFamily("MixtralForCausalLM", "mixtral", _EXPERT_NAMES, int
 """Files of Mixtral have the name of Llama."""
 
 _OF_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_OF_EXPERT: Final = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|ffn_down)\.(\d+)\.weight")
+"""Older files have a tensor for each expert."""
 _OF_MODEL: Final = re.compile(r"(\w+)\.(weight|bias)")
-_ROPE_FREQS: Final = "rope_freqs.weight"
-"""The tensor that has the factors of Llama 3's rotary scaling."""
-_LONG_FACTORS: Final = "rope_factors_long.weight"
-_SHORT_FACTORS: Final = "rope_factors_short.weight"
-ROPE_FACTORS: Final = (_ROPE_FREQS, _LONG_FACTORS, _SHORT_FACTORS)
-"""The tensors that belong to the configuration: factors of rotary scaling."""
 
 
 def family_of(file: GgufFile) -> GgufFamily | None:
@@ -129,6 +125,10 @@ def checkpoint_name(name: str, family: GgufFamily) -> str | None:
     if layer := _OF_LAYER.fullmatch(name):
         number, module, kind = layer.groups()
         return f"layers.{number}.{family.names[module]}.{kind}" if module in family.names else None
+    if expert := _OF_EXPERT.fullmatch(name):
+        number, module, own_number = expert.groups()
+        of_all = family.names.get(f"{module}_exps")
+        return of_all and f"layers.{number}.{of_all}.weight".replace(".experts.", f".experts.{own_number}.")
     module, kind = found.groups() if (found := _OF_MODEL.fullmatch(name)) else ("", "")
     return f"{family.names[module]}.{kind}" if module in family.names else None
 
@@ -160,48 +160,39 @@ def read_gguf_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
     return _Reader(file).config(family)
 
 
-def end_token_ids(file: GgufFile) -> list[int]:
-    """Return the ids of the tokens that end a generation: of the text and, if the file has it, of the turn."""
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    ids = [file.metadata.get(key) for key in keys]
-    return list(dict.fromkeys(token for token in ids if type(token) is int))
-
-
-class _Reader:
-    """Reads the fields of one file; errors name the file, the field and its value."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
-        self._prefix = f"{file.metadata.get('general.architecture')}."
+class _Reader(GgufFields):
+    """Reads the configuration of one file."""
 
     def config(self, family: GgufFamily) -> dict[str, Any]:
-        layers, heads = self._integer("block_count"), self._integer("attention.head_count")
-        vocab, hidden = self._shape("token_embd.weight", 2)
-        kv_heads = self._integer("attention.head_count_kv", heads)
-        head_dim = self._integer("attention.key_length", hidden // max(heads, 1))
-        inner = self._integer("feed_forward_length")
-        context = self._integer("context_length")
+        layers, heads = self.integer("block_count"), self.integer("attention.head_count")
+        vocab, hidden = self.shape("token_embd.weight", 2)
+        kv_heads = self.integer("attention.head_count_kv", heads)
+        head_dim = self.integer("attention.key_length", hidden // max(heads, 1))
+        inner = self.integer("feed_forward_length")
+        context = self.integer("context_length")
         if context > _MAX_CONTEXT:
-            raise self._error("context_length", context, f"it must be at most {_MAX_CONTEXT} tokens")
-        found = {match[1] for name in self._file.tensors if (match := _OF_LAYER.fullmatch(name))}
-        self._must_fit("block_count", layers, len(found))
-        self._must_fit("embedding_length", self._integer("embedding_length"), hidden)
+            raise self.error("context_length", context, f"it must be at most {_MAX_CONTEXT} tokens")
+        found = {match[1] for name in self.file.tensors if (match := _OF_LAYER.fullmatch(name))}
+        self.must_fit("block_count", layers, len(found))
+        self.must_fit("embedding_length", self.integer("embedding_length"), hidden)
         experts: dict[str, Any] = {}
         if "ffn_up_exps" in family.names:
             experts = self._experts(family, inner)
         else:
-            up = self._shape("blk.0.ffn_up.weight", 2)[0]
-            self._must_fit("feed_forward_length", 2 * inner if "attn_qkv" in family.names else inner, up)
+            up = self.shape("blk.0.ffn_up.weight", 2)[0]
+            self.must_fit("feed_forward_length", 2 * inner if "attn_qkv" in family.names else inner, up)
         if "attn_qkv" in family.names:
             # The matrix has the rows of q, k and v; `ffn_up` has the rows of gate and up.
-            qkv = self._shape("blk.0.attn_qkv.weight", 2)[0]
-            self._must_fit("attention.head_count", (heads + 2 * kv_heads) * head_dim, qkv)
+            qkv = self.shape("blk.0.attn_qkv.weight", 2)[0]
+            self.must_fit("attention.head_count", (heads + 2 * kv_heads) * head_dim, qkv)
         else:
-            self._must_fit("attention.head_count", heads * head_dim, self._shape("blk.0.attn_q.weight", 2)[0])
-            self._must_fit("attention.head_count_kv", kv_heads * head_dim, self._shape("blk.0.attn_k.weight", 2)[0])
-        theta = self._number("rope.freq_base", _DEFAULT_THETA)
-        rope = {"rope_theta": theta, **self._rope_scaling(theta, head_dim, family)}
-        ends = end_token_ids(self._file)
+            self.must_fit("attention.head_count", heads * head_dim, self.shape("blk.0.attn_q.weight", 2)[0])
+            self.must_fit("attention.head_count_kv", kv_heads * head_dim, self.shape("blk.0.attn_k.weight", 2)[0])
+        theta = self.number("rope.freq_base", _DEFAULT_THETA)
+        rope = {"rope_theta": theta, **rope_scaling(self, theta, head_dim, is_longrope=family.model_type == "phi3")}
+        self._check_vocabulary(vocab)
+        ends = [self.token_id(key, vocab) for key in ("eos_token_id", "eot_token_id")]
+        ends = [token for token in dict.fromkeys(ends) if token is not None]
         return {
             "architectures": [family.architecture],
             "model_type": family.model_type,
@@ -213,28 +204,40 @@ class _Reader:
             "num_key_value_heads": kv_heads,
             "head_dim": head_dim,
             "hidden_act": "silu",
-            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
             "max_position_embeddings": context,
             "rope_parameters": rope,
-            "tie_word_embeddings": "output.weight" not in self._file.tensors,
-            "bos_token_id": self._file.metadata.get("tokenizer.ggml.bos_token_id"),
+            "tie_word_embeddings": "output.weight" not in self.file.tensors,
+            "bos_token_id": self.token_id("bos_token_id", vocab),
             "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
             "dtype": "float32",
             **self._variations(family, rope, layers, heads, hidden, head_dim),
             **experts,
         }
 
+    def _check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError if there are tokens without a row in the embedding; rows without a token do no harm."""
+        tokens = self.file.metadata.get("tokenizer.ggml.tokens")
+        count = tokens.length if isinstance(tokens, LongArray) else len(tokens) if isinstance(tokens, list) else 0
+        if count > vocab_size:
+            stated = f"a list of {count}"
+            raise self.error("tokenizer.ggml.tokens", stated, f"the tensors have embeddings of {vocab_size}")
+
     def _experts(self, family: GgufFamily, inner: int) -> dict[str, Any]:
         """Return the fields that describe experts; all layers have them."""
-        count, used = self._integer("expert_count"), self._integer("expert_used_count")
-        found, size = self._shape("blk.0.ffn_up_exps.weight", 3)[:2]
-        self._must_fit("expert_count", count, found)
+        count, used = self.integer("expert_count"), self.integer("expert_used_count")
+        found = sum(name.startswith("blk.0.ffn_up.") for name in self.file.tensors)
+        if found:
+            size = self.shape("blk.0.ffn_up.0.weight", 2)[0]
+        else:
+            found, size = self.shape("blk.0.ffn_up_exps.weight", 3)[:2]
+        self.must_fit("expert_count", count, found)
         if used > count:
-            raise self._error("expert_used_count", used, f"there are {count} experts")
+            raise self.error("expert_used_count", used, f"there are {count} experts")
         if family.model_type == "mixtral":
-            self._must_fit("feed_forward_length", inner, size)
+            self.must_fit("feed_forward_length", inner, size)
             return {"num_local_experts": count, "num_experts_per_tok": used, "sliding_window": None}
-        self._must_fit("expert_feed_forward_length", self._integer("expert_feed_forward_length", size), size)
+        self.must_fit("expert_feed_forward_length", self.integer("expert_feed_forward_length", size), size)
         fields = {
             "num_experts": count,
             "num_experts_per_tok": used,
@@ -245,17 +248,17 @@ class _Reader:
             "norm_topk_prob": family.model_type == "qwen3_moe",
         }
         if family.model_type == "qwen2_moe":
-            shared = self._shape("blk.0.ffn_up_shexp.weight", 2)[0]
+            shared = self.shape("blk.0.ffn_up_shexp.weight", 2)[0]
             key = "expert_shared_feed_forward_length"
-            self._must_fit(key, self._integer(key, shared), shared)
-            fields |= {"shared_expert_intermediate_size": shared, "qkv_bias": "blk.0.attn_q.bias" in self._file.tensors}
+            self.must_fit(key, self.integer(key, shared), shared)
+            fields |= {"shared_expert_intermediate_size": shared, "qkv_bias": "blk.0.attn_q.bias" in self.file.tensors}
         return fields
 
     def _variations(
         self, family: GgufFamily, rope: dict[str, Any], layers: int, heads: int, hidden: int, head_dim: int
     ) -> dict[str, Any]:
         """Return the fields that only some families have."""
-        has_bias = "blk.0.attn_q.bias" in self._file.tensors
+        has_bias, has_mlp_bias = (f"blk.0.{name}.bias" in self.file.tensors for name in ("attn_q", "ffn_up"))
         if family.model_type == "qwen2":
             return {}
         if family.model_type == "phi3":
@@ -266,7 +269,7 @@ class _Reader:
             # As llama.cpp does, because files do not state the scale: the largest model has another.
             scalar = hidden // heads if layers == facts.layers_of_largest else head_dim
             has_two = family.model_type == "gemma3_text"
-            local_rope = {"rope_type": "default", "rope_theta": self._number("rope.freq_base_swa", _DEFAULT_THETA)}
+            local_rope = {"rope_type": "default", "rope_theta": self.number("rope.freq_base_swa", _DEFAULT_THETA)}
             return {
                 "attention_bias": has_bias,
                 "hidden_activation": "gelu_pytorch_tanh",
@@ -280,129 +283,33 @@ class _Reader:
         if family.model_type == "granite":
             return {
                 "attention_bias": has_bias,
-                "attention_multiplier": self._number("attention.scale", head_dim**-0.5),
-                "embedding_multiplier": self._number("embedding_scale", 1.0),
-                "residual_multiplier": self._number("residual_scale", 1.0),
-                "logits_scaling": self._number("logit_scale", 1.0),
+                "mlp_bias": has_mlp_bias,
+                "attention_multiplier": self.number("attention.scale", head_dim**-0.5),
+                "embedding_multiplier": self.number("embedding_scale", 1.0),
+                "residual_multiplier": self.number("residual_scale", 1.0),
+                "logits_scaling": self.number("logit_scale", 1.0),
             }
-        return {"attention_bias": has_bias}
+        return {"attention_bias": has_bias, "mlp_bias": has_mlp_bias}
 
     def _window(self, default: int = 0) -> int | None:
         """Return the window in tokens; None if there is none, for which files have 0."""
-        window = self._value("attention.sliding_window", default)
-        return None if window == 0 else self._integer("attention.sliding_window", default)
+        window = self.value("attention.sliding_window", default)
+        return None if window == 0 else self.integer("attention.sliding_window", default)
 
     def _soft_cap(self, key: str, default: float | None) -> float | None:
-        return None if default is None and self._value(key, None) is None else self._number(key, default)
+        return None if default is None and self.value(key, None) is None else self.number(key, default)
 
     def _layer_types(self, layers: int, period: int, window: int | None) -> list[str]:
         """Return the kind of each layer; if the file states nothing else, every `period`-th has no window."""
         if window is None:
             return ["full_attention"] * layers
         key = "attention.sliding_window_pattern"
-        given = self._value(key, period)
+        given = self.value(key, period)
         if isinstance(given, list):
             has_window = [bool(value) for value in given]
         else:
-            period = self._integer(key, period)
+            period = self.integer(key, period)
             has_window = [(layer + 1) % period != 0 for layer in range(layers)]
         if len(has_window) != layers:
-            raise self._error(key, given, f"it must be a number, or have {layers} elements")
+            raise self.error(key, given, f"it must be a number, or have {layers} elements")
         return ["sliding_attention" if it_has else "full_attention" for it_has in has_window]
-
-    def _rope_scaling(self, theta: float, head_dim: int, family: GgufFamily) -> dict[str, Any]:
-        if _ROPE_FREQS in self._file.tensors:
-            return self._llama3_scaling(theta)
-        kind = self._value("rope.scaling.type", "none")
-        rotated = self._integer("rope.dimension_count", head_dim)
-        if family.model_type == "phi3":
-            return {"partial_rotary_factor": rotated / head_dim, **self._longrope_scaling(rotated)}
-        if rotated != head_dim:
-            raise self._error("rope.dimension_count", rotated, f"all {head_dim} elements of a head must be rotated")
-        if kind == "none":
-            return {"rope_type": "default"}
-        if kind not in ("linear", "yarn"):
-            raise self._error("rope.scaling.type", kind, "supported are none, linear, yarn and factors in a tensor")
-        scaling: dict[str, Any] = {"rope_type": kind, "factor": self._number("rope.scaling.factor")}
-        if self._value("rope.scaling.original_context_length", None) is not None:
-            original = self._integer("rope.scaling.original_context_length")
-            scaling["original_max_position_embeddings"] = original
-        return scaling
-
-    def _llama3_scaling(self, theta: float) -> dict[str, Any]:
-        """Return the parameters of Llama 3.1's scaling that give the factors in the file."""
-        factors = self._factors(_ROPE_FREQS)
-        count = len(factors)
-        factor, low, high, original = max(factors), 1.0, 4.0, 8192
-        for pair, found in enumerate(factors):
-            turns = original / (2 * math.pi * theta ** (pair / count))
-            smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
-            expected = 1 / ((1 - smooth) / factor + smooth) if factor > 0 else math.nan
-            if not abs(found - expected) <= 1e-3 * expected + 1e-8:  # this form refuses NaN too
-                rule = "its rotary factors do not follow Llama 3's rule, the only supported rule"
-                raise self._error(f"{_ROPE_FREQS}[{pair}]", found, rule)
-        return {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": original,
-        }
-
-    def _longrope_scaling(self, rotated: int) -> dict[str, Any]:
-        if _LONG_FACTORS not in self._file.tensors and _SHORT_FACTORS not in self._file.tensors:
-            return {"rope_type": "default"}
-        factors = {"long_factor": self._factors(_LONG_FACTORS), "short_factor": self._factors(_SHORT_FACTORS)}
-        for name, values in zip((_LONG_FACTORS, _SHORT_FACTORS), factors.values(), strict=True):
-            if len(values) != rotated // 2 or not all(0 < value < math.inf for value in values):
-                raise self._error(name, values, f"it must have {rotated // 2} finite numbers above 0")
-        scaling: dict[str, Any] = {
-            "rope_type": "longrope",
-            "original_max_position_embeddings": self._integer("rope.scaling.original_context_length"),
-            **factors,
-        }
-        if self._value("rope.scaling.attn_factor", None) is not None:
-            scaling["attention_factor"] = self._number("rope.scaling.attn_factor")
-        return scaling
-
-    def _factors(self, name: str) -> list[float]:
-        """Return the factors of rotary scaling that the tensor `name` has."""
-        (count,) = self._shape(name, 1)
-        place = self._file.tensors[name]
-        if place.type.name != "F32" or count > 2**12:
-            raise self._error(name, f"{place.type.name} {list(place.shape)}", "it must be F32, one per pair")
-        with self._file.path.open("rb") as content:
-            content.seek(place.offset)
-            return list(struct.unpack(f"<{count}f", content.read(place.num_bytes)))
-
-    def _value(self, key: str, default: Value | None) -> Value | None:
-        return self._file.metadata.get(self._prefix + key, default)
-
-    def _integer(self, key: str, default: int | None = None) -> int:
-        value = self._value(key, default)
-        if type(value) is not int or value < 1:
-            raise self._error(key, value, "it must be an integer of at least 1")
-        return value
-
-    def _number(self, key: str, default: float | None = None) -> float:
-        value = self._value(key, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
-            raise self._error(key, value, "it must be a finite number above 0")
-        return float(value)  # type: ignore[arg-type]
-
-    def _shape(self, name: str, dimensions: int) -> tuple[int, ...]:
-        place = self._file.tensors.get(name)
-        if place is None or len(place.shape) != dimensions:
-            found = None if place is None else list(place.shape)
-            raise ValueError(f"{self._file.path}: the shape of {name} is {found}: it must have {dimensions} dimensions")
-        return place.shape
-
-    def _must_fit(self, key: str, stated: int, found: int) -> None:
-        if stated != found:
-            raise self._error(key, self._value(key, None), f"the tensors have {found}, it means {stated}")
-
-    def _error(self, key: str, value: object, reason: str) -> ValueError:
-        name = key if key.startswith("rope_f") else self._prefix + key
-        text = repr(value)
-        text = text if len(text) <= 80 else text[:77] + "..."
-        return ValueError(f"{self._file.path}: {name} is {text}: {reason}; convert the model again")

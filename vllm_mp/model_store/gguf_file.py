@@ -21,6 +21,10 @@ _MAX_NAME_BYTES: Final = 2**10
 """Longest key, and longest name of a tensor."""
 _MAX_KEPT_ELEMENTS: Final = 2**12
 """Longer arrays (vocabularies) are checked, and only their number of elements is kept."""
+_MAX_ALL_KEPT: Final = 2**18
+"""Maximum number of elements that are kept of all arrays."""
+_MAX_STRINGS: Final = 2**22
+"""Maximum number of texts in all arrays; files with 260,000 tokens have about 800,000 with their merges."""
 _MAX_DIMENSIONS: Final = 4
 _FIRST_BYTES: Final = 2**20
 """Size of the first read; later reads double it."""
@@ -199,6 +203,8 @@ class _Header:
         self._path = path
         self._file = file
         self._bytes = bytearray()
+        self._num_kept = 0
+        self._num_strings = 0
         self.size = size
         self.position = 0
 
@@ -280,19 +286,29 @@ class _Header:
         if kind not in _SCALARS:
             reason = "arrays of arrays are not read" if kind == _ARRAY else "no such type is known"
             raise self.error(f"the type of the elements of {key}", kind, reason)
-        if length > _MAX_KEPT_ELEMENTS:
+        if not self._keeps(length):
             num_bytes = length * struct.calcsize(_SCALARS[kind])
             self._require(num_bytes, key)
             self.position += num_bytes
             return LongArray(length)
         return self._scalars(_SCALARS[kind], length, key)
 
+    def _keeps(self, count: int) -> bool:
+        """Tell whether the `count` elements of an array are kept, which then count."""
+        if count > _MAX_KEPT_ELEMENTS or self._num_kept + count > _MAX_ALL_KEPT:
+            return False
+        self._num_kept += count
+        return True
+
     def _scalars(self, code: str, count: int, key: str) -> list[int] | list[float] | list[bool]:
         return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize(code), key)))
 
     def _strings(self, count: int, key: str) -> Value:
         self._require(8 * count, key)
-        if count <= _MAX_KEPT_ELEMENTS:
+        self._num_strings += count
+        if self._num_strings > _MAX_STRINGS:
+            raise self.error(f"the length of {key}", count, f"at most {_MAX_STRINGS} texts are read of a file")
+        if self._keeps(count):
             texts = (self.take(self.number("Q", f"a length in {key}"), key) for _ in range(count))
             return [text.decode(errors="replace") for text in texts]
         for _ in range(count):

@@ -136,6 +136,16 @@ def test_every_mismatch_is_named_in_one_error(tmp_path: Path) -> None:
     assert "unexpected model.layers.7.unknown" in message
 
 
+def test_bias_that_the_model_does_not_have_may_be_zero(tmp_path: Path) -> None:
+    bias = {"model.layers.0.mlp.up_proj.bias": torch.zeros(INNER)}
+    save_file({**make_checkpoint(), **bias}, tmp_path / "model.safetensors")
+    load_weights(make_model(), tmp_path, "auto", 0)
+    bias["model.layers.0.mlp.up_proj.bias"][1] = 1
+    save_file({**make_checkpoint(), **bias}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected model\.layers\.0\.mlp\.up_proj\.bias"):
+        load_weights(make_model(), tmp_path, "auto", 0)
+
+
 def test_list_of_mismatches_is_bounded(tmp_path: Path) -> None:
     unknowns = {f"unknown.{i}": torch.ones(1) for i in range(500)}
     save_file({**make_checkpoint(), **unknowns}, tmp_path / "model.safetensors")

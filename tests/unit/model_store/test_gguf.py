@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def converts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def reads_nothing(converts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files have any content."""
-    monkeypatch.setattr(gguf, "read_gguf", lambda _: None)
+    monkeypatch.setattr(gguf, "read_gguf", lambda _: SimpleNamespace(metadata={}))
 
 
 def no_conversion(*_: object) -> Path:
@@ -182,8 +183,8 @@ def test_quantized_tensor_is_rounded_to_the_16_bits_that_hold_it_best(magnitude:
 
 def test_conversion_of_an_older_version_is_removed_after_a_day_without_use(tmp_path: Path) -> None:
     now = time.time()
-    for name, hours in (("a-v1", 25), ("a-v2", 1), ("a-v3", 25), ("a-v99", 25), ("other-v1", 25)):
+    for name, hours in (("a-v1", 25), ("a-v2", 1), ("a-v4", 25), ("a-v99", 25), ("other-v1", 25)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (now, now - hours * 3600))
-    gguf.remove_older(tmp_path / "a-v3")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-v2", "a-v3", "a-v99", "other-v1"]
+    gguf.remove_older(tmp_path / "a-v4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-v2", "a-v4", "a-v99", "other-v1"]

@@ -72,6 +72,21 @@ def test_version_2_and_long_arrays_are_read(tmp_path: Path) -> None:
     assert file.tensors["a"].num_bytes == 36
 
 
+def test_many_arrays_take_little_memory_and_time(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(gguf_bytes([entry(f"{i}", 9, array(0, 4096, bytes(4096))) for i in range(1000)]))
+    tracemalloc.start()
+    values = list(read_gguf(path).metadata.values())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (values[0], values[-1]) == ([0] * 4096, LongArray(4096))
+    assert peak < 25_000_000
+    half = array(8, 2**21 + 1, bytes(8 * (2**21 + 1)))
+    path.write_bytes(gguf_bytes([entry("a", 9, half), entry("b", 9, half)]))
+    with pytest.raises(ValueError, match=r"the length of b is 2097153: at most 4194304 texts are read"):
+        read_gguf(path)
+
+
 HUGE = 2**63
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "the end of the magic number is 4: the file has 0 bytes"),

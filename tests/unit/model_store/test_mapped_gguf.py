@@ -4,6 +4,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import gguf as gguf_package
 import numpy as np
@@ -15,7 +16,7 @@ from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.model_store import gguf, resolve_model
 from vllm_mp.model_store.entries import cache_entries
 from vllm_mp.model_store.gguf_config import family_of, read_gguf_config
-from vllm_mp.model_store.gguf_file import read_gguf
+from vllm_mp.model_store.gguf_file import LongArray, read_gguf
 from vllm_mp.model_store.progress import Progress
 
 Entries = dict[str, tuple[object, gguf_package.GGUFValueType]]
@@ -47,10 +48,9 @@ def test_folder_has_configuration_and_tokenizer_and_no_weights(tmp_path: Path, t
     write_tiny_gguf(source)
     folder = resolve_model(str(source))
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["config.json", "generation_config.json", "gguf_file.json", "tokenizer.json"]
+    assert names == ["config.json", "gguf_file.json", "tokenizer.json"]
     architecture = read_architecture(json.loads((folder / "config.json").read_text()))
     assert (architecture.name, architecture.vocab_size, architecture.hidden_size) == ("LlamaForCausalLM", 12, 64)
-    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
     place = gguf.gguf_place(folder)
     assert place is not None
     assert place.read() == read_gguf(source)
@@ -181,6 +181,80 @@ def test_rotary_scaling_is_read_from_metadata_and_from_factors(tmp_path: Path) -
     odd = metadata_file(tmp_path / "c.gguf", {}, {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)})
     with pytest.raises(ValueError, match=r"c\.gguf: rope_freqs\.weight\[1\] is 1\.28\d*: .*Llama 3's rule"):
         config_of(odd)
+
+
+def test_linear_scaling_is_read_as_llama_cpp_reads_it(tmp_path: Path) -> None:
+    linear = {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 4.0}
+    for name, entries in {
+        "without a type": {"llama.rope.scaling.factor": (4.0, FLOAT32)},
+        "old key": {"llama.rope.scale_linear": (4.0, FLOAT32)},
+    }.items():
+        assert config_of(metadata_file(tmp_path / f"{name}.gguf", entries))["rope_parameters"] == linear
+    none: Entries = {"llama.rope.scaling.factor": (0.0, FLOAT32)}
+    plain = {"rope_theta": 10_000.0, "rope_type": "default"}
+    assert config_of(metadata_file(tmp_path / "a.gguf", none))["rope_parameters"] == plain
+    small: Entries = {"llama.rope.scale_linear": (0.5, FLOAT32)}
+    with pytest.raises(
+        ValueError, match=r"b\.gguf: llama\.rope\.scale_linear is 0\.5: .* number of at least 1; convert"
+    ):
+        config_of(metadata_file(tmp_path / "b.gguf", small))
+
+
+def test_all_that_a_file_states_of_yarn_is_used(tmp_path: Path) -> None:
+    prefix, string = "llama.rope.scaling", gguf_package.GGUFValueType.STRING
+    yarn: Entries = {
+        f"{prefix}.type": ("yarn", string),
+        f"{prefix}.factor": (4.0, FLOAT32),
+        f"{prefix}.yarn_attn_factor": (0.5, FLOAT32),
+        f"{prefix}.yarn_beta_fast": (16.0, FLOAT32),
+        f"{prefix}.yarn_beta_slow": (2.0, FLOAT32),
+    }
+    assert config_of(metadata_file(tmp_path / "a.gguf", yarn))["rope_parameters"] == {
+        "rope_theta": 10_000.0,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "attention_factor": 0.5,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+    }
+    yarn[f"{prefix}.yarn_ext_factor"] = (0.0, FLOAT32)
+    with pytest.raises(
+        ValueError, match=r"b\.gguf: llama\.rope\.scaling\.yarn_ext_factor is 0\.0: only 1 is supported"
+    ):
+        config_of(metadata_file(tmp_path / "b.gguf", yarn))
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "eot_token_id"])
+@pytest.mark.parametrize("value", [(12, UINT32), (-1, gguf_package.GGUFValueType.INT32), (1.0, FLOAT32)])
+def test_token_without_embedding_is_refused_by_field(tmp_path: Path, key: str, value: Any) -> None:
+    path = metadata_file(tmp_path / "a.gguf", {f"tokenizer.ggml.{key}": value})
+    with pytest.raises(ValueError, match=rf"a\.gguf: tokenizer\.ggml\.{key} is {value[0]}: .* id of one of 12 tokens"):
+        config_of(path)
+
+
+def test_vocabulary_with_more_tokens_than_embeddings_is_refused(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "a.gguf")
+    file = read_gguf(tmp_path / "a.gguf")
+    family = family_of(file)
+    assert family is not None
+    for tokens, count in ((["a"] * 13, 13), (LongArray(5000), 5000)):
+        file.metadata["tokenizer.ggml.tokens"] = tokens
+        with pytest.raises(ValueError, match=rf"tokens is 'a list of {count}': the tensors have embeddings of 12"):
+            read_gguf_config(file, family)
+    file.metadata["tokenizer.ggml.tokens"] = ["a"] * 11  # padded
+    assert read_gguf_config(file, family)["vocab_size"] == 12
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00003.gguf", "renamed.gguf"])
+def test_part_of_a_split_file_is_refused_with_the_remedy(tmp_path: Path, tokenizers: list[Path], name: str) -> None:
+    count: Entries = {"split.count": (3, gguf_package.GGUFValueType.UINT16)}
+    metadata_file(tmp_path / name, count)
+    with pytest.raises(
+        ValueError, match=rf"{name} is one part of a split GGUF file \(of 3\): .*llama-gguf-split --merge"
+    ):
+        resolve_model(str(tmp_path / name))
+    whole = metadata_file(tmp_path / "model-00001-of-00001.gguf", {})
+    assert resolve_model(str(whole)).is_dir()
 
 
 def test_kinds_of_gemma_layers_follow_llama_cpp_if_the_file_does_not_state_them(tmp_path: Path) -> None:

@@ -1,0 +1,188 @@
+"""The tokenizer in a GGUF file: what transformers makes of it, corrected where the file and llama.cpp say otherwise.
+
+A vocabulary is byte-level BPE (`tokenizer.ggml.model` "gpt2"), where ordinary tokens are spelled in the byte alphabet
+and control tokens as they are; or SentencePiece ("llama"), where a space is "▁".
+"""
+
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+
+_OWN_ARCHITECTURES: Final = ("granite", "olmo2")
+"""Architectures that transformers does not know in GGUF files, and whose tokenizers are byte-level BPE."""
+_DIGIT_SPLITS: Final = (
+    "refact",
+    "starcoder",
+    "smollm",
+    "command-r",
+    "codeshell",
+    "exaone",
+    "minerva-7b",
+    "deepseek-llm",
+    "deepseek-coder",
+)
+"""Names of the split of GPT-2 in which each digit stands alone."""
+_PLAIN_SPLITS: Final = (None, "default", "gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling")
+"""Names of the split of GPT-2; older files have none."""
+_LLAMA_3_SPLITS: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken")
+"""Names of splits whose parts become tokens without any merges if the vocabulary has them; texts begin with BOS."""
+_RANKS: Final = {"tokenizer.ggml.scores", "tokenizer.ggml.merges"}
+"""A vocabulary of SentencePiece needs one of them."""
+_CONTROL, _USER_DEFINED = 3, 4
+"""Kinds of tokens in `tokenizer.ggml.token_type`."""
+
+_TURN_ENDS: Final = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+"""The texts of tokens that end a turn in a chat; many files name only the token that ends a text."""
+_SPECIAL_TOKENS: Final = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+
+
+def read_tokenizer(source: Path, reader: gguf.GGUFReader, *, must_be_exact: bool) -> Any:
+    """Return the tokenizer, of transformers, that is in the file `source`, which `reader` has read.
+
+    A way to split text that is not known is refused with `must_be_exact`, and else replaced by that of GPT-2. Raises
+    ValueError, naming the field, also for a vocabulary that is missing or contradicts itself.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    _check(reader)
+    is_own = str(_value(reader, "general.architecture")) in _OWN_ARCHITECTURES
+    tokenizer_class: Any = PreTrainedTokenizerFast if is_own else AutoTokenizer
+    tokenizer = tokenizer_class.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
+    model = _value(reader, "tokenizer.ggml.model")
+    if model == "gpt2":
+        tokenizer = _byte_level(tokenizer, reader, must_be_exact)
+    elif model == "llama":
+        _use_prefix_of_file(tokenizer, reader)
+    _use_special_tokens_of_file(tokenizer, reader)
+    return tokenizer
+
+
+def token_id(reader: gguf.GGUFReader, key: str) -> int | None:
+    """Return the token id that the file has under `key`; None if it has none, or one without a token."""
+    value, tokens = _value(reader, key), reader.fields.get("tokenizer.ggml.tokens")
+    return value if type(value) is int and tokens is not None and 0 <= value < len(tokens.data) else None
+
+
+def end_token_ids(reader: gguf.GGUFReader) -> list[int]:
+    """Return the ids of the tokens that end a generation: the file's own and, as in llama.cpp, ends of turns."""
+    tokens, kinds = (_value(reader, f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
+    named = (token_id(reader, f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot"))
+    of_turns = (
+        index
+        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind in (_CONTROL, _USER_DEFINED) and token in _TURN_ENDS
+    )
+    return list(dict.fromkeys(token for token in (*named, *of_turns) if token is not None))
+
+
+def _value(reader: gguf.GGUFReader, key: str) -> Any:
+    field = reader.fields.get(key)
+    try:
+        return None if field is None else field.contents()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{key} has {error.object[:40]!r}, which is not UTF-8; convert the model again") from None
+
+
+def _check(reader: gguf.GGUFReader) -> None:
+    """Raise ValueError unless the file has tokens, and as many scores and types if it has any."""
+    tokens = _value(reader, "tokenizer.ggml.tokens")
+    if not (isinstance(tokens, list) and tokens and all(isinstance(token, str) for token in tokens)):
+        raise ValueError(
+            "tokenizer.ggml.tokens is no list of texts: the file has no vocabulary; convert the model again"
+        )
+    for key, kind in (("scores", float), ("token_type", int)):
+        values = _value(reader, f"tokenizer.ggml.{key}")
+        if values is None:
+            continue
+        if not (isinstance(values, list) and len(values) == len(tokens) and all(type(item) is kind for item in values)):
+            raise ValueError(
+                f"tokenizer.ggml.{key} is no list of {len(tokens)} numbers, one for each of tokenizer.ggml.tokens; "
+                "convert the model again"
+            )
+    if _value(reader, "tokenizer.ggml.model") == "llama" and not reader.fields.keys() & _RANKS:
+        raise ValueError("tokenizer.ggml.scores is missing; convert the model again")
+    known = set(tokens)
+    for merge in _merges(reader):
+        if len(merge) != 2 or not {*merge, "".join(merge)} <= known:
+            raise ValueError(
+                f"tokenizer.ggml.merges has {' '.join(merge)!r:.80}, whose parts or whole are no tokens; convert the "
+                "model again"
+            )
+
+
+def _merges(reader: gguf.GGUFReader) -> list[list[str]]:
+    return [merge.split(" ") for merge in _value(reader, "tokenizer.ggml.merges") or []]
+
+
+def _byte_level(tokenizer: Any, reader: gguf.GGUFReader, must_be_exact: bool) -> Any:
+    """Return `tokenizer` with the vocabulary as it is in the file, and its way to split text.
+
+    transformers respells control tokens that have other characters than bytes have (DeepSeek's), so that they are cut
+    into pieces, and BOS gets an id outside of the vocabulary.
+    """
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    split = _value(reader, "tokenizer.ggml.pre")
+    tokens = _value(reader, "tokenizer.ggml.tokens")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = [(left, right) for left, right in _merges(reader)]
+    backend = tokenizer.backend_tokenizer
+    exact = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in _LLAMA_3_SPLITS))
+    exact.normalizer, exact.decoder = backend.normalizer, backend.decoder
+    exact.pre_tokenizer = backend.pre_tokenizer
+    if split in _DIGIT_SPLITS:
+        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        exact.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    elif must_be_exact and split not in _PLAIN_SPLITS and "Regex" not in repr(backend.pre_tokenizer):
+        raise ValueError(
+            f"tokenizer.ggml.pre is {split!r:.80}, a way to split text that is not known; convert the model again"
+        )
+    for token, kind in zip(tokens, _value(reader, "tokenizer.ggml.token_type") or (), strict=False):
+        if kind in (_CONTROL, _USER_DEFINED):
+            exact.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL)])
+    adds_bos = _value(reader, "tokenizer.ggml.add_bos_token")
+    special = {
+        name: None if (index := token_id(reader, key)) is None else tokens[index]
+        for name, key in _SPECIAL_TOKENS.items()
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=exact,
+        chat_template=tokenizer.chat_template,
+        add_bos_token=split in _LLAMA_3_SPLITS if adds_bos is None else bool(adds_bos),
+        add_eos_token=bool(_value(reader, "tokenizer.ggml.add_eos_token")),
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+
+
+def _use_prefix_of_file(tokenizer: Any, reader: gguf.GGUFReader) -> None:
+    """Put a space before a text of SentencePiece, even if it begins with one, unless the file says otherwise."""
+    from tokenizers import decoders, normalizers
+
+    if str(_value(reader, "general.architecture")).startswith("gemma"):
+        return  # without a space, and with tokens of several spaces that transformers handles
+    has_prefix = _value(reader, "tokenizer.ggml.add_space_prefix") is not False
+    backend = tokenizer.backend_tokenizer
+    spaces = normalizers.Replace(pattern=" ", content="▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(prepend="▁"), spaces]) if has_prefix else spaces
+    backend.pre_tokenizer = None
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(content=" ", left=1)] if has_prefix else parts)
+
+
+def _use_special_tokens_of_file(tokenizer: Any, reader: gguf.GGUFReader) -> None:
+    """Make the tokenizer use the special tokens that the file names.
+
+    Some versions of transformers guess them from the tokens' names, and mistake the start of a message for its end.
+    """
+    for name, key in _SPECIAL_TOKENS.items():
+        token = token_id(reader, key)
+        if token is not None and getattr(tokenizer, f"{name}_id") != token:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token))

@@ -1,0 +1,137 @@
+"""The tokenizer of a GGUF file gives the tokens that llama.cpp gives with the same file."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from vllm_mp.core.weights.gguf_tokenizer import end_token_ids, read_tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = (
+    gguf.TokenType.NORMAL,
+    gguf.TokenType.UNKNOWN,
+    gguf.TokenType.CONTROL,
+    gguf.TokenType.USER_DEFINED,
+)
+BYTE_LEVEL = {
+    "a": NORMAL,
+    "b": NORMAL,
+    "Ġ": NORMAL,
+    "1": NORMAL,
+    "2": NORMAL,
+    "ab": NORMAL,
+    "12": NORMAL,
+    "ba": NORMAL,
+    "<s>": CONTROL,
+}
+MERGES = ["a b", "1 2"]
+DEEPSEEK = {**BYTE_LEVEL, "<｜begin▁of▁sentence｜>": CONTROL, "<｜User｜>": USER_DEFINED}
+SENTENCE_PIECE = {"<unk>": UNKNOWN, "<s>": CONTROL, "▁": NORMAL, "a": NORMAL, "▁a": NORMAL, "▁▁": NORMAL}
+
+
+def tokenizer_of(
+    path: Path, tokens: dict[str, Any], *, must_be_exact: bool = True, architecture: str = "llama", **values: Any
+) -> Any:
+    """Return the tokenizer of a file with these tokens and their types, and `values` under `tokenizer.ggml`."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(1)
+    model = "llama" if tokens is SENTENCE_PIECE else "gpt2"
+    writer.add_tokenizer_model(model)
+    if tokens:
+        writer.add_token_list(list(tokens))
+        writer.add_token_types(list(tokens.values()))
+    if model == "gpt2":
+        writer.add_token_merges(MERGES)
+    elif values.get("scores", 1) is None:
+        del values["scores"]
+    elif "scores" not in values:
+        writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    for key, value in values.items():
+        add: Any = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+        add[type(value)](f"tokenizer.ggml.{key}", value)
+    writer.add_tensor("token_embd.weight", np.zeros((1, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_tokenizer(path, gguf.GGUFReader(path), must_be_exact=must_be_exact)
+
+
+def test_control_tokens_with_any_characters_stay_whole_and_keep_their_ids(tmp_path: Path) -> None:
+    bos = list(DEEPSEEK).index("<｜begin▁of▁sentence｜>")
+    tokenizer = tokenizer_of(
+        tmp_path / "a.gguf",
+        DEEPSEEK,
+        pre="deepseek-r1-qwen",
+        architecture="qwen2",
+        bos_token_id=bos,
+        add_bos_token=True,
+    )
+    assert tokenizer("ab").input_ids == [bos, 5]
+    chat = tokenizer("<｜begin▁of▁sentence｜><｜User｜>ab", add_special_tokens=False).input_ids
+    assert chat == [bos, bos + 1, 5]
+    assert (tokenizer.bos_token, tokenizer.bos_token_id, len(tokenizer)) == (
+        "<｜begin▁of▁sentence｜>",
+        bos,
+        len(DEEPSEEK),
+    )
+    assert tokenizer.decode(chat, skip_special_tokens=True) == "<｜User｜>ab"
+
+
+@pytest.mark.parametrize("split", ["llama-bpe", "tekken"])
+def test_texts_of_llama_3_begin_with_bos_and_words_need_no_merges(tmp_path: Path, split: str) -> None:
+    tokenizer = tokenizer_of(tmp_path / "a.gguf", BYTE_LEVEL, pre=split, bos_token_id=8)
+    assert tokenizer("ba").input_ids == [8, 7]
+    told = tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre=split, bos_token_id=8, add_bos_token=False)
+    assert told("ba").input_ids == [7]
+    other = tokenizer_of(tmp_path / "c.gguf", BYTE_LEVEL, pre="qwen2", bos_token_id=8, architecture="qwen2")
+    assert other("ba").input_ids == [1, 0]
+
+
+def test_digits_stand_alone_where_the_file_says_so(tmp_path: Path) -> None:
+    assert tokenizer_of(tmp_path / "a.gguf", BYTE_LEVEL, pre="smollm")("12").input_ids == [3, 4]
+    assert tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre="gpt-2")("12").input_ids == [6]
+
+
+def test_sentencepiece_puts_a_space_before_every_text_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path / "a.gguf", SENTENCE_PIECE, bos_token_id=1)
+    assert tokenizer("a").input_ids == [1, 4]
+    assert tokenizer(" a").input_ids == [1, 2, 4]
+    assert tokenizer.decode([2, 4]) == " a"
+    bare = tokenizer_of(tmp_path / "b.gguf", SENTENCE_PIECE, bos_token_id=1, add_space_prefix=False)
+    assert bare("a").input_ids == [1, 3]
+    assert bare("a a").input_ids == [1, 3, 4]
+    assert bare.decode([4]) == " a"
+
+
+def test_unknown_way_to_split_text_is_refused_by_name_if_the_tokenizer_must_be_exact(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre is 'strange', .* not known"):
+        tokenizer_of(tmp_path / "a.gguf", BYTE_LEVEL, pre="strange")
+    assert tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre="strange", must_be_exact=False)("ab").input_ids == [5]
+
+
+def test_vocabulary_that_is_missing_or_contradicts_itself_is_refused_by_field(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.tokens is no list of texts: the file has no vocabulary"):
+        tokenizer_of(tmp_path / "a.gguf", {})
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.scores is no list of 6 numbers"):
+        tokenizer_of(tmp_path / "b.gguf", SENTENCE_PIECE, scores=[1.0])
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.scores is missing"):
+        tokenizer_of(tmp_path / "d.gguf", SENTENCE_PIECE, scores=None)
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.merges has 'a b', whose parts or whole are no"):
+        tokenizer_of(tmp_path / "c.gguf", {"a": NORMAL, "1": NORMAL, "2": NORMAL})
+
+
+def test_tokens_that_end_a_turn_end_a_generation_though_the_file_names_another(tmp_path: Path) -> None:
+    tokens = {
+        **BYTE_LEVEL,
+        "<|endoftext|>": CONTROL,
+        "<|end|>": CONTROL,
+        "<|im_end|>": NORMAL,
+        "<|eot_id|>": USER_DEFINED,
+    }
+    tokenizer_of(tmp_path / "a.gguf", tokens, pre="dbrx", architecture="phi3", eos_token_id=9)
+    assert end_token_ids(gguf.GGUFReader(tmp_path / "a.gguf")) == [9, 10, 12]
+    tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre="dbrx", eos_token_id=8, eot_token_id=7)
+    assert end_token_ids(gguf.GGUFReader(tmp_path / "b.gguf")) == [8, 7]
