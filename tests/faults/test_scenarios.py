@@ -49,7 +49,7 @@ def baseline(default_model):
     before, tempfile.tempdir = tempfile.tempdir, tempfile.mkdtemp(prefix="faults-", dir="/tmp")
     model = Path(tempfile.tempdir) / "model"
     save_small_model(model, default_model)
-    yield Baseline(model, {"num_threads": 1}, streams=12, max_tokens=64, step=8, block_s=1.5, pace_s=0.005)
+    yield Baseline(model, {"num_threads": 1}, streams=10, max_tokens=24, step=8, block_s=1.0, pace_s=0.005)
     shutil.rmtree(tempfile.tempdir)
     tempfile.tempdir = before
 
