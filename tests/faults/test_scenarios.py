@@ -10,6 +10,8 @@ import pytest
 from vllm_mp.testing.faults import SCENARIOS, Baseline, play, run_shared_soak, run_soak
 from vllm_mp.testing.random_models import save_small_model
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 _TESTED_ELSEWHERE = {
     *("kill", "segv", "abort", "term", "stop", "spin", "slow-core", "exit-in-step", "exit-while-loading"),
     *("culprit-raises", "client-blocked-while-core-dies", "core-restarted-by-hand", "too-many-deaths", "no-recovery"),

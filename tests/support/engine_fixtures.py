@@ -4,8 +4,8 @@ import subprocess
 import types
 
 import pytest
-from support.forked_cores import forking
 
+from support.forked_cores import forking
 from vllm_mp import AsyncEngineArgs, AsyncLLM
 from vllm_mp.core_launch import core_environment, package_path
 from vllm_mp.model_store import resolve_model

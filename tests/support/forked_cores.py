@@ -126,7 +126,9 @@ def _wait_for_fork(control: socket.socket) -> None:
 def _run_template(control: socket.socket) -> None:
     gc.disable()  # as in a core, until it has imported everything
     import vllm_mp.core.engine_core
+    import vllm_mp.core.parallel.followers
     import vllm_mp.core.worker.model_runner
+    import vllm_mp.fault_injection.hooks  # noqa: F401
     from vllm_mp.core.models import import_native_models
 
     import_native_models()
