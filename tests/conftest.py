@@ -1,5 +1,6 @@
 """Settings and fixtures of all tests. They set the environment before anything imports huggingface_hub or torch."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -28,6 +29,19 @@ def _hub_is_offline() -> None:
     from huggingface_hub import constants
 
     assert constants.HF_HUB_OFFLINE, "huggingface_hub was imported before the tests could take it offline"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_frozen_at_the_end() -> Iterator[None]:
+    yield
+    gc.unfreeze()  # libraries report frozen objects as leaks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_before_each_module() -> None:
+    """Take what exists before the tests of a module out of garbage collections, which would visit a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

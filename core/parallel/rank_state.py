@@ -1,9 +1,10 @@
 """What a core knows of each of its other ranks, and what it needs of the ranks of a machine."""
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from vllm_mp.core.parallel.messages import FromRank
+if TYPE_CHECKING:  # it imports torch, and a core has to bind its address first
+    from vllm_mp.core.parallel.messages import FromRank
 
 PATIENCE: Final = 0.8
 """Share of the time after which the supervisor ends the core that ranks and rank hosts get. So the core itself can say
@@ -40,7 +41,7 @@ class RankState:
         self.still_s = 0.0
         """Seconds without progress, as far as the core has looked."""
 
-    def note(self, said: FromRank) -> None:
+    def note(self, said: "FromRank") -> None:
         """Append what the rank has said to `unread`; raise WorkerFailedError if it says too much."""
         if len(self.unread) == _MAX_UNREAD:
             raise WorkerFailedError(f"{self.name} says more than it was asked: {type(said).__name__}")

@@ -28,6 +28,8 @@ from vllm_mp.testing.random_models import (
     scarce_blocks,
 )
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 NUM_TOKENS = 24
 PROMPTS = random_prompts(PROMPT_LENGTHS)
 

@@ -13,6 +13,8 @@ from vllm_mp import LLM, PoolingParams, RequestFailure
 from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.engines import ENGINE, running_engine
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 ENCODER = {"skip_tokenizer_init": True, "device": "cpu", "num_threads": 1, "max_model_len": 62, "max_num_seqs": 4}
 QUESTION = "How far away is the moon?"
 TEXTS = ["Cheese is made of milk.", "The moon is 384,400 km away.", "Three days."]

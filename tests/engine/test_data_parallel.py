@@ -17,6 +17,8 @@ from vllm_mp import (
 )
 from vllm_mp.testing.engines import eventually, greedy, is_empty, rest, running_engine
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 PROMPTS = [f"{subject} is known for" for subject in ("The river", "A castle", "This song", "Her garden")]
 
 

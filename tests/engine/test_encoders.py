@@ -32,6 +32,8 @@ from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.engines import eventually, greedy, is_empty, running_engine
 from vllm_mp.testing.prompts import PROMPTS
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 BATCH = [*PROMPTS[:29], "long " * 400]
 CONTEXT = 256
 

@@ -27,6 +27,8 @@ from vllm_mp.core.weights.loader import load_model
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 SIZES = {
     "vocab_size": 12,
     "hidden_size": 64,

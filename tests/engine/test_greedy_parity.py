@@ -11,6 +11,8 @@ from vllm_mp.testing.engines import ENGINE, answer, greedy
 from vllm_mp.testing.greedy_parity import GreedyReference, assert_greedy, generate_all, num_preemptions
 from vllm_mp.testing.prompts import PROMPTS
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 NUM_TOKENS = 40
 FEW_TOKENS = 16
 """Length of the answers in tests of how prompts are read."""

@@ -14,6 +14,8 @@ from vllm_mp import EngineDeadError, EngineGenerateError, SamplingParams, wire
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 PROMPT = "The quick brown fox"
 
 

@@ -20,6 +20,8 @@ from vllm_mp.testing import (
     standalone_core,
 )
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 PROMPT = "The quick brown fox"
 
 

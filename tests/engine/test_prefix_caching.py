@@ -9,6 +9,8 @@ from vllm_mp import SamplingParams, wire
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 SHARED = "The engine has two halves, which run apart and talk over a socket. " * 8
 
 

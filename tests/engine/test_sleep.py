@@ -22,6 +22,8 @@ from vllm_mp.testing import (
 )
 from vllm_mp.testing.random_models import save_config
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 PROMPT = "The quick brown fox"
 MIB = 2**20
 

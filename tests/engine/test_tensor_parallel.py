@@ -20,6 +20,8 @@ from vllm_mp.testing.random_models import (
     save_random_model,
 )
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 RANKS = {
     "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2},

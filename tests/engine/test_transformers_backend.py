@@ -62,6 +62,8 @@ from vllm_mp.testing.random_models import (
     save_random_model,
 )
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 NUM_TOKENS = 24
 PROMPTS = random_prompts(PROMPT_LENGTHS)
 MOE: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}

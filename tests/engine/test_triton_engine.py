@@ -1,6 +1,7 @@
 """An engine on Triton kernels, run by the interpreter, gives the answers of an engine on the torch definitions."""
 
 import asyncio
+import copy
 import os
 
 import pytest
@@ -24,18 +25,31 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="this machine has a GPU, on which tests/gpu runs engines"
 )
 
+from support.triton_interpreter import prepare_once_for_each_launch  # noqa: E402
+
+prepare_once_for_each_launch()  # in this process; cores do not need the tests' folder
+
 BAD = 13
 PROMPTS = random_prompts((12, 1, 21, 5))
 PARAMS = [
-    greedy(8, ignore_eos=True),
+    greedy(4, ignore_eos=True),
     SamplingParams(
-        temperature=0.9, top_p=0.9, seed=1, max_tokens=6, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+        temperature=0.9, top_p=0.9, seed=1, max_tokens=4, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
     ),
-    greedy(8, ignore_eos=True),
+    greedy(4, ignore_eos=True),
     SamplingParams(
-        temperature=0.7, top_k=20, seed=2, max_tokens=6, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+        temperature=0.7, top_k=20, seed=2, max_tokens=4, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
     ),
 ]
+
+
+def shallow(name, num_layers):
+    """Return the configuration `name` with the first layers only: the interpreter takes longest for layers."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+    return config
 
 
 def answers(folder):
@@ -51,7 +65,7 @@ def answers(folder):
 
 
 def test_answers_equal_those_of_the_torch_definitions(tmp_path, monkeypatch):
-    save_random_model(CONFIGS["qwen3-windowed"], tmp_path)
+    save_random_model(shallow("qwen3-windowed", 2), tmp_path)  # a layer with a window, and one without
     monkeypatch.setenv(KERNELS_VARIABLE, TRITON)
     got = answers(tmp_path)
     monkeypatch.setenv(KERNELS_VARIABLE, "none")
@@ -61,7 +75,7 @@ def test_answers_equal_those_of_the_torch_definitions(tmp_path, monkeypatch):
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_answers_in_16_bits_agree_with_transformers(quantization, tmp_path, monkeypatch):
     """Decodes multiply few rows, prompts more; 8-bit weights are rounded in the reference too."""
-    model = save_random_model(CONFIGS["llama"], tmp_path).to(torch.float16).float()
+    model = save_random_model(shallow("llama", 1), tmp_path).to(torch.float16).float()
     if quantization:
         model = in_float8(model, cache=False)
     monkeypatch.setenv(KERNELS_VARIABLE, TRITON)
@@ -69,7 +83,7 @@ def test_answers_in_16_bits_agree_with_transformers(quantization, tmp_path, monk
     with running_engine(
         tmp_path, skip_tokenizer_init=True, num_threads=1, quantization=quantization, **options
     ) as engine:
-        assert_engine_is_greedy(engine, model, random_prompts((18, 1)), 3, 0.5 if quantization else 0.1)
+        assert_engine_is_greedy(engine, model, random_prompts((18, 1)), 2, 0.5 if quantization else 0.1)
 
 
 @pytest.fixture(params=[TRITON, "none"], ids=["triton", "torch"])
@@ -110,7 +124,7 @@ def test_token_with_nan_embedding_does_not_spoil_blocks_before_it(tmp_path, kern
 
 def test_overlapping_steps_as_graphs_give_the_answers_of_steps_in_turn(tmp_path, monkeypatch, kernels):
     """Their inputs reach the device in one copy, and awaited tokens are filled in there."""
-    save_random_model(CONFIGS["llama"], tmp_path)
+    save_random_model(shallow("llama", 1), tmp_path)
 
     def play(**options):
         engine = LocalEngine(tmp_path, max_num_batched_tokens=16, max_num_seqs=4, **options)

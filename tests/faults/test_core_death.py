@@ -12,6 +12,8 @@ import pytest
 from vllm_mp import EngineDeadError, EngineError, SamplingParams
 from vllm_mp.testing.engines import answer, eventually, greedy
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 
 async def start_streams(engine, count):
     """Return `count` streams that have all begun."""

@@ -10,6 +10,8 @@ import pytest
 from vllm_mp import EngineGenerateError
 from vllm_mp.testing.engines import answer, eventually, greedy
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 POISON = "poison@"
 
 

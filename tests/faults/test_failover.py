@@ -15,6 +15,8 @@ from vllm_mp import AsyncLLM, EngineStartError, RequestOutputKind, SamplingParam
 from vllm_mp.testing.engines import eventually, make_keys, replay_core, rest
 from vllm_mp.testing.faults import Baseline, run_parallel_soak
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 RATE = "200"
 
 

@@ -13,6 +13,8 @@ from support.rank_streams import ended, expected_tokens, rank_pids, streamed, to
 from vllm_mp import EngineDeadError, EngineError
 from vllm_mp.testing.engines import eventually
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 OPTIONS = {"num_threads": 1, "max_model_len": 256}
 RANKS = {"tensor_parallel_size": 2, **OPTIONS}
 PIPELINE = {"pipeline_parallel_size": 2, **OPTIONS}

@@ -19,6 +19,8 @@ from vllm_mp import (
 )
 from vllm_mp.testing.engines import ENGINE, answer, eventually, greedy, is_empty, num_waiting_is, running_engine
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 PROMPT = "The history of the city begins"
 LONG_PROMPT = list(range(1000, 1320))
 
@@ -334,6 +336,14 @@ def test_sleep_stays_in_force_after_core_is_killed(engine, level, tags):
         await engine.sleep(level)
         if tags:
             await engine.wake_up(tags)
+        (completion,) = (
+            completion for stream, completion in engine._core_client.requests.live() if stream.params.logprobs == 3
+        )
+
+        async def all_tokens_are_consumed():
+            return consumers[1].num_tokens() == len(completion.token_ids)
+
+        await eventually(all_tokens_are_consumed)
         num_tokens = consumers[1].num_tokens()
         tasks.append(asyncio.create_task(consumers[2].run()))
         kill(engine)

@@ -10,6 +10,8 @@ import pytest
 from vllm_mp.testing.faults import SCENARIOS, Baseline, play, run_shared_soak, run_soak
 from vllm_mp.testing.random_models import save_small_model
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 _TESTED_ELSEWHERE = {
     *("kill", "segv", "abort", "term", "stop", "spin", "slow-core", "exit-in-step", "exit-while-loading"),
     *("culprit-raises", "client-blocked-while-core-dies", "core-restarted-by-hand", "too-many-deaths", "no-recovery"),
@@ -49,7 +51,7 @@ def baseline(default_model):
     before, tempfile.tempdir = tempfile.tempdir, tempfile.mkdtemp(prefix="faults-", dir="/tmp")
     model = Path(tempfile.tempdir) / "model"
     save_small_model(model, default_model)
-    yield Baseline(model, {"num_threads": 1}, streams=12, max_tokens=64, step=8, block_s=1.5, pace_s=0.005)
+    yield Baseline(model, {"num_threads": 1}, streams=10, max_tokens=24, step=8, block_s=1.0, pace_s=0.005)
     shutil.rmtree(tempfile.tempdir)
     tempfile.tempdir = before
 

@@ -1,8 +1,13 @@
 """Fixtures with real engines: each has its own core process and a real model."""
 
+import subprocess
+import types
+
 import pytest
 
+from support.forked_cores import forking
 from vllm_mp import AsyncEngineArgs, AsyncLLM
+from vllm_mp.core_launch import core_environment, package_path
 from vllm_mp.model_store import resolve_model
 from vllm_mp.operator_key import ensure_operator_key
 from vllm_mp.testing.engines import ENGINE, running_engine
@@ -52,6 +57,21 @@ def make_small_engine(small_model, make_engine):
         return make_engine(**{"model": str(small_model), "fault_injection": SLOW_STEPS, **options})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def core_template():
+    with forking(core_environment() | package_path()) as forked_core:
+        yield forked_core
+
+
+@pytest.fixture(scope="module")
+def forked_cores(core_template):
+    """Fork the cores that this process starts for the tests of a module, so that they need not import torch."""
+    patched = types.SimpleNamespace(**{**vars(subprocess), "Popen": core_template})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_mp.client.engine.process.subprocess", patched)
+        yield
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from support.gpu_device import DEVICE as GPU_DEVICE
 from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from support.sampling_logits import EQUAL_TO_REFERENCE, impossible_tokens_at_the_end
 from support.token_masks import VOCAB_SIZES, masked_case, same_bits
+from support.triton_interpreter import prepare_once_for_each_launch
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.reference import FLOAT8
 from vllm_mp.kernels.sampling import DrawParams
@@ -23,6 +24,8 @@ from vllm_mp.kernels.triton import launch, operations
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else GPU_DEVICE
+if INTERPRETED:
+    prepare_once_for_each_launch()
 FLOAT8_HERE = pytest.mark.skipif(
     not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
     reason="this GPU has no 8-bit floats",

@@ -43,6 +43,11 @@ def test_package_and_ground_floor_load_neither_torch_nor_transformers_nor_the_hu
     assert found.stdout == "[]\n", found.stderr
 
 
+def test_core_binds_its_address_before_it_loads_torch() -> None:
+    found = run(sys.executable, "-c", "import sys, vllm_mp.core.process\nprint('torch' in sys.modules)")
+    assert found.stdout == "False\n", found.stderr
+
+
 def test_every_public_name_is_listed_and_can_be_imported() -> None:
     assert sorted(vllm_mp._MODULE_OF) == sorted(vllm_mp.__all__)
     for name in vllm_mp.__all__:
