@@ -40,9 +40,12 @@ class ForcedTokens:
         Requests in the rows `ended` get nothing. `known` holds what `extend_awaited_rows` has appended, by row.
         """
         batch = self._batch
+        is_constrained = batch.is_constrained[rows]
+        if not is_constrained.any():
+            return rows, ends, tokens
         added: list[tuple[int, int, int]] = []  # (row, place, token)
         in_pending_step = self._pending_steps.live_rows()
-        for i in self._in_turn(batch.is_constrained[rows]):
+        for i in self._in_turn(is_constrained):
             row, start = int(rows[i]), int(ends[i]) + 1
             if row in ended:
                 continue

@@ -36,16 +36,20 @@ def step_inputs(
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
-    row_of = np.repeat(rows, counts)  # [num_tokens], as are `positions`, `input_ids` and `cells`
-    positions = np.arange(ends[-1]) - np.repeat(ends - counts - batch.num_computed_tokens[rows], counts)
+    computed = batch.num_computed_tokens[rows]
+    # [num_tokens], as are `input_ids` and `cells`
+    row_of, positions = rows, computed
+    if step.num_decodes < len(rows):
+        row_of = np.repeat(rows, counts)
+        positions = np.arange(ends[-1]) - np.repeat(ends - counts - computed, counts)
     input_ids = batch.token_ids[row_of, positions].astype(np.int64)
     if len(step.awaits):
         input_ids[step.awaits] = -1 - rows[step.awaits]
     cells = batch.block_table[row_of, positions // block_size].astype(np.int64) * block_size
     cells += positions % block_size
-    seq_lens = batch.num_computed_tokens[rows] + counts
+    seq_lens = computed + counts
     max_seq_len = int(seq_lens.max())
-    columns = [
+    columns: list[npt.NDArray[Any]] = [
         input_ids,
         positions,
         cells,

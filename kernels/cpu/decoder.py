@@ -1,7 +1,8 @@
 """The layers of a decoder of the Llama family as one call of the C++ kernels."""
 
 import ctypes
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_void_p
 from typing import Any, Final, NamedTuple
 
@@ -127,6 +128,10 @@ class FusedDecoder(nn.Module):
         self._adapter_stacks: list[PackedAdapterStack] = []
         self._adapters: Any = None
         """The `CLayerAdapters` of each layer; None if no adapter can be loaded."""
+        self._known_first: Callable[[], Tensor | None] = lambda: None
+        self._known_last: Callable[[], Tensor | None] = lambda: None
+        self._addresses: tuple[Any, Any] = (None, None)
+        """See `_addresses_of`. The caches themselves are not kept: a sleep releases their memory."""
         has_blocks = isinstance(interfaces[0], CBlockDecoderLayer)
         run = library.function("block_decoder" if has_blocks else "decoder", options.dtype)
         self.layers = nn.ModuleList(_LayersFrom(run, decoder, first) for first in range(len(interfaces)))
@@ -196,23 +201,22 @@ class FusedDecoder(nn.Module):
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Overwrite the embeddings `x` and return the normed hidden states, both [num_tokens, hidden_size].
+        """Overwrite the embeddings `x` [num_tokens, hidden_size] with the normed hidden states, and return it.
 
-        Without the last norm, the result is `x`, which the layers leave as the residual stream.
+        Without the last norm, `x` becomes the residual stream after the layers.
 
         `cos_sin` is [num_tables, max_position, rotary_dim], contiguous.
         """
-        out = torch.empty_like(x)
+        normed = x if self._has_norm else torch.empty_like(x)
         step = c_metadata(metadata, kv_caches[0][0].shape[1])
-        num_layers = len(self.layers)
+        num_layers = len(self._interfaces)
         arguments = (
             ctypes.byref(step),
             x.data_ptr(),
             positions.data_ptr(),
             ctypes.byref(CRotaryTables(cos_sin.data_ptr(), cos_sin.stride(0), cos_sin.shape[2])),
-            (c_void_p * num_layers)(*[keys.data_ptr() for keys, _ in kv_caches]),
-            (c_void_p * num_layers)(*[values.data_ptr() for _, values in kv_caches]),
-            out.data_ptr(),
+            *self._addresses_of(kv_caches),
+            normed.data_ptr(),
             torch.get_num_threads(),
             None if metadata.adapter_slots is None else self._adapters,
             address(metadata.adapter_slots),
@@ -221,7 +225,19 @@ class FusedDecoder(nn.Module):
         layers_per_call = max(1, int(WORK_A_CALL / (self._layer_weights * max(_LEAST_ROWS, len(positions)))))
         for first in range(0, num_layers, layers_per_call):
             self.layers[first](min(num_layers, first + layers_per_call), *arguments)
-        return out if self._has_norm else x
+        return x
+
+    def _addresses_of(self, kv_caches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Any, Any]:
+        """Return the addresses of the keys and of the values; asked for once, as the caches are allocated together."""
+        first, last = kv_caches[0][0], kv_caches[-1][1]
+        if self._known_first() is not first or self._known_last() is not last:
+            addresses = c_void_p * len(kv_caches)
+            self._addresses = (
+                addresses(*[keys.data_ptr() for keys, _ in kv_caches]),
+                addresses(*[values.data_ptr() for _, values in kv_caches]),
+            )
+            self._known_first, self._known_last = weakref.ref(first), weakref.ref(last)
+        return self._addresses
 
 
 def _projections(layer: LayerWeights) -> list[Projection]:

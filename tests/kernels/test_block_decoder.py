@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.key_groups import keys_in_order
 from support.paged_batch import MIXED, PREFILLS, PagedBatch
 
 from vllm_mp.kernels import ops
@@ -39,7 +40,7 @@ def random_layer(dtype: torch.dtype) -> tuple[ops.LayerWeights, ops.LayerWeights
     return ops.LayerWeights(**norms, **blocks, **SHAPES), ops.LayerWeights(**norms, **tensors, **SHAPES)
 
 
-def outputs_of(decoders, rows, dtype, adapters=None):
+def outputs_of(build, decoders, rows, dtype, adapters=None):
     """Return the hidden states and the first layer's new keys of each decoder for the same step."""
     batch = PagedBatch(rows, HEADS, KV_HEADS, HEAD_DIM, 16)
     caches = [(torch.randn(batch.k_cache.shape).to(dtype), torch.randn(batch.v_cache.shape).to(dtype))] * NUM_LAYERS
@@ -53,7 +54,7 @@ def outputs_of(decoders, rows, dtype, adapters=None):
         results.append(
             (
                 decoder(x.clone(), positions, cos_sin[None], own, metadata),
-                own[0][0].flatten(0, 1)[metadata.cell_mapping],
+                keys_in_order(own[0][0], build).flatten(0, 1)[metadata.cell_mapping],
             )
         )
     return results
@@ -81,7 +82,7 @@ def test_fused_decoder_takes_block_types_that_differ_within_a_layer(build, dtype
     for rows in (MIXED, PREFILLS, [(1, 30)]):
         num_tokens = sum(count for count, _ in rows)
         for adapters in (None, torch.randint(-1, 2, (num_tokens,), dtype=torch.int32)):
-            for got, expected in zip(*outputs_of(decoders, rows, dtype, adapters), strict=True):
+            for got, expected in zip(*outputs_of(build, decoders, rows, dtype, adapters), strict=True):
                 assert (got.float() - expected.float()).norm() <= 0.04 * expected.float().norm()
 
 
@@ -105,7 +106,7 @@ def test_neighbouring_elements_are_rotated_as_halves_of_heads_in_another_order(b
         ops.fuse_decoder(layers, norm, options._replace(rotates_pairs=is_in_pairs))
         for layers, is_in_pairs in ((halves, False), (pairs, True))
     ]
-    (hidden, keys), (hidden_of_pairs, keys_of_pairs) = outputs_of(decoders, [(30, 30), (7, 7)], dtype)
+    (hidden, keys), (hidden_of_pairs, keys_of_pairs) = outputs_of(build, decoders, [(30, 30), (7, 7)], dtype)
     bound = 1e-5 if dtype == torch.float32 else 0.02
     assert (hidden_of_pairs - hidden).norm() <= bound * hidden.norm()
     assert (keys_of_pairs - in_pairs(keys, 2)).norm() <= bound * keys.norm()

@@ -1,9 +1,12 @@
 // Attention over the paged cache, for decodes and prefills alike (PagedAttention, Kwon et al. 2023, with the online
 // softmax of Milakov & Gimelshein 2018).
 //
-// A tile of queries that share a KV head goes over the keys of its row in tiles of KEYS, each packed like a weight
+// A tile of queries that share a KV head goes over the keys of its row in tiles of KEYS, each multiplied like a weight
 // matrix. Tiles of keys, and the parts of PART keys whose results are merged at the end, begin at multiples of their
 // size from the start of the sequence. So results are batch-invariant, and the same in any chunk of a prompt.
+//
+// A cache may have its keys in groups: the words of W keys lie side by side, as in a packed matrix. So nothing has to be
+// packed for a decode, which multiplies each key with few queries.
 #pragma once
 
 #include <cmath>
@@ -115,6 +118,9 @@ inline KeyTile tile_at(const Span& span, int64_t at, const int64_t* cells) {
             cells + (start - first)};
 }
 
+// The span with all positions of its groups of W keys; their cells exist where keys lie in groups.
+inline Span in_groups(const Span& span) { return {span.row, span.begin / W * W, (span.end + W - 1) / W * W}; }
+
 // Writes the cell of each position of `span` to `cells`, which begins at the first tile of the span.
 inline void find_cells(const AttentionMetadata& step, const Span& span, int64_t* cells) {
     const int32_t* blocks = step.block_table + span.row * step.block_table_stride;
@@ -127,18 +133,30 @@ inline void find_cells(const AttentionMetadata& step, const Span& span, int64_t*
     }
 }
 
-// Keys or values of one head.
+// Keys or values of one head: `dim` elements for each cell, and `stride` elements from one group of 2^log_group cells to
+// the next. A group of one cell has the elements in their order; a group of W keys has their words side by side.
 template <class T>
 struct Cache {
     const T* of_head;
     int64_t stride;
     int64_t dim;
+    int log_group = 0;
 
-    const T* at(int64_t cell) const { return of_head + cell * stride; }
+    bool is_grouped() const { return log_group > 0; }
+    int group_size() const { return 1 << log_group; }
+    const T* group_of(int64_t cell) const { return of_head + (cell >> log_group) * stride; }
+
+    // Returns the elements of a cell or, of a group, the part of its memory that has the same place there.
+    const T* at(int64_t cell) const { return group_of(cell) + (cell & (group_size() - 1)) * dim; }
 
     // Points `out` to the rows of a tile's first `count` keys, and to `zeros` for keys that do not exist.
     void rows(const KeyTile& tile, int count, const T* zeros, const T** out) const {
         for (int i = 0; i < count; ++i) out[i] = i >= tile.from && i < tile.to ? at(tile.cells[i]) : zeros;
+    }
+
+    // Points `out` to the groups of a tile's first `count` keys, and to `zeros` [W, dim] for groups without a key.
+    void groups(const KeyTile& tile, int count, const T* zeros, const T** out) const {
+        for (int i = 0; i < count; i += W) *out++ = i + W > tile.from && i < tile.to ? group_of(tile.cells[i]) : zeros;
     }
 };
 
@@ -146,31 +164,35 @@ struct Cache {
 template <class T>
 struct SoonRows {
     Cache<T> cache;
-    KeyTile tile;
-    int at;
+    const int64_t* cells;
+    int at, end;
 
-    SoonRows(const Cache<T>& cache, const KeyTile& tile) : cache(cache), tile(tile), at(tile.from) {}
+    SoonRows(const Cache<T>& cache, const KeyTile& tile)
+        : cache(cache),
+          cells(tile.cells),
+          at(tile.from & -cache.group_size()),
+          end((tile.to + cache.group_size() - 1) & -cache.group_size()) {}
 
     ALWAYS_INLINE void ask() {
         for (int n = 0; n < ROWS_A_STEP; ++n)
-            if (at < tile.to) prefetch(at++);
+            if (at < end) prefetch(at++);
     }
 
     ALWAYS_INLINE void ask(int64_t steps) {
-        const int end = int(std::min<int64_t>(tile.to, at + steps * ROWS_A_STEP));
-        while (at < end) prefetch(at++);
+        const int until = int(std::min<int64_t>(end, at + steps * ROWS_A_STEP));
+        while (at < until) prefetch(at++);
     }
 
     // Prefetches the rows that are left after `steps` steps.
     ALWAYS_INLINE void ask_rest(int64_t steps) const {
-        for (int64_t i = at + steps * ROWS_A_STEP; i < tile.to; ++i) prefetch(int(i));
+        for (int64_t i = at + steps * ROWS_A_STEP; i < end; ++i) prefetch(int(i));
     }
 
    private:
     static constexpr int ROWS_A_STEP = 2;
 
     ALWAYS_INLINE void prefetch(int i) const {
-        const T* row = cache.at(tile.cells[i]);
+        const T* row = cache.at(cells[i]);
         for (int64_t n = 0; n < cache.dim; n += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + n);
     }
 };
@@ -187,7 +209,7 @@ struct Scratch {
         q.resize(all * heads.key_dim);
         k.resize(KEYS * heads.key_dim);
         v.resize(KEYS * dim);
-        zeros.resize(std::max(heads.key_dim, heads.value_dim));
+        zeros.resize(std::max(W * heads.key_dim, heads.value_dim));
         p.resize(rows * KEYS);
         scores.resize(rows * KEYS);
         part.resize(all * dim);
@@ -235,6 +257,37 @@ inline void pack_keys(const T* const* keys, int count, int64_t dim, T* panels) {
         for (; word < words; ++word)
             for (int i = 0; i < W; ++i) out[word * NR + i] = key(i)[word];
     }
+}
+
+// Keys in groups, as panels: each group is a vector of columns.
+template <class T>
+struct KeyGroups {
+    const T* const* groups;
+
+    template <int VECTORS>
+    ALWAYS_INLINE void get(int64_t step, vi (&words)[VECTORS]) const {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) words[v] = read<vi>(groups[v] + step * W * KP<T>);
+    }
+};
+
+// Does what `pack_keys` does, for keys in groups.
+template <class T>
+inline void pack_groups(const T* const* groups, int count, int64_t dim, T* panels) {
+    for (int panel = 0; panel < count / NR; ++panel)
+        for (int64_t step = 0; step < dim / KP<T>; ++step, panels += NR * KP<T>) {
+            vi words[2];
+            KeyGroups<T>{groups + 2 * panel}.get(step, words);
+            write(panels, words[0]);
+            write(panels + W * KP<T>, words[1]);
+        }
+}
+
+// Writes a key to its cell of a group; `group` is that of one head.
+template <class T>
+inline void put_in_group(const T* key, int64_t dim, int64_t cell, T* group) {
+    for (int64_t i = 0; i < dim; i += KP<T>)
+        std::memcpy(group + i * W + cell % W * KP<T>, key + i, sizeof(T) * KP<T>);
 }
 
 // The shuffles that interleave two vectors of 16-bit values: a0 b0 a1 b1 ...
@@ -320,9 +373,16 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, con
                  int64_t first_position, const Running& running, Scratch<T>& s) {
     const int64_t group = heads.group(), dim = heads.padded_value_dim();
     const int count = (keys.to + NR - 1) / NR * NR;
-    const T* rows_of_keys[KEYS];
-    k.rows(keys, count, s.zeros.data(), rows_of_keys);
-    pack_keys(rows_of_keys, count, k.dim, s.k.data());
+    const T* rows_of_keys[KEYS];  // or groups
+    const bool reads_groups = k.is_grouped() && !ON_TILES<T> && rows <= MR;
+    if (k.is_grouped())
+        k.groups(keys, count, s.zeros.data(), rows_of_keys);
+    else
+        k.rows(keys, count, s.zeros.data(), rows_of_keys);
+    if (!k.is_grouped())
+        pack_keys(rows_of_keys, count, k.dim, s.k.data());
+    else if (!reads_groups)
+        pack_groups(rows_of_keys, count, k.dim, s.k.data());
     auto put_scores = [&](int64_t row, int64_t column, vf some) { store(s.scores.data() + row * KEYS + column, some); };
     if constexpr (ON_TILES<T>) {
         SoonRows<T> soon = soon_keys;
@@ -330,6 +390,10 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, con
             multiply_blocks(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, soon, s.scores.data() + panel, KEYS,
                             false);
         soon.ask_rest(0);
+    } else if (reads_groups) {
+        auto panel_at = [&](int64_t column) { return KeyGroups<T>{rows_of_keys + column / W}; };
+        multiply_few(int(rows), q, k.dim, panel_at, count, k.dim, soon_keys, put_scores);
+        soon_keys.ask_rest(k.dim / KP<T>);
     } else if (rows <= MR) {
         auto panel_at = [&](int64_t column) {
             return Packed{s.k.data() + column * k.dim, NR * k.dim * int64_t(sizeof(T))};
@@ -417,17 +481,33 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, con
                        });
 }
 
-// The keys and values of a step's tokens in one layer.
+// The caches of one layer.
 template <class T>
 struct Caches {
-    const T* k;
-    const T* v;
+    T* k;
+    T* v;
+    bool groups_keys;  // only if W divides the size of blocks
 
     Cache<T> keys(const Heads& heads, int64_t head) const {
-        return {k + head * heads.key_dim, heads.keys * heads.key_dim, heads.key_dim};
+        const int log_group = groups_keys ? LOG_W : 0;
+        const int64_t size = heads.key_dim << log_group;
+        return {k + head * size, heads.keys * size, heads.key_dim, log_group};
     }
     Cache<T> values(const Heads& heads, int64_t head) const {
         return {v + head * heads.value_dim, heads.keys * heads.value_dim, heads.value_dim};
+    }
+
+    // Writes the key of a token to its cell.
+    void put_key(const Heads& heads, int64_t head, int64_t cell, const T* key) const {
+        const int64_t dim = heads.key_dim;
+        if (groups_keys)
+            put_in_group(key, dim, cell, k + (cell / W * heads.keys + head) * W * dim);
+        else
+            std::memcpy(k + (cell * heads.keys + head) * dim, key, sizeof(T) * dim);
+    }
+
+    void put_value(const Heads& heads, int64_t head, int64_t cell, const T* value) const {
+        std::memcpy(v + (cell * heads.keys + head) * heads.value_dim, value, sizeof(T) * heads.value_dim);
     }
 };
 
@@ -443,9 +523,9 @@ void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t firs
     std::fill_n(s.highest.begin(), num_heads * rows, NONE);
     std::fill_n(s.sums.begin(), num_heads * rows, 0.0f);
     int64_t cells[PART], next_cells[KEYS];
-    find_cells(step, span, cells);
     const Span first_of_next{next.row, next.begin, std::min(next.end, next.begin / KEYS * KEYS + KEYS)};
-    find_cells(step, first_of_next, next_cells);
+    find_cells(step, caches.groups_keys ? in_groups(span) : span, cells);
+    find_cells(step, caches.groups_keys ? in_groups(first_of_next) : first_of_next, next_cells);
     for (int64_t i = 0; i < num_heads; ++i) {
         const int64_t head = first_head + i;
         const Running running{s.part.data() + i * rows * dim, s.highest.data() + i * rows, s.sums.data() + i * rows};
@@ -531,9 +611,8 @@ void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const 
 // Computes the attention of all queries of a step; `todo` is its plan.
 template <class T>
 void attend_all(Member& member, const AttentionMetadata& step, const Heads& heads, const Attention& todo, const T* q,
-                int64_t q_stride, const T* k_cache, const T* v_cache, T* out, int64_t out_stride, float* partials) {
+                int64_t q_stride, const Caches<T>& caches, T* out, int64_t out_stride, float* partials) {
     thread_local Scratch<T> scratch;
-    const Caches<T> caches{k_cache, v_cache};
     const int64_t num_tiles = int64_t(todo.tiles.size());
     // The heads of a tile lie side by side in the cache, so they stay together if there are enough tiles.
     const bool together = num_tiles >= 16;

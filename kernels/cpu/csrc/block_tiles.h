@@ -87,21 +87,24 @@ ALWAYS_INLINE void add_groups(int64_t rows, const vf* const* panels, int64_t pla
 // bytes: writes [rows, COLUMNS].
 template <int GROUP, bool HAS_MINIMUM, int COLUMNS>
 void multiply_on_tiles(int64_t rows, const vf* const* panels, int64_t inputs, int, const RowBlock* x, int64_t x_stride,
-                       vf* out) {
+                       vf* out, SoonBytes& soon) {
     const int64_t groups = inputs / GROUP;
     configure_tiles(int(rows), int(rows), GROUP);
     finish_writes(panels);
     std::fill_n(out, rows * COLUMNS, vf{});
     int64_t place = 0;
-    for (; place + 2 <= groups; place += 2)
+    for (; place + 2 <= groups; place += 2) {
+        soon.ask();
+        soon.ask();
         add_groups<GROUP, HAS_MINIMUM, COLUMNS, 2>(rows, panels, place, x, x_stride, out);
+    }
     if (place < groups) add_groups<GROUP, HAS_MINIMUM, COLUMNS, 1>(rows, panels, place, x, x_stride, out);
 }
 
 #else
 
 template <int GROUP, bool HAS_MINIMUM, int COLUMNS>
-void multiply_on_tiles(int64_t, const vf* const*, int64_t, int, const RowBlock*, int64_t, vf*);
+void multiply_on_tiles(int64_t, const vf* const*, int64_t, int, const RowBlock*, int64_t, vf*, SoonBytes&);
 
 #endif
 

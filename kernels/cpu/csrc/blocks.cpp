@@ -200,13 +200,14 @@ void unpack_blocks(vf* out, const uint8_t* at, int64_t stride, int64_t inputs, c
 // writes [rows, COLUMNS].
 template <class Kind, int COLUMNS, int ROWS>
 void multiply_unpacked(int64_t rows, const vf* const* panels, int64_t inputs, int offset, const RowBlock* x,
-                       int64_t x_stride, vf* out) {
+                       int64_t x_stride, vf* out, SoonBytes& soon) {
     if constexpr (ROWS > 1)
         if (rows < ROWS)
-            return multiply_unpacked<Kind, COLUMNS, ROWS - 1>(rows, panels, inputs, offset, x, x_stride, out);
+            return multiply_unpacked<Kind, COLUMNS, ROWS - 1>(rows, panels, inputs, offset, x, x_stride, out, soon);
     constexpr int GROUP = Kind::GROUP;
     vf totals[ROWS][COLUMNS] = {};
     for (int64_t place = 0; place < inputs / GROUP; ++place) {
+        soon.ask();
         const int64_t group = group_at<GROUP>(place);
         const RowBlock* block = x + group * GROUP / 32;
         const int part = GROUP == 32 ? 2 : int(group % 2);
@@ -262,7 +263,7 @@ void multiply_unpacked(int64_t rows, const vf* const* panels, int64_t inputs, in
     std::memcpy(out, totals, sizeof totals);
 }
 
-using MultiplyUnpacked = void(int64_t, const vf* const*, int64_t, int, const RowBlock*, int64_t, vf*);
+using MultiplyUnpacked = void(int64_t, const vf* const*, int64_t, int, const RowBlock*, int64_t, vf*, SoonBytes&);
 
 template <class Kind, int COLUMNS>
 constexpr MultiplyUnpacked* fastest_for_unpacked() {
@@ -274,7 +275,8 @@ constexpr MultiplyUnpacked* fastest_for_unpacked() {
 
 // The functions above for a type of blocks, where they lie or in strips.
 struct BlockFunctions {
-    int offset;
+    int weights, bytes;  // of a block
+    int group, offset;
     void (*unpack)(vf*, const uint8_t*, int64_t, int64_t, const uint8_t*);
     void (*multiply[FEW_ROWS])(const RowBlock*, int64_t, vf*, const uint8_t*, int64_t, int64_t, const uint8_t*);
     MultiplyUnpacked* multiply_unpacked[2];
@@ -282,8 +284,12 @@ struct BlockFunctions {
 
 template <class Source, int... FEW>
 constexpr BlockFunctions block_functions(std::integer_sequence<int, FEW...>) {
-    using Kind = KindOf<typename Source::Type>;
-    return {Source::Type::OFFSET,
+    using Type = typename Source::Type;
+    using Kind = KindOf<Type>;
+    return {Type::WEIGHTS,
+            Type::BYTES,
+            Type::GROUP,
+            Type::OFFSET,
             unpack_blocks<Source>,
             {multiply_blocks<Source, FEW + 1>...},
             {fastest_for_unpacked<Kind, 1>(), fastest_for_unpacked<Kind, 2>()}};
@@ -344,6 +350,20 @@ inline BlockSlices block_slices(const BlockMatrix& w, int64_t i, int half) {
     return slices;
 }
 
+// Returns the bytes of panel `i`, if there is such a panel: of the first slice of each vector.
+SoonBytes bytes_of_panel(const BlockMatrix& w, int64_t i) {
+    SoonBytes soon;
+    for (int half = 0; half < 2 && i < w.panels(); ++half) {
+        const BlockSlices slices = block_slices(w, i, half);
+        if (!slices.count) continue;
+        const BlockSlice& slice = slices.some[0];
+        const BlockFunctions& functions = block_functions(slice.type, w.strips);
+        const int64_t row_bytes = w.inputs / functions.weights * functions.bytes;
+        (half == 0 ? soon.part : soon.rest) = {slice.at, slice.at + (slice.end - slice.first) * row_bytes};
+    }
+    return soon;
+}
+
 // Copies the rows of a slice to `copy` [W, bytes of a row].
 inline void copy_rows(const BlockSlice& slice, uint8_t* copy) {
     std::memcpy(copy + slice.first * slice.row_bytes, slice.at, (slice.end - slice.first) * slice.row_bytes);
@@ -367,16 +387,18 @@ inline void put_slice(const BlockSlice& slice, vf value, vf& sums) {
     for (int i = slice.first; i < slice.end; ++i) sums[i] = value[i];
 }
 
-// Multiplies all rows with COLUMNS * W unpacked rows of a matrix: calls `take(row, vectors)` for each.
+// Multiplies all rows with COLUMNS * W unpacked rows of a matrix: calls `take(row, vectors)` for each. Meanwhile what
+// comes `soon` is prefetched.
 template <int COLUMNS, class Take>
 void multiply_tiles(const BlockFunctions& functions, const vf* const (&panels)[COLUMNS], int64_t inputs,
-                    const RowBlock* x, int64_t stride, int64_t rows, Take&& take) {
+                    const RowBlock* x, int64_t stride, int64_t rows, SoonBytes& soon, Take&& take) {
     const int64_t tiles = (rows + TILE_OF_ROWS - 1) / TILE_OF_ROWS;
+    soon.share_out(tiles * (inputs / functions.group));
     for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
         const int64_t end = rows * (tile + 1) / tiles;
         vf out[TILE_OF_ROWS][COLUMNS];
         functions.multiply_unpacked[COLUMNS - 1](end - row, panels, inputs, functions.offset, x + row * stride, stride,
-                                                 out[0]);
+                                                 out[0], soon);
         for (int64_t r = row; r < end; ++r) take(r, out[r - row]);
         row = end;
     }
@@ -415,13 +437,14 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t 
     thread_local std::vector<vf> unpacked;
     const int64_t size = w.inputs / 16 * MOST_VECTORS;
     unpacked.resize(std::max<int64_t>(unpacked.size(), 2 * size));
+    SoonBytes soon = bytes_of_panel(w, i + 1);
     const BlockSlice &slice0 = slices[0].some[0], &slice1 = slices[1].some[0];
     if (slices[0].count == 1 && slices[1].count == 1 && slice0.type == slice1.type) {
         each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
             functions.unpack(unpacked.data() + half * size, whole_rows(slice), slice.row_bytes, w.inputs, next);
         });
         const vf* const panels[2] = {unpacked.data(), unpacked.data() + size};
-        multiply_tiles(block_functions(slice0.type, w.strips), panels, w.inputs, x, stride, rows,
+        multiply_tiles(block_functions(slice0.type, w.strips), panels, w.inputs, x, stride, rows, soon,
                        [&](int64_t row, const vf* got) {
                            put(0, slice0, row, got[0]);
                            put(1, slice1, row, got[1]);
@@ -431,7 +454,7 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t 
     each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
         functions.unpack(unpacked.data(), whole_rows(slice), slice.row_bytes, w.inputs, next);
         const vf* const panels[1] = {unpacked.data()};
-        multiply_tiles(functions, panels, w.inputs, x, stride, rows,
+        multiply_tiles(functions, panels, w.inputs, x, stride, rows, soon,
                        [&](int64_t row, const vf* got) { put(half, slice, row, got[0]); });
     });
 }

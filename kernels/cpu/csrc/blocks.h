@@ -55,6 +55,31 @@ inline void quantize_block(const T* x, RowBlock& block) {
     }
 }
 
+// Bytes to prefetch while others are multiplied: from `at` up to `end`, and then those of `rest`. They go to the L2 cache.
+struct SoonBytes {
+    struct Part {
+        const uint8_t *at = nullptr, *end = nullptr;
+    };
+
+    Part part, rest;
+    int64_t lines = 0;  // to prefetch with each group
+
+    // Divides the bytes among so many groups.
+    void share_out(int64_t groups) { lines = ((part.end - part.at + rest.end - rest.at) / 64 + groups) / groups; }
+
+    // Prefetches what is due with a group.
+    ALWAYS_INLINE void ask() {
+        for (int64_t i = 0; i < lines; ++i, part.at += 64) {
+            if (part.at >= part.end) {
+                if (!rest.at) return;
+                part = rest;
+                rest = {};
+            }
+            __builtin_prefetch(part.at, 0, 2);
+        }
+    }
+};
+
 // Adds to `total` the product of W rows of a matrix and a group of a row's inputs: `sum` has the sums of their integers,
 // and `part` is the half of the 32 inputs, or 2 for all.
 template <bool HAS_MINIMUM>

@@ -135,7 +135,7 @@ void route_and_compute(Member& member, const DecoderLayer<Weight>& layer, const 
 template <class Weight, class T = typename Weight::Value>
 void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLayer<Weight>& layer,
                const LayerAdapters<T>& adapters, const AttentionMetadata& step, const Attention& todo, T* x,
-               const int64_t* positions, const RotaryTables<T>& rotary, T* k_cache, T* v_cache, Buffers<Weight>& b) {
+               const int64_t* positions, const RotaryTables<T>& rotary, const Caches<T>& caches, Buffers<Weight>& b) {
     const Heads& heads = layer.heads;
     const int64_t tokens = step.num_tokens, hidden = layer.qkv.inputs, head_dim = heads.key_dim;
     const int64_t qkv_size = layer.qkv.outputs, attended_size = layer.o.inputs, all_heads = heads.queries + 2 * heads.keys;
@@ -208,14 +208,12 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
             const T* angles = rotary.first + layer.table * rotary.stride + positions[token] * rotary.dim;
             decoder.rotates_pairs ? rotate_pairs(at, angles, rotary.dim) : rotate(at, angles, rotary.dim);
         }
-        if (head >= heads.queries) {
-            const bool is_key = head < heads.queries + heads.keys;
-            const int64_t kv_head = (head - heads.queries) % heads.keys;
-            std::memcpy((is_key ? k_cache : v_cache) + (cell * heads.keys + kv_head) * head_dim, at,
-                        sizeof(T) * head_dim);
-        }
+        if (head >= heads.queries + heads.keys)
+            caches.put_value(heads, head - heads.queries - heads.keys, cell, at);
+        else if (head >= heads.queries)
+            caches.put_key(heads, head - heads.queries, cell, at);
     });
-    attend_all(member, step, heads, todo, b.qkv.data(), qkv_size, k_cache, v_cache, b.attended.data(), attended_size,
+    attend_all(member, step, heads, todo, b.qkv.data(), qkv_size, caches, b.attended.data(), attended_size,
                b.partials.data());
     add_product(layer.o, rows_of(b.attended.data(), layer.o), adapters.o, layer.attention_output_norm);
 
@@ -248,13 +246,14 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
 
 // Computes layers `first` up to `end`, and after the last layer the norm into `out`. `x` [num_tokens, hidden] holds the
 // embeddings or the output of the layers before, and is overwritten; `positions` [num_tokens]; one cache for each layer
-// of the decoder; `out` has the shape of `x`. `adapters`, for each layer of the decoder, and `slots` [num_tokens] are
-// null if no token has an adapter.
+// of the decoder, whose keys are in groups if W divides the size of blocks; `out` has the shape of `x`, and may be `x`.
+// `adapters`, for each layer of the decoder, and `slots` [num_tokens] are null if no token has an adapter.
 template <class Weight, class T = typename Weight::Value>
 void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const AttentionMetadata& step, T* x,
          const int64_t* positions, const RotaryTables<T>& rotary, T* const* k_caches, T* const* v_caches, T* out,
          int threads, const LayerAdapters<T>* adapters, const int32_t* slots) {
     static Buffers<Weight> b;
+    const bool groups_keys = step.block_size % W == 0;
     const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;
     std::vector<Attention> plans(end - first);
     std::vector<const Attention*> plan_of(end - first);
@@ -286,7 +285,7 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
     team().run(threads, [&](Member& member) {
         for (int64_t i = first; i < end; ++i)
             add_layer(member, decoder, decoder.layers[i], adapters ? adapters[i] : LayerAdapters<T>{}, step,
-                      *plan_of[i - first], x, positions, rotary, k_caches[i], v_caches[i], b);
+                      *plan_of[i - first], x, positions, rotary, Caches<T>{k_caches[i], v_caches[i], groups_keys}, b);
         if (end == decoder.num_layers)
             member.each(tokens, [&](int64_t i) {
                 rms_norm(x + i * hidden, decoder.norm, hidden, decoder.eps, decoder.rounds_norms, out + i * hidden);

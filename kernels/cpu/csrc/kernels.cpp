@@ -117,7 +117,7 @@ void argmax(const Weight& w, const T* x, int64_t rows, int64_t* places, const To
 // Writes rows `ids` of a matrix to `out` [count, inputs].
 template <class T>
 void embed(const BlockPart& weight, int64_t inputs, const int64_t* ids, int64_t count, T* out, int threads) {
-    team().run(threads, [&](Member& member) {
+    team().run(count > FEW ? threads : 1, [&](Member& member) {
         member.each(count, [&](int64_t i) {
             thread_local std::vector<float> row;
             row.resize(inputs);
@@ -128,12 +128,12 @@ void embed(const BlockPart& weight, int64_t inputs, const int64_t* ids, int64_t 
 }
 
 template <class T>
-void attention(const AttentionMetadata& step, const Heads& heads, const T* q, int64_t q_stride, const T* k_cache,
-               const T* v_cache, T* out, int threads) {
+void attention(const AttentionMetadata& step, const Heads& heads, const T* q, int64_t q_stride,
+               const Caches<T>& caches, T* out, int threads) {
     const Attention todo = plan(step, heads);
     std::vector<float> partials(todo.partials * heads.queries * heads.partial_size());
     team().run(threads, [&](Member& member) {
-        attend_all(member, step, heads, todo, q, q_stride, k_cache, v_cache, out, heads.queries * heads.value_dim,
+        attend_all(member, step, heads, todo, q, q_stride, caches, out, heads.queries * heads.value_dim,
                    partials.data());
     });
 }
@@ -184,8 +184,8 @@ void vmp_write_strips(const BlockMatrix* w, uint8_t* out, BlockStrip* strips, in
         embed(*weight, inputs, ids, count, out, threads);                                                             \
     }                                                                                                                 \
     void vmp_attention_##NAME(const AttentionMetadata* step, const Heads* heads, const T* q, int64_t q_stride,        \
-                              const T* k_cache, const T* v_cache, T* out, int threads) {                              \
-        attention(*step, *heads, q, q_stride, k_cache, v_cache, out, threads);                                        \
+                              T* k_cache, T* v_cache, T* out, int threads) {                                          \
+        attention(*step, *heads, q, q_stride, Caches<T>{k_cache, v_cache, false}, out, threads);                      \
     }                                                                                                                 \
     void vmp_decoder_##NAME(const Decoder<Linear<T>>* decoder, int64_t first, int64_t end,                            \
                             const AttentionMetadata* step, T* x, const int64_t* positions,                            \

@@ -23,6 +23,7 @@ constexpr int W = 8;
 #else
 constexpr int W = 4;
 #endif
+constexpr int LOG_W = W == 16 ? 4 : W == 8 ? 3 : 2;
 
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
