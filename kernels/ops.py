@@ -10,13 +10,12 @@ are new tensors and inputs are left alone.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.adapter_stack import AdapterStack, Factors
@@ -25,14 +24,15 @@ from vllm_mp.kernels.block_linear import TorchBlockExperts, TorchBlockLinear
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockType, BlockWeight, quantize_blocks
 from vllm_mp.kernels.cpu import attention as cpu_attention
 from vllm_mp.kernels.cpu import block_linear as cpu_blocks
+from vllm_mp.kernels.cpu import decoder as cpu_decoder
 from vllm_mp.kernels.cpu import experts as cpu_experts
 from vllm_mp.kernels.cpu import logits as cpu_logits
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.block_linear import BlockLinear
-from vllm_mp.kernels.cpu.decoder import GATE_ACTIVATIONS, DecoderOptions, FusedDecoder, LayerWeights, can_fuse
-from vllm_mp.kernels.cpu.experts import ExpertBlocks, PackedExperts
+from vllm_mp.kernels.cpu.decoder import DecoderOptions, FusedDecoder, LayerWeights
+from vllm_mp.kernels.cpu.experts import ExpertBlocks, ExpertWeights, PackedExperts
 from vllm_mp.kernels.cpu.library import DTYPES, library
-from vllm_mp.kernels.cpu.packed import PackedLinear, can_pack
+from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, QuantizedRows
 from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams, TokenMasks
 from vllm_mp.kernels.step_columns import StepColumns
@@ -56,6 +56,7 @@ __all__ = [
     "DecoderOptions",
     "DrawParams",
     "ExpertBlocks",
+    "ExpertWeights",
     "Factors",
     "LayerWeights",
     "PackedAdapterStack",
@@ -72,6 +73,7 @@ __all__ = [
     "block_embedding",
     "block_experts",
     "block_linear",
+    "can_fuse",
     "computes_blocks",
     "copy_step",
     "encoder_attention",
@@ -392,14 +394,14 @@ def pack_experts(
     With `quantization="int8"` weights and rows become 8-bit integers, as in `pack_linear`. Raises ValueError if
     `quantization` is set and no kernel computes these experts.
     """
-    kernels = library() if can_pack(gate_up[0]) and can_pack(down[0]) and activation in GATE_ACTIVATIONS else None
+    kernels = library() if cpu_experts.can_compute(gate_up, down, activation, gate_up.dtype) else None
     if kernels is None and quantization is not None:
         raise ValueError(
             f"quantization={quantization!r} needs the C++ kernels for CPUs, which are not built or do not take "
             f"experts {list(gate_up.shape)} of {gate_up.dtype} on {gate_up.device} with the activation "
             f"{activation!r}; leave it out"
         )
-    return None if kernels is None else cpu_experts.pack(kernels, gate_up, down, activation, quantization)
+    return None if kernels is None else cpu_experts.pack(kernels, gate_up, down, activation, quantization, Arena())
 
 
 def block_experts(gate_up: ExpertBlocks, down: ExpertBlocks, activation: str, dtype: torch.dtype) -> AnyBlockExperts:
@@ -408,11 +410,10 @@ def block_experts(gate_up: ExpertBlocks, down: ExpertBlocks, activation: str, dt
     The first half of the rows of `gate_up` is gate, the second half is up. The weights stay where they are, as in
     `block_linear`.
     """
-    parts = [part for of_expert in (*gate_up, *down) for part in of_expert]
-    kernels = library() if cpu_blocks.can_read(parts, dtype) and activation in GATE_ACTIVATIONS else None
+    kernels = library() if cpu_experts.can_compute(gate_up, down, activation, dtype) else None
     if kernels is None:
         return TorchBlockExperts(gate_up, down, functools.partial(gated_product, activation=activation), dtype)
-    return cpu_experts.from_blocks(kernels, gate_up, down, activation, dtype)
+    return cpu_experts.from_blocks(kernels, gate_up, down, activation, dtype, Arena())
 
 
 def computes_blocks(device: torch.device, dtype: torch.dtype) -> bool:
@@ -428,20 +429,23 @@ def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Ten
     return rows.dequantized().to(dtype).view(*ids.shape, -1)
 
 
+def can_fuse(layer: LayerWeights, options: DecoderOptions) -> bool:
+    """Tell whether a kernel computes layers like `layer` in the decoder that `fuse_decoder` makes."""
+    return library() is not None and cpu_decoder.can_fuse(layer, options)
+
+
 def fuse_decoder(
     layers: Iterable[LayerWeights], norm: Tensor, options: DecoderOptions, quantization: str | None = None
-) -> nn.Module | None:
-    """Return a decoder that is computed by one call; None if no kernel does that.
+) -> FusedDecoder:
+    """Return a decoder that is computed by one call; `can_fuse` must allow all `layers`.
 
-    Weights are copied, except those in block types, to which `quantization` does not apply. The `layers` have the same
-    shapes. Each is taken from the iterator after the layer before it was copied. `norm` is the weight of the last norm.
+    Weights are copied, except those in block types, to which `quantization` does not apply. The shapes of the `layers`
+    are the same, but layers with and without experts may follow each other. Each layer is taken from the iterator after
+    the layer before it was copied. `norm` is the weight of the last norm.
     """
-    iterator = iter(layers)
-    first = next(iterator)
-    kernels = library() if can_fuse(first, options) else None
-    if kernels is None:
-        return None
-    return FusedDecoder(kernels, itertools.chain([first], iterator), norm, options, quantization)
+    kernels = library()
+    assert kernels is not None
+    return FusedDecoder(kernels, layers, norm, options, quantization)
 
 
 def _operations(x: Tensor) -> Any:

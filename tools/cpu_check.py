@@ -27,7 +27,8 @@ from shared.test_run import commit_of_tree, run_tests
 from vllm_mp.cpu_info import KERNEL_BUILDS, cpu_name, obstacle, runnable_builds
 from vllm_mp.kernels.cpu.library import load
 
-TESTS = [f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "cpu_blocks", "cpu_experts", "tiles")]
+SUBJECTS = ("cpu_kernels", "cpu_blocks", "cpu_experts", "mixture_decoder", "tiles")
+TESTS = [f"tests/kernels/test_{name}.py" for name in SUBJECTS]
 
 
 def why_not_measured(name: str, is_tested: bool) -> str:

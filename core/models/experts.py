@@ -81,12 +81,13 @@ class ExpertMLP(Packable):
         return out
 
     def pack(self, quantization: str | None) -> None:
-        if isinstance(self.gate_up, nn.ModuleList):
-            gate_up, down = (_all_parts(matrices) for matrices in (self.gate_up, self.down))
+        gate_up, down = _matrices(self.gate_up), _matrices(self.down)
+        if not isinstance(gate_up, Tensor):
+            assert not isinstance(down, Tensor)
             self._packed = ops.block_experts(gate_up, down, self._activation, self._dtype)
             return
-        assert isinstance(self.down, Tensor)
-        self._packed = ops.pack_experts(self.gate_up, self.down, self._activation, quantization)
+        assert isinstance(down, Tensor)
+        self._packed = ops.pack_experts(gate_up, down, self._activation, quantization)
         if self._packed is not None:
             del self.gate_up, self.down
 
@@ -97,6 +98,19 @@ class ExpertMLP(Packable):
         if self._experts.normalizes_weights:
             weights = weights / weights.sum(-1, keepdim=True)
         return (weights.to(x.dtype).float() if self._experts.rounds_weights else weights), ids
+
+    def weights(self) -> ops.ExpertWeights:
+        """Return the weights of the router and the experts, for `ops.fuse_decoder`."""
+        experts = self._experts
+        return ops.ExpertWeights(
+            self.router.weight,
+            _matrices(self.gate_up),
+            _matrices(self.down),
+            experts.num_chosen,
+            experts.normalizes_weights,
+            experts.rounds_weights,
+            None if self.shared_gate is None else self.shared_gate.weight,
+        )
 
     def adaptable_projections(self) -> list[Linear]:
         """Return no projection; see `MLP.adaptable_projections`."""
@@ -120,9 +134,11 @@ def _sigmoid(x: Tensor) -> Tensor:
     return F.softmax(F.pad(x, (0, 1)), -1, dtype=torch.float32)[:, :1].to(x.dtype)
 
 
-def _all_parts(matrices: Any) -> list[list[ops.BlockWeight]]:
-    """Return the parts of the `BlockMatrix` of each expert."""
-    return [matrix.parts for matrix in matrices]
+def _matrices(matrices: nn.Parameter | nn.ModuleList) -> Tensor | ops.ExpertBlocks:
+    """Return the matrices of all experts as they are, or the parts of the `BlockMatrix` of each expert."""
+    if isinstance(matrices, Tensor):
+        return matrices
+    return [matrix.parts for matrix in matrices if isinstance(matrix, BlockMatrix)]
 
 
 def _part(gate_up: Tensor | BlockMatrix, part: int) -> Tensor | Destination:

@@ -204,8 +204,13 @@ class DecoderLayer(RankModule):
 
     def weights(self) -> ops.LayerWeights:
         """Return the weights and shapes of this layer, for `ops.fuse_decoder`."""
-        attention, mlp = self.attention, self.mlp
-        assert isinstance(mlp, MLP)
+        attention = self.attention
+        mlp: MLP | None
+        experts: ops.ExpertWeights | None = None
+        if isinstance(self.mlp, ExpertMLP):
+            mlp, experts = self.mlp.shared, self.mlp.weights()
+        else:
+            mlp = self.mlp
         return ops.LayerWeights(
             input_norm=self.input_norm,
             attention_output_norm=self.attention_output_norm,
@@ -215,8 +220,8 @@ class DecoderLayer(RankModule):
             k_norm=attention.k_norm,
             qkv_proj=attention.qkv_proj.parts,
             o_proj=attention.o_proj.parts,
-            gate_up_proj=mlp.gate_up_proj.parts,
-            down_proj=mlp.down_proj.parts,
+            gate_up_proj=None if mlp is None else mlp.gate_up_proj.parts,
+            down_proj=None if mlp is None else mlp.down_proj.parts,
             num_heads=attention.heads[0],
             num_kv_heads=attention.heads[1],
             head_dim=attention.head_dim,
@@ -225,6 +230,7 @@ class DecoderLayer(RankModule):
             soft_cap=attention.soft_cap,
             table=self.table,
             has_fused_parts=self.has_fused_projections,
+            experts=experts,
         )
 
 
@@ -267,7 +273,7 @@ class Decoder(nn.Module):
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
         arch = self.arch
         # A fused decoder cannot stop for sums over ranks.
-        if arch.experts is None and arch.shard is None and cache_dtype == self.dtype:
+        if arch.shard is None and cache_dtype == self.dtype:
             options = ops.DecoderOptions(
                 self.dtype,
                 arch.norm_eps,
@@ -276,24 +282,26 @@ class Decoder(nn.Module):
                 arch.norms_all_heads,
                 has_norm=self.has_norm,
             )
-            fused = ops.fuse_decoder(self._weights(), self.norm, options, quantization)
-            if fused is not None:
-                return fused
+            if all(ops.can_fuse(layer.weights(), options) for layer in self._layers()):
+                return ops.fuse_decoder(self._weights(), self.norm, options, quantization)
         pack_projections(self, quantization)
         return self
 
     def make_adapter_stacks(self, num_slots: int, max_rank: int) -> list[ops.AnyAdapterStack]:
         return make_adapter_stacks(self._projections(), num_slots, max_rank)
 
-    def _projections(self) -> Iterator[Linear]:
+    def _layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
+            yield layer
+
+    def _projections(self) -> Iterator[Linear]:
+        for layer in self._layers():
             yield from layer.projections()
 
     def _weights(self) -> Iterator[ops.LayerWeights]:
         """Yield the weights of each layer; a layer is freed when the next is asked for."""
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
+        for i, layer in enumerate(self._layers()):
             yield layer.weights()
             self.layers[i] = nn.Module()
 

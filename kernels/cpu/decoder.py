@@ -14,13 +14,16 @@ from vllm_mp.kernels.block_weight import BlockWeight
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.attention import c_metadata
 from vllm_mp.kernels.cpu.block_linear import BlockLinear, can_read
+from vllm_mp.kernels.cpu.experts import ExpertWeights, can_compute, from_blocks, pack
 from vllm_mp.kernels.cpu.library import (
+    GATE_ACTIVATIONS,
     CBlockDecoderLayer,
     CDecoder,
     CDecoderLayer,
     CHeads,
     CLayerAdapters,
     CRotaryTables,
+    CRouter,
     Library,
     address,
 )
@@ -41,7 +44,8 @@ Projection = tuple[Tensor | Sequence[BlockWeight], Tensor | None]
 class LayerWeights(NamedTuple):
     """The weights and shapes of a decoder layer, all of whose projections have either tensors or block types.
 
-    The weights of norms are None where there is no norm, and of one dtype; see `ops.rms_norm`.
+    The weights of norms are None where there is no norm, and of one dtype; see `ops.rms_norm`. With `experts`,
+    `gate_up_proj` and `down_proj` are those of the expert that all tokens share, or None.
     """
 
     input_norm: Tensor | None
@@ -52,8 +56,8 @@ class LayerWeights(NamedTuple):
     k_norm: Tensor | None
     qkv_proj: Projection
     o_proj: Projection
-    gate_up_proj: Projection
-    down_proj: Projection
+    gate_up_proj: Projection | None
+    down_proj: Projection | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -64,6 +68,7 @@ class LayerWeights(NamedTuple):
     """The index of the layer's table of rotary angles."""
     has_fused_parts: bool = False
     """True: an adapter changes q, k and v as one part, and so gate and up."""
+    experts: ExpertWeights | None = None
 
 
 class DecoderOptions(NamedTuple):
@@ -82,10 +87,6 @@ class DecoderOptions(NamedTuple):
     """False: the result is the residual stream after the layers, and the last norm is not used."""
 
 
-GATE_ACTIVATIONS: Final = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1}
-"""The activations of the gate that the kernels compute, and their number there."""
-
-
 class FusedDecoder(nn.Module):
     """The layers and the last norm of a decoder, computed by the C++ kernels; has the interface of `llama.Decoder`."""
 
@@ -99,14 +100,15 @@ class FusedDecoder(nn.Module):
     ) -> None:
         """Copy the weights, except parts in block types that stay; see `ops.fuse_decoder`."""
         super().__init__()
-        self._kept: list[Tensor | None] = []
-        """Owners of memory that `_interfaces` points to, as are `_projections`."""
+        self._kept: list[Any] = []
+        """Owners of memory that `_interfaces` points to."""
         arena = Arena()
         self._projections: list[list[PackedLinear | BlockLinear]] = []
-        """Of each layer: qkv, o, gate and up, down."""
+        """Those of each layer that adapters can change: qkv, o and, in layers without experts, gate and up, down."""
         self._part_sizes: list[list[Sequence[int]]] = []
-        interfaces: list[Any] = [self._packed(library, layer, options.dtype, quantization, arena) for layer in layers]
-        self._layer_weights = max(map(_num_weights, interfaces))
+        self._layer_weights = 0
+        """The greatest number of weights with which a layer multiplies a token."""
+        interfaces: list[Any] = [self._packed(library, layer, options, quantization, arena) for layer in layers]
         self._norm = _in_float32(norm if options.has_norm else torch.ones_like(norm))
         self._has_norm = options.has_norm
         self._interfaces = (type(interfaces[0]) * len(interfaces))(*interfaces)
@@ -135,16 +137,29 @@ class FusedDecoder(nn.Module):
         self.layers = nn.ModuleList(_LayersFrom(run, decoder, first) for first in range(len(interfaces)))
 
     def _packed(
-        self, library: Library, layer: LayerWeights, dtype: torch.dtype, quantization: str | None, arena: Arena
+        self, library: Library, layer: LayerWeights, options: DecoderOptions, quantization: str | None, arena: Arena
     ) -> CDecoderLayer | CBlockDecoderLayer:
         projections = [
-            _product(library, projection, dtype, quantization, arena, is_pair=i == _GATE_UP)
+            _product(library, projection, options.dtype, quantization, arena, is_pair=i == _GATE_UP)
             for i, projection in enumerate(_projections(layer))
         ]
         norms = [None if norm is None else _in_float32(norm) for norm in layer[:6]]
-        self._projections.append(projections)
-        self._part_sizes.append(_part_sizes(layer))
-        self._kept += norms
+        part_sizes = _part_sizes(layer)
+        self._projections.append(projections[: len(part_sizes)])
+        self._part_sizes.append(part_sizes)
+        self._kept += [*norms, *projections]
+        experts = None
+        if layer.experts is not None:
+            experts = _RoutedExperts(library, layer.experts, options, quantization, arena)
+            self._kept.append(experts)
+        products = [part.interface for part in projections]
+        num_weights = sum(product.inputs * product.outputs for product in products)
+        self._layer_weights = max(self._layer_weights, num_weights + (experts.num_weights if experts else 0))
+        inner = 0
+        if layer.down_proj is None:
+            products += [type(products[0])() for _ in range(2)]
+        else:
+            inner = products[-1].inputs
         heads = CHeads(
             queries=layer.num_heads,
             keys=layer.num_kv_heads,
@@ -157,22 +172,25 @@ class FusedDecoder(nn.Module):
         kind = CBlockDecoderLayer if isinstance(projections[0], BlockLinear) else CDecoderLayer
         return kind(
             *(None if norm is None else norm.data_ptr() for norm in norms),
-            *(part.interface for part in projections),
+            *products,
             heads,
-            projections[-1].interface.inputs,
+            inner,
             layer.table,
+            *(experts.addresses if experts else (None, None)),
         )
 
     def make_adapter_stacks(self, num_slots: int, max_rank: int) -> list[PackedAdapterStack]:
-        """Return memory for the adapters of every projection, in the order qkv, o, gate and up, down of each layer."""
-        self._adapter_stacks = [
-            projection.adapter_stack(sizes, num_slots, max_rank)
+        """Return memory for the adapters of every projection of `_projections`, layer by layer."""
+        layers = [
+            [
+                projection.adapter_stack(sizes, num_slots, max_rank)
+                for projection, sizes in zip(projections, part_sizes, strict=True)
+            ]
             for projections, part_sizes in zip(self._projections, self._part_sizes, strict=True)
-            for projection, sizes in zip(projections, part_sizes, strict=True)
         ]
-        pointers = [stack.pointer for stack in self._adapter_stacks]
-        layers = (CLayerAdapters(*pointers[first : first + 4]) for first in range(0, len(pointers), 4))
-        self._adapters = (CLayerAdapters * len(self._interfaces))(*layers)
+        pointers = (CLayerAdapters(*(stack.pointer for stack in stacks)) for stacks in layers)
+        self._adapters = (CLayerAdapters * len(layers))(*pointers)
+        self._adapter_stacks = [stack for stacks in layers for stack in stacks]
         return self._adapter_stacks
 
     def forward(
@@ -223,7 +241,9 @@ class FusedDecoder(nn.Module):
 
 
 def _projections(layer: LayerWeights) -> list[Projection]:
-    return [layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj]
+    """Return qkv, o and, if the layer has them, gate and up, down."""
+    projections = (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
+    return [projection for projection in projections if projection is not None]
 
 
 def _product(
@@ -241,14 +261,43 @@ def _product(
     return BlockLinear(library, weight, bias, dtype, is_pair=is_pair, arena=arena)
 
 
+class _RoutedExperts:
+    """The experts of a layer and their router, whose product gives the gate of the shared expert too."""
+
+    def __init__(
+        self,
+        library: Library,
+        weights: ExpertWeights,
+        options: DecoderOptions,
+        quantization: str | None,
+        arena: Arena,
+    ) -> None:
+        gate_up, down, activation = weights.gate_up, weights.down, options.activation
+        if isinstance(gate_up, Tensor):
+            assert isinstance(down, Tensor)
+            self._experts = pack(library, gate_up, down, activation, quantization, arena)
+        else:
+            assert not isinstance(down, Tensor)
+            self._experts = from_blocks(library, gate_up, down, activation, options.dtype, arena)
+        gate = [] if weights.shared_gate is None else [weights.shared_gate]
+        self._scores = PackedLinear(library, torch.cat([weights.router, *gate]), None, arena=arena)
+        self._router = CRouter(
+            self._scores.interface, weights.num_chosen, int(weights.normalizes_weights), int(weights.rounds_weights)
+        )
+        self.addresses = (ctypes.addressof(self._experts.interface), ctypes.addressof(self._router))
+        self.num_weights = weights.num_chosen * self._experts.num_weights
+        """The number of weights of the experts with which a token is multiplied."""
+
+
 def _part_sizes(layer: LayerWeights) -> list[Sequence[int]]:
-    """Return the number of outputs of each part of qkv, o, gate and up, down."""
+    """Return the number of outputs of each part of the projections that adapters can change."""
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    inner = _outputs(layer.gate_up_proj) // 2
-    qkv, gate_up = [queries, keys, keys], [inner, inner]
-    if layer.has_fused_parts:
-        qkv, gate_up = [sum(qkv)], [sum(gate_up)]
-    return [qkv, [_outputs(layer.o_proj)], gate_up, [_outputs(layer.down_proj)]]
+    parts: list[list[int]] = [[queries, keys, keys], [_outputs(layer.o_proj)]]
+    if layer.experts is None:
+        assert layer.gate_up_proj is not None
+        assert layer.down_proj is not None
+        parts += [[_outputs(layer.gate_up_proj) // 2] * 2, [_outputs(layer.down_proj)]]
+    return [[sum(sizes)] if layer.has_fused_parts else sizes for sizes in parts]
 
 
 def _in_float32(norm: Tensor) -> Tensor:
@@ -259,10 +308,6 @@ def _in_float32(norm: Tensor) -> Tensor:
 def _outputs(projection: Projection) -> int:
     weight = projection[0]
     return len(weight) if isinstance(weight, Tensor) else sum(part.outputs for part in weight)
-
-
-def _num_weights(layer: CDecoderLayer | CBlockDecoderLayer) -> int:
-    return sum(part.inputs * part.outputs for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
 
 
 class _LayersFrom(nn.Module):
@@ -281,6 +326,7 @@ class _LayersFrom(nn.Module):
 
 def can_fuse(weights: LayerWeights, options: DecoderOptions) -> bool:
     """Tell whether the kernels can compute a layer with these weights and options."""
+    experts = weights.experts
     return (
         options.activation in GATE_ACTIVATIONS
         and weights.head_dim % 2 == 0
@@ -288,4 +334,5 @@ def can_fuse(weights: LayerWeights, options: DecoderOptions) -> bool:
             can_pack(weight) if isinstance(weight, Tensor) else can_read(weight, options.dtype)
             for weight, _ in _projections(weights)
         )
+        and (experts is None or can_compute(experts.gate_up, experts.down, options.activation, options.dtype))
     )

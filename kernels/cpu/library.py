@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 TRITON: Final = "triton"
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
+GATE_ACTIVATIONS: Final = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1}
+"""The activations of the gate that the kernels compute, and their number there."""
+
 DRAW_COLUMNS: Final = ("temperature", "min_p", "top_k", "top_p", "uniform")
 """The fields of `kernels.sampling.DrawParams` that `CDraws` points to."""
 
@@ -115,6 +118,8 @@ class CDecoderLayer(ctypes.Structure):
         ("heads", CHeads),
         ("inner", c_int64),
         ("table", c_int64),
+        ("experts", c_void_p),
+        ("router", c_void_p),
     )
 
 
@@ -144,6 +149,17 @@ class CExperts(ctypes.Structure):
     """Mirrors `Experts` of csrc/experts.h."""
 
     _fields_ = (("gate_up", c_void_p), ("down", c_void_p), ("num_experts", c_int64), ("is_gelu", c_int64))
+
+
+class CRouter(ctypes.Structure):
+    """Mirrors `Router` of csrc/router.h."""
+
+    _fields_ = (
+        ("scores", CLinear),
+        ("num_chosen", c_int64),
+        ("normalizes_weights", c_int64),
+        ("rounds_weights", c_int64),
+    )
 
 
 class CRotaryTables(ctypes.Structure):
@@ -263,6 +279,7 @@ def _interface() -> int:
         CBlockDecoderLayer,
         CDecoder,
         CExperts,
+        CRouter,
         CRotaryTables,
         CAdapterStack,
         CLayerAdapters,

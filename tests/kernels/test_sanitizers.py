@@ -19,7 +19,7 @@ import setuptools
 
 ROOT = Path(__file__).parents[2]
 BUILDS = ("portable", "amx_model")
-SUBJECTS = ("cpu_kernels", "cpu_blocks", "cpu_experts", "cpu_logits", "block_decoder")
+SUBJECTS = ("cpu_kernels", "cpu_blocks", "cpu_experts", "cpu_logits", "block_decoder", "mixture_decoder")
 TESTS = [f"tests/kernels/test_{name}.py" for name in SUBJECTS]
 pytestmark = [
     pytest.mark.slow,

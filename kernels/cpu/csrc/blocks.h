@@ -113,6 +113,11 @@ struct RowBlocks {
         for (int64_t i = 0; i < inputs / 32; ++i) quantize_block(x + 32 * i, blocks[row * stride + i]);
     }
 
+    // Copies a quantized row of `x`.
+    void copy_row(const BlockRows<T>& x, int64_t from, int64_t inputs, int64_t row) {
+        std::copy_n(x.blocks + from * x.stride, inputs / 32, blocks.data() + row * stride);
+    }
+
     BlockRows<T> rows(const T* x, int64_t count) const { return {x, blocks.data(), stride, count}; }
 };
 

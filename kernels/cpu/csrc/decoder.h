@@ -3,7 +3,9 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "lora.h"
+#include "router.h"
 #include "team.h"
 
 namespace vmp {
@@ -22,11 +24,13 @@ struct DecoderLayer {
     Weight gate_up;  // panels of W columns of gate beside the same columns of up
     Weight down;
     Heads heads;
-    int64_t inner;
+    int64_t inner;  // 0: there is no MLP for all tokens, whose weights are `gate_up` and `down`
     int64_t table;  // the index of the table of rotary angles
+    const Experts<Weight>* experts;  // null: the layer has none, and no router
+    const Router<typename Weight::Value>* router;
 };
 
-// The adapters of a layer's projections.
+// The adapters of a layer's projections; null for those that no adapter changes.
 template <class T>
 struct LayerAdapters {
     const AdapterStack<T>* qkv;
@@ -74,14 +78,58 @@ struct Buffers {
 
     RowBuffer<Weight> normed;
     std::vector<T> qkv, attended, inner;
-    std::vector<T> projected;  // outputs of attention or MLP that are normed before they are added
+    std::vector<T> projected;  // outputs that are normed before they are added, or those of a shared expert
     std::vector<float> partials;
     AdapterRows adapter_rows;
     std::vector<T> ranked;
+    std::vector<T> scores;
+    Routes routes;
+    ExpertBuffers<Weight> experts;
 };
 
 // Up to this many rows, every thread norms and quantizes all rows itself, which is faster than waiting for the others.
 constexpr int64_t FEW = 2;
+
+// Routes `rows` and computes their experts with all members of a team: calls `take(token, output_at)` for each token, in
+// which `output_at(column, count)` returns some of its outputs, rounded.
+template <class Weight, class Input, class Take>
+void route_and_compute(Member& member, const DecoderLayer<Weight>& layer, const Input& rows, Buffers<Weight>& b,
+                       Take&& take) {
+    using T = typename Weight::Value;
+    const Experts<Weight>& experts = *layer.experts;
+    const Router<T>& router = *layer.router;
+    const int64_t tokens = rows.count, hidden = layer.qkv.inputs, chosen = router.num_chosen;
+    const int64_t num_scores = router.scores.outputs, num_experts = experts.num_experts;
+    multiply_all(member, router.scores, Rows<T>{rows.values, nullptr, nullptr, tokens}, Additions<T>{},
+                 [&](int64_t row, int64_t column, vf sums, int count) {
+                     store_some(b.scores.data() + row * num_scores + column, sums, count);
+                 });
+    thread_local Routes own;
+    if (tokens <= FEW) own.fit(tokens, chosen);
+    Routes& routes = tokens <= FEW ? own : b.routes;
+    auto choose = [&](int64_t i) {
+        route(router, b.scores.data() + i * num_scores, num_experts, routes.ids.data() + i * chosen,
+              routes.weights.data() + i * chosen);
+    };
+    if (tokens > FEW)
+        member.each(tokens, choose);
+    else
+        for (int64_t i = 0; i < tokens; ++i) choose(i);
+    SharedExpert<Weight> shared;
+    if (layer.inner) shared = {&layer.gate_up, &layer.down, b.inner.data(), b.projected.data()};
+    compute_experts(member, experts, rows, routes.ids.data(), routes.weights.data(), chosen, shared, b.experts,
+                    [&](int64_t token, auto&& sum_at) {
+                        vf gate = {};
+                        if (shared.out) gate = splat(to_float(b.scores[token * num_scores + num_experts]));
+                        gate = rounded<T>(1.0f / (1.0f + exp(-gate)));
+                        take(token, [&](int64_t column, int count) {
+                            const vf output = rounded<T>(sum_at(column, count));
+                            if (!shared.out) return output;
+                            const vf of_shared = load_some(shared.out + token * hidden + column, count);
+                            return rounded<T>(output + rounded<T>(gate * of_shared));
+                        });
+                    });
+}
 
 // Computes one layer with all members of a team, and adds its output to `x` [num_tokens, hidden].
 template <class Weight, class T = typename Weight::Value>
@@ -117,6 +165,14 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
     auto added = [&](const AdapterStack<T>* stack, const auto& rows) {
         return additions(member, stack, b.adapter_rows, rows.values, b.ranked.data());
     };
+    auto add_normed = [&](int64_t i, const float* weight) {
+        T* out = b.projected.data() + i * hidden;
+        rms_norm_into(out, weight, hidden, out);
+        for (int64_t column = 0; column < hidden; column += W) {
+            const int count = int(std::min<int64_t>(W, hidden - column));
+            add_some(x + i * hidden + column, load_some(out + column, count), decoder.residual_multiplier, count);
+        }
+    };
     // Adds a product to `x`, normed if there is a norm.
     auto add_product = [&](const Weight& w, const auto& rows, const AdapterStack<T>* stack, const float* weight) {
         multiply_all(member, w, rows, added(stack, rows), [&](int64_t row, int64_t column, vf sums, int count) {
@@ -126,15 +182,7 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
             else
                 add_some(x + at, rounded<T>(sums), decoder.residual_multiplier, count);
         });
-        if (!weight) return;
-        member.each(tokens, [&](int64_t i) {
-            T* out = b.projected.data() + i * hidden;
-            rms_norm_into(out, weight, hidden, out);
-            for (int64_t column = 0; column < hidden; column += W) {
-                const int count = int(std::min<int64_t>(W, hidden - column));
-                add_some(x + i * hidden + column, load_some(out + column, count), decoder.residual_multiplier, count);
-            }
-        });
+        if (weight) member.each(tokens, [&](int64_t i) { add_normed(i, weight); });
     };
 
     const auto attention_rows = norm(layer.input_norm, layer.qkv);
@@ -169,6 +217,21 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
                b.partials.data());
     add_product(layer.o, rows_of(b.attended.data(), layer.o), adapters.o, layer.attention_output_norm);
 
+    if (layer.experts) {
+        const auto rows = norm(layer.mlp_norm, layer.experts->gate_up[0]);
+        return route_and_compute(member, layer, rows, b, [&](int64_t token, auto&& output_at) {
+            T *residual = x + token * hidden, *out = b.projected.data() + token * hidden;
+            for (int64_t column = 0; column < hidden; column += W) {
+                const int count = int(std::min<int64_t>(W, hidden - column));
+                const vf output = output_at(column, count);
+                if (layer.mlp_output_norm)
+                    store_some(out + column, output, count);
+                else
+                    add_some(residual + column, output, decoder.residual_multiplier, count);
+            }
+            if (layer.mlp_output_norm) add_normed(token, layer.mlp_output_norm);
+        });
+    }
     const auto mlp_rows = norm(layer.mlp_norm, layer.gate_up);
     const Additions<T> gate_up_added = added(adapters.gate_up, mlp_rows);
     each_panel(member, layer.gate_up, tokens, [&](int64_t i) {
@@ -195,6 +258,7 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
     std::vector<Attention> plans(end - first);
     std::vector<const Attention*> plan_of(end - first);
     auto fit = [](auto& some, int64_t size) { some.resize(std::max<int64_t>(some.size(), size)); };
+    int64_t most_inputs = 0;
     b.adapter_rows.group(adapters ? slots : nullptr, tokens);
     for (int64_t i = first; i < end; ++i) {
         const DecoderLayer<Weight>& layer = decoder.layers[i];
@@ -205,13 +269,19 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
         fit(b.qkv, tokens * layer.qkv.outputs);
         fit(b.attended, tokens * layer.o.inputs);
         fit(b.inner, tokens * layer.inner);
-        if (layer.attention_output_norm || layer.mlp_output_norm) fit(b.projected, tokens * hidden);
+        if (layer.attention_output_norm || layer.mlp_output_norm || layer.experts) fit(b.projected, tokens * hidden);
         fit(b.partials, plans[same - first].partials * layer.heads.queries * layer.heads.partial_size());
         if (adapters)
             for (auto* stack : {adapters[i].qkv, adapters[i].o, adapters[i].gate_up, adapters[i].down})
-                fit(b.ranked, b.adapter_rows.rows.size() * stack->panels() * W);
-        if (tokens > FEW) b.normed.fit(tokens, std::max({hidden, layer.o.inputs, layer.inner}));
+                if (stack) fit(b.ranked, b.adapter_rows.rows.size() * stack->panels() * W);
+        if (layer.experts) {
+            fit(b.scores, tokens * layer.router->scores.outputs);
+            b.routes.fit(tokens, layer.router->num_chosen);
+            b.experts.fit(*layer.experts, layer.inner ? &layer.down : nullptr, tokens, layer.router->num_chosen);
+        }
+        most_inputs = std::max({most_inputs, hidden, layer.o.inputs, layer.inner});
     }
+    if (tokens > FEW) b.normed.fit(tokens, most_inputs);
     team().run(threads, [&](Member& member) {
         for (int64_t i = first; i < end; ++i)
             add_layer(member, decoder, decoder.layers[i], adapters ? adapters[i] : LayerAdapters<T>{}, step,

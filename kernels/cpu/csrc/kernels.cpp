@@ -146,7 +146,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0x056c0aa5u; }
+uint32_t vmp_interface() { return 0xb0aab7edu; }
 
 int64_t vmp_panel_columns() { return NR; }
 

@@ -206,6 +206,12 @@ struct ByteRows {
         scales[row] = quantize(x, inputs, bytes.data() + row * inputs);
     }
 
+    // Copies a quantized row of `x`.
+    void copy_row(const Rows<T>& x, int64_t from, int64_t inputs, int64_t row) {
+        std::memcpy(bytes.data() + row * inputs, x.bytes + from * inputs, inputs);
+        scales[row] = x.scales[from];
+    }
+
     Rows<T> rows(const T* x, int64_t count) const { return {x, bytes.data(), scales.data(), count}; }
 };
 

@@ -18,6 +18,7 @@ from vllm_mp.testing.random_models import CONFIGS, SIZES, save_config
 COUNT, BLOCK = 20, 4
 MODELS = {
     "llama": CONFIGS["llama"],
+    "qwen2-moe": CONFIGS["qwen2-moe"],
     "gpt2": CONFIGS["gpt2"],
     "encoder": BertConfig(**SIZES, architectures=["BertModel"]),
     "transformers": GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"]),
