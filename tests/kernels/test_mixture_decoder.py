@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from support.key_groups import keys_in_groups
 from support.paged_batch import MIXED, PREFILLS, PagedBatch
 from torch import Tensor
 from transformers import GraniteMoeConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
@@ -92,8 +93,12 @@ class Step:
         self.caches = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(arch.num_layers)]
 
     def hidden(self, model: Any, slots: Tensor | None = None) -> Tensor:
-        """Return the hidden states that `model` computes."""
-        caches = [(keys.clone(), values.clone()) for keys, values in self.caches]
+        """Return the hidden states that `model` computes; `ops.library` must be the one that it was packed with."""
+        kernels = ops.library() if isinstance(model.decoder, FusedDecoder) else None
+        caches = [
+            (keys.clone() if kernels is None else keys_in_groups(keys, kernels), values.clone())
+            for keys, values in self.caches
+        ]
         metadata = self.batch.metadata._replace(adapter_slots=slots)
         with torch.inference_mode():
             hidden: Tensor = model(self.positions, self.positions, caches, metadata, self.x.clone())
