@@ -11,7 +11,6 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_mp.core.models.checkpoint import CheckpointMismatchError
 from vllm_mp.kernels.ops import FLOAT8_GROUP, BlockWeight, Factors
 from vllm_mp.model_config.architecture import Shard, Stage
 from vllm_mp.model_config.registry import NATIVE_MODELS
@@ -127,8 +126,8 @@ def cut_tensors(
 ) -> Iterator[tuple[str, Tensor | BlockWeight]]:
     """Yield each tensor of a checkpoint as the rank of `shard` holds it; whole tensors without a shard.
 
-    Tensors that are mapped from a file stay mapped, so that only the rank's part of them is read. Raises
-    CheckpointMismatchError, naming the tensor, if it is quantized in groups that lie across a border between ranks.
+    Tensors that are mapped from a file stay mapped, so that only the rank's part of them is read. Raises ValueError,
+    naming the tensor and the remedy, if it is quantized in groups that lie across a border between ranks.
     """
     for name, tensor in tensors:
         module, _, kind = name.rpartition(".")
@@ -183,7 +182,7 @@ def _scale_part(name: str, scale: Tensor, cut: _Cut, shard: Shard) -> Tensor:
     total = scale.shape[dimension] * FLOAT8_GROUP
     ranges = cut.ranges(shard, total)
     if any(border % FLOAT8_GROUP for pair in ranges for border in pair):
-        raise CheckpointMismatchError(
+        raise ValueError(
             f"{name}: a rank would hold a part of a group of {FLOAT8_GROUP} weights with one scale; lower "
             "tensor_parallel_size"
         )
@@ -197,7 +196,7 @@ def _block_part(name: str, weight: BlockWeight, cut: _Cut, ranges: Sequence[Rang
         return BlockWeight(_along(weight.data, 0, ranges), kind, weight.inputs, weight.release)
     ((first, last),) = ranges
     if first % kind.weights or last % kind.weights:
-        raise CheckpointMismatchError(
+        raise ValueError(
             f"{name} in {kind.name} has blocks of {kind.weights} weights, which a rank with {last - first} inputs "
             "would cut; lower tensor_parallel_size, or use a file in a type with blocks of 32 weights"
         )
