@@ -12,7 +12,7 @@ import msgspec
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.model_config.json_file import read_json
-from vllm_mp.model_store import cache_root, resolve_model
+from vllm_mp.model_store import NO_TOKENIZER_FILE, cache_root, resolve_model
 from vllm_mp.model_store.fast_tokenizer import FAST_FILE, fast_tokenizer_folder
 
 if TYPE_CHECKING:
@@ -115,6 +115,8 @@ def get_tokenizer(
 
 def _load(folder: Path, mode: str, trust_remote_code: bool, cache_dir: Path) -> Any:
     """Load the tokenizer of `folder` in the way that needs the least. Raises any error for a damaged folder."""
+    if (reason := folder / NO_TOKENIZER_FILE).is_file():
+        raise ValueError(reason.read_text())
     config = read_json(folder / _CONFIG_FILE, dict) or {}
     if mode == "slow" or (trust_remote_code and "auto_map" in config):
         return _load_auto(folder, use_fast=mode != "slow", trust_remote_code=trust_remote_code)

@@ -23,7 +23,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from vllm_mp.core.weights.gguf_tokenizer import end_token_ids, read_tokenizer, token_id
-from vllm_mp.model_store.gguf import DISK_FULL_EXIT, TOKENIZER_ONLY
+from vllm_mp.model_store.gguf import DISK_FULL_EXIT, NO_TOKENIZER_FILE, TOKENIZER_ONLY
 
 _EXACT_KINDS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 """Types of tensors that are not quantized."""
@@ -114,21 +114,22 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def convert_tokenizer(source: Path, folder: Path) -> None:
-    """Write the tokenizer of `source` to `folder`, and its special tokens as generation_config.json.
+    """Write the tokenizer of `source` to `folder`, and the special tokens of the file as generation_config.json.
 
-    Raises ValueError as `convert` does.
+    A file that has no tokenizer, or one that cannot be used, can run with another tokenizer: the reason is written to
+    `NO_TOKENIZER_FILE`. Raises ValueError for a file that cannot be read.
     """
     reader = _open(source)
     _reuse_reader(reader)
+    folder.mkdir()
     try:
-        tokenizer = read_tokenizer(source, reader, must_be_exact=True)
+        read_tokenizer(source, reader, must_be_exact=True).save_pretrained(folder)
     except OSError:
         raise
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"its tokenizer: {text}") from error
-    tokenizer.save_pretrained(folder)
-    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": end_token_ids(reader)}
+        (folder / NO_TOKENIZER_FILE).write_text(f"that of {source.name} cannot be used: {text}")
+    special = {"bos_token_id": token_id(reader, "tokenizer.ggml.bos_token_id"), "eos_token_id": end_token_ids(reader)}
     (folder / "generation_config.json").write_text(json.dumps(special, indent=2))
 
 

@@ -29,7 +29,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from vllm_mp import AsyncEngineArgs, EngineDeadError, SamplingParams
+from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, SamplingParams
 from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.weights.loader import load_model
 from vllm_mp.kernels import ops
@@ -296,3 +296,17 @@ def test_tokenizer_of_a_mapped_file_is_that_of_the_file(architecture, tmp_path):
     assert tokenizer.encode("abcab", add_special_tokens=False) == [11, 10]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
     assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": [2]}
+
+
+@pytest.mark.slow
+def test_file_without_a_usable_tokenizer_runs_with_another_or_with_token_ids(small_model, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path)
+    path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.others"))
+    cause = r"that of tiny\.gguf cannot be used: tokenizer\.ggml\.tokens is no list of texts.* set `tokenizer` to"
+    with pytest.raises(ValueError, match=cause):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(str(path), device="cpu", max_model_len=128))
+    with running_engine(path, **ENGINE) as engine:
+        expected = asyncio.run(tokens_of(engine, PROMPTS[0]))
+    with running_engine(path, **ENGINE | {"skip_tokenizer_init": False}, tokenizer=str(small_model)) as engine:
+        assert asyncio.run(tokens_of(engine, PROMPTS[0])) == expected

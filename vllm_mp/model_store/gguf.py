@@ -29,6 +29,9 @@ from vllm_mp.model_store.progress import Progress
 PLACE_FILE: Final = "gguf_file.json"
 """The file of a model folder that holds a `GgufPlace`."""
 
+NO_TOKENIZER_FILE: Final = "no_tokenizer.txt"
+"""The file of a model folder that says why the folder has no tokenizer."""
+
 TOKENIZER_ONLY: Final = "--tokenizer-only"
 """The option of the converter that leaves out the weights."""
 
@@ -206,7 +209,10 @@ def run_converter(source: Path, workspace: Path, lock: int, progress: Progress) 
 
 
 def _convert_tokenizer(source: Path, target: Path, lock: int, progress: Progress) -> None:
-    """Run the converter to write the tokenizer of `source` to `target`. Raises the same errors as `gguf_model`."""
+    """Run the converter to write the tokenizer of `source` to `target`, or why it has none.
+
+    Raises the same errors as `gguf_model`.
+    """
 
     def follow(child: subprocess.Popen[str]) -> None:
         with progress.task(f"converting the tokenizer of {source.name} (once)"):
