@@ -59,13 +59,15 @@ inline void quantize_block(const T* x, RowBlock& block) {
 struct SoonBytes {
     struct Part {
         const uint8_t *at = nullptr, *end = nullptr;
+
+        int64_t size() const { return std::max<int64_t>(0, end - at); }
     };
 
     Part part, rest;
     int64_t lines = 0;  // to prefetch with each group
 
     // Divides the bytes among so many groups.
-    void share_out(int64_t groups) { lines = ((part.end - part.at + rest.end - rest.at) / 64 + groups) / groups; }
+    void share_out(int64_t groups) { lines = ((part.size() + rest.size()) / 64 + groups) / groups; }
 
     // Prefetches what is due with a group.
     ALWAYS_INLINE void ask() {

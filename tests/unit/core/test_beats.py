@@ -24,7 +24,11 @@ MODELS = {
     "transformers": GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"]),
     "transformers-experts": OlmoeConfig(**SIZES, num_experts=8, architectures=["OlmoeForCausalLM"]),
 }
-ARCHITECTURES = {"llama": ["LlamaForCausalLM"], "gpt2": ["GPT2LMHeadModel"]}
+ARCHITECTURES = {
+    "llama": ["LlamaForCausalLM"],
+    "qwen2-moe": ["Qwen2MoeForCausalLM"],
+    "gpt2": ["GPT2LMHeadModel"],
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
