@@ -21,7 +21,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from vllm_mp.model_store import DEFAULT_MODEL, resolve_model
 
-pytest_plugins = ["support.engine_fixtures"]
+pytest_plugins = ["support.engine_fixtures", "support.time_limit"]
+
+END_TO_END = {"engine", "faults", "server"}
+"""Folders whose tests are `extended`, except those that are marked `essential`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(config.rootpath / "tests").parts[0]
+        if folder in END_TO_END and item.get_closest_marker("essential") is None:
+            item.add_marker(pytest.mark.extended)
 
 
 @pytest.fixture(scope="session", autouse=True)

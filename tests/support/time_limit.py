@@ -1,0 +1,132 @@
+"""A limit for the time of each test, with which `tools/test` keeps its default set short.
+
+`pytest --time-limit SECONDS` turns each test red that takes longer. A test's own time is its processor time, with that of
+all descendants of this process, or its duration without the time in which processes of this machine waited for a
+processor, whichever is larger. So a test that computes and a test that waits are both found, and other programs on the
+machine make no test fail. Fixtures that tests share are left out. On a slower processor the limit is longer.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import psutil
+import pytest
+
+EXCEPTIONS: Final[dict[str, float]] = {}
+"""Limits in seconds of tests that need more than the others, by node id without parameters."""
+
+_REFERENCE_S: Final = 0.05
+"""Processor time that `_speed_sample` took on the machine on which the limit was chosen: a Xeon with AMX at 2.2 GHz."""
+_PRESSURE: Final = Path("/proc/pressure/cpu")
+
+
+class _Used(NamedTuple):
+    """What this process and its descendants have used until now, in seconds."""
+
+    processor: float
+    elapsed: float
+    """Time without waits for a processor; 0 on a system that does not count these."""
+
+    @classmethod
+    def now(cls) -> "_Used":
+        stalled_s = _stalled_s()
+        return cls(_processor_s(), 0.0 if stalled_s is None else time.monotonic() - stalled_s)
+
+
+class TimeLimit:
+    """The pytest plugin that measures tests."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._slowness = max(1.0, min(_speed_sample() for _ in range(3)) / _REFERENCE_S)
+        self._began = _Used(0.0, 0.0)
+        self._shared = _Used(0.0, 0.0)
+        """Used by fixtures that several tests share, since the test began."""
+        self._depth = 0
+        """Number of shared fixtures that are being set up."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        self._began, self._shared = _Used.now(), _Used(0.0, 0.0)
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        if fixturedef.scope == "function" or self._depth:
+            return (yield)
+        began = _Used.now()
+        self._depth += 1
+        try:
+            return (yield)
+        finally:
+            self._depth -= 1
+            self._shared = _sum(self._shared, _difference(_Used.now(), began))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.when == "call" and report.passed:
+            own_s = max(_difference(_difference(_Used.now(), self._began), self._shared))
+            limit_s = EXCEPTIONS.get(item.nodeid.partition("[")[0], self._limit_s) * self._slowness
+            if own_s > limit_s:
+                report.outcome = "failed"
+                report.longrepr = (
+                    f"the test took {own_s:.1f} s of its own, the limit is {limit_s:.1f} s: make it cheaper, or mark it "
+                    "with `extended`, which leaves it out of the default set"
+                )
+        return report
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="fail tests that take more time of their own, without waits for a processor and without shared fixtures",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (limit_s := config.getoption("--time-limit")) is not None:
+        config.pluginmanager.register(TimeLimit(limit_s))
+
+
+def _processor_s() -> float:
+    """Return the processor time of this process and of all its descendants, also those that have ended."""
+    total = sum(os.times()[:4])
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            total += sum(process.cpu_times()[:4])
+    return total
+
+
+def _stalled_s() -> float | None:
+    """Return the time in which some process of this machine waited for a processor; None if the system has no count."""
+    try:
+        some = _PRESSURE.read_text().splitlines()[0]
+    except OSError:
+        return None
+    return int(some.rpartition("total=")[2]) / 1e6
+
+
+def _speed_sample() -> float:
+    """Return the processor time of a fixed piece of work in seconds."""
+    began = time.process_time()
+    counts: dict[int, int] = {}
+    for i in range(500_000):
+        counts[i % 1000] = counts.get(i % 1000, 0) + i
+    return time.process_time() - began
+
+
+def _sum(first: _Used, second: _Used) -> _Used:
+    return _Used(*(a + b for a, b in zip(first, second, strict=True)))
+
+
+def _difference(later: _Used, earlier: _Used) -> _Used:
+    return _Used(*(a - b for a, b in zip(later, earlier, strict=True)))
