@@ -1,9 +1,9 @@
 """Builds the C++ kernels, and in C the client's output path and a signal handler of the core.
 
-Everything else about the package is in pyproject.toml. `VLLM_MP_NATIVE_BUILD=1` limits the kernels to the build that is
-the fastest on this machine, which takes at most a third of the processor time; wheels for other machines need all
-builds. `VLLM_MP_TILE_MODEL=1` adds the build `amx_model` for tests, in which a model of the tile instructions in C++
-stands in for them.
+Everything else about the package is in pyproject.toml. The environment variable `VLLM_MP_BUILDS` chooses the builds of
+the kernels, separated by commas: names of builds, `native` for the fastest build that this processor runs, or `all`,
+the default, which wheels for other machines need. The build `amx_model`, in which a model in C++ stands in for the tile
+instructions, is for tests and not part of `all`.
 """
 
 import concurrent.futures
@@ -27,6 +27,8 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     BUILDS["avx2"] = ["-march=x86-64-v3"]
     BUILDS["avx512"] = ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"]
     BUILDS["amx"] = [*BUILDS["avx512"], "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
+BUILDS["amx_model"] = ["-march=native", "-DVMP_TILE_MODEL"]
+BUILDS_VARIABLE = "VLLM_MP_BUILDS"
 
 
 class ParallelBuild(build_ext):
@@ -53,6 +55,22 @@ def compile_in_parallel(compile_files, sources, **options):
         ]
 
 
+def chosen_builds(choice):
+    """Return the names of the builds that `choice` asks for. Raises SystemExit if it has an unknown name."""
+    chosen = set()
+    for name in choice.split(","):
+        if name == "native":
+            chosen.add(native_build())
+        elif name == "all":
+            chosen |= BUILDS.keys() - {"amx_model"}
+        elif name in BUILDS:
+            chosen.add(name)
+        else:
+            allowed = ", ".join(["native", "all", *BUILDS])
+            raise SystemExit(f"{BUILDS_VARIABLE}={choice!r}: unknown build {name!r}; give some of {allowed}")
+    return [name for name in BUILDS if name in chosen]
+
+
 def native_build():
     """Return the name of the fastest build that this processor runs and the compiler knows."""
     runnable = runpy.run_path("vllm_mp/cpu_info.py")["runnable_builds"]()
@@ -68,13 +86,6 @@ def compiler_knows(flags):
         return False
 
 
-if os.environ.get("VLLM_MP_NATIVE_BUILD") == "1":
-    name = native_build()
-    BUILDS = {name: BUILDS[name]}
-
-if os.environ.get("VLLM_MP_TILE_MODEL") == "1":
-    BUILDS["amx_model"] = ["-march=native", "-DVMP_TILE_MODEL"]
-
 setup(
     cmdclass={"build_ext": ParallelBuild},
     ext_modules=[
@@ -82,11 +93,11 @@ setup(
             f"vllm_mp.kernels.cpu._{name}",
             [f"{SOURCES}/kernels.cpp", f"{SOURCES}/blocks.cpp"],
             depends=glob.glob(f"{SOURCES}/*.h"),
-            extra_compile_args=[*FLAGS, *flags],
+            extra_compile_args=[*FLAGS, *BUILDS[name]],
             extra_link_args=["-fopenmp"],
             optional=True,  # without a compiler, torch computes
         )
-        for name, flags in BUILDS.items()
+        for name in chosen_builds(os.environ.get(BUILDS_VARIABLE) or "all")
     ]
     + [
         Extension(

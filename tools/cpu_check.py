@@ -5,8 +5,8 @@
 
 It runs the tests of the kernels, then measures each build in turns: the products of the default model's linear layers,
 the attention of prompts, and whole steps of a model with random weights, in bfloat16, 8 bits and 4 bits; beside them
-torch's products in bfloat16. It needs the builds of `tools/setup-venv test`, but no network and no model. The exit code
-is 1 if a test failed.
+torch's products in bfloat16. It needs the builds of `tools/setup-venv test-all`, but no network and no model. The exit
+code is 1 if a test failed.
 """
 
 import argparse

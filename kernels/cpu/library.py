@@ -344,7 +344,9 @@ def library() -> Library | None:
         builds = ", ".join(runnable_builds())
         raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: {obstacle(chosen)}; give one of {builds}")
     if (build := load(chosen)) is None:
-        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: that build of the kernels is missing; {_REMEDY}")
+        raise ValueError(
+            f"{KERNELS_VARIABLE}={chosen!r}: that build is not compiled; {_REMEDY}, with VLLM_MP_BUILDS=all"
+        )
     return build
 
 

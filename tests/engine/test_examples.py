@@ -136,7 +136,6 @@ def test_http_server(small_model):
 
 @pytest.mark.slow
 def test_ray_serve(small_model, monkeypatch):
-    pytest.importorskip("ray.serve", reason="needs Ray Serve: pip install 'ray[serve]'")
     monkeypatch.setenv("RAY_ADDRESS", "local")
     command = [sys.executable, str(EXAMPLES / "ray_serve.py"), str(small_model)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

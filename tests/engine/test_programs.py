@@ -141,6 +141,7 @@ def test_program_for_lora_mixes_adapters_and_the_base_model(printed_by_default_m
     ]
 
 
+@pytest.mark.extended
 def test_fastapi_program_serves_streams_and_cancellations_under_uvicorn(hub):
     command = ["-m", "uvicorn", "fastapi_server:app", "--app-dir", str(PROGRAMS), "--port", "0"]
     with started(hub, *command) as process:

@@ -11,11 +11,6 @@ import time
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
-
-from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, EngineStartError
-from vllm_mp.testing.engines import eventually, greedy, running_engine
-
-pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mp[ray]'")
 from support.ray_cluster import (
     PROMPTS,
     STORE_BYTES,
@@ -31,6 +26,11 @@ from support.ray_cluster import (
     start_streams,
     tokens_of,
 )
+
+from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, EngineStartError
+from vllm_mp.testing.engines import eventually, greedy, running_engine
+
+pytestmark = pytest.mark.extended  # needs Ray
 
 HIDES_PACKAGE = """
 import sys

@@ -4,10 +4,6 @@ import asyncio
 
 import psutil
 import pytest
-
-from vllm_mp.testing.engines import eventually, greedy, running_engine
-
-pytest.importorskip("ray", reason="needs Ray: pip install 'vllm-mp[ray]'")
 from support.ray_cluster import (
     PROMPTS,
     add_nodes,
@@ -23,6 +19,10 @@ from support.ray_cluster import (
     start_streams,
     tokens_of,
 )
+
+from vllm_mp.testing.engines import eventually, greedy, running_engine
+
+pytestmark = pytest.mark.extended  # needs Ray
 
 
 @pytest.fixture(scope="module")

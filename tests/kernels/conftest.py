@@ -1,5 +1,9 @@
 """Every build of the C++ kernels that this processor runs, and those for tiles: with a model of the tile instructions,
-and with the instructions themselves, which are emulated on processors with AVX-512 and without tiles."""
+and with the instructions themselves, which are emulated on processors with AVX-512 and without tiles.
+
+All builds but the fastest that this processor runs are left to slow and extended tests, because
+`tools/setup-venv test` compiles only that one.
+"""
 
 import shutil
 
@@ -42,12 +46,12 @@ def tiles(request):
     assert emulation.configured_threads == 0
 
 
-@pytest.fixture(params=[_FASTEST, *_SLOW, "amx_model"])
+@pytest.fixture(params=[_FASTEST, *_SLOW, pytest.param("amx_model", marks=pytest.mark.extended)])
 def build(request, monkeypatch):
     found = load(request.param)
     if found is None and shutil.which("g++") is None:
         pytest.skip("no compiler is installed, so the kernels are not built")
-    assert found is not None, "not built although a compiler is installed: VLLM_MP_TILE_MODEL=1 setup.py build_ext"
+    assert found is not None, "not built although a compiler is installed: run tools/setup-venv test-all"
     if request.param in _EMULATED:
         request.getfixturevalue("tiles")
     monkeypatch.setattr(ops, "library", lambda: found)

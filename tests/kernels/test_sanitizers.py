@@ -54,8 +54,6 @@ def set_up(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names in setup.py."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
-    monkeypatch.delenv("VLLM_MP_NATIVE_BUILD", raising=False)
-    monkeypatch.setenv("VLLM_MP_TILE_MODEL", "1")
     return run_path("setup.py")
 
 

@@ -221,6 +221,7 @@ def computed_by(build: Library, threads: int, monkeypatch: pytest.MonkeyPatch) -
         torch.set_num_threads(before)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(runnable_builds()[0] not in ("amx", "avx512"), reason="the kernels for tiles also use AVX-512")
 @pytest.mark.usefixtures("tiles")
 def test_kernels_compute_with_machine_code_what_they_compute_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,11 @@
 """Fixtures with servers: a real `vllm-mp serve` process, and the parts of a server over a core that needs no model."""
 
-import shutil
 from collections.abc import Iterator
 
 import httpx
 import psutil
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from support.chromium import running_chromium
 from support.server_process import ServedModel, served
 
 from vllm_mp import AsyncLLM
@@ -14,12 +13,6 @@ from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.server.app import build_app
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.testing.engines import replay_core
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
 
 
 @pytest.fixture(scope="session")
@@ -66,11 +59,7 @@ def in_process(replay_engine):
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     """Headless Chromium."""
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed; tools/install-chromium installs it")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+    with running_chromium() as browser:
         yield browser
-        browser.close()

@@ -4,7 +4,6 @@ import re
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 _FREQUENT = ("/v1/completions", "/v1/chat/completions", "/detokenize")
@@ -31,11 +30,14 @@ def test_references_of_the_document_resolve_and_operations_have_their_own_ids(do
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("paths", "examples"),
     [(_FREQUENT, 4), pytest.param(None, 100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
 )
 def test_no_request_that_the_document_suggests_makes_the_server_fail(server, paths, examples):
+    import schemathesis
+
     schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
     for result in schema.get_all_operations():
         operation = result.ok()
@@ -47,6 +49,7 @@ def test_no_request_that_the_document_suggests_makes_the_server_fail(server, pat
 
 def _attack(operation, examples, url):
     """Send requests that fit the description of `operation`, and requests that almost do."""
+    from schemathesis import GenerationMode
 
     @settings(
         max_examples=examples,
@@ -56,7 +59,7 @@ def _attack(operation, examples, url):
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=operation.as_strategy() | operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE))
+    @given(case=operation.as_strategy() | operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
     def attack(case):
         _bound_work(case.body)
         response = case.call(base_url=url, timeout=60)

@@ -5,19 +5,24 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from support.chromium import expect
 from support.server_process import ServedModel, served
 
 from vllm_mp.model_store import DEFAULT_MODEL
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Page, Route
+
+pytestmark = pytest.mark.extended  # needs Playwright
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True, "device_scale_factor": 2}
 KEY = "the-key-of-the-page"
 RESTART_MS = 60_000
 """Time that a core gets to restart, or an answer to end, on a busy machine."""
 
-OpenPage = Callable[..., Page]
+OpenPage = Callable[..., "Page"]
 
 
 @pytest.fixture
@@ -29,10 +34,10 @@ def open_page(browser) -> Iterator[OpenPage]:
     problems: list[str] = []
     contexts = []
 
-    def ignore_eos(route: Route) -> None:
+    def ignore_eos(route: "Route") -> None:
         route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True}))
 
-    def open_page(url: str, expected_error: str = "(?!)", **options) -> Page:
+    def open_page(url: str, expected_error: str = "(?!)", **options) -> "Page":
         def note_error(text: str) -> None:
             if not re.search(expected_error, text):
                 problems.append(text)
@@ -54,33 +59,33 @@ def open_page(browser) -> Iterator[OpenPage]:
 
 
 @pytest.fixture
-def page(open_page, server) -> Page:
+def page(open_page, server) -> "Page":
     """The page of the shared server, with the first snapshot."""
     page = open_page(server.url)
     wait_for_state(page, "Running")
     return page
 
 
-def wait_for_state(page: Page, state: str) -> None:
+def wait_for_state(page: "Page", state: str) -> None:
     expect(page.locator("#state")).to_have_text(state, timeout=RESTART_MS)
 
 
-def ask(page: Page, message: str, max_tokens: int) -> None:
+def ask(page: "Page", message: str, max_tokens: int) -> None:
     """Send `message` in the chat; the answer has exactly `max_tokens` tokens."""
     page.locator("#settings [name=max_tokens]").evaluate("(field, value) => (field.value = value)", str(max_tokens))
     page.get_by_label("Message", exact=True).fill(message)
     page.keyboard.press("Enter")
 
 
-def wait_for_answer(page: Page) -> None:
+def wait_for_answer(page: "Page") -> None:
     expect(page.locator(".turn").last).to_have_attribute("data-state", "done", timeout=RESTART_MS)
 
 
-def reading(page: Page, card: str, name: str) -> float:
+def reading(page: "Page", card: str, name: str) -> float:
     return float(page.locator(f"#{card} [data-value={name}] b").inner_text().replace("–", "nan"))
 
 
-def wait_until(page: Page, server: ServedModel, condition: Callable[[], bool]) -> None:
+def wait_until(page: "Page", server: ServedModel, condition: Callable[[], bool]) -> None:
     """Return once `condition()` is true; meanwhile the page runs on."""
 
     def poll() -> bool:
@@ -90,12 +95,12 @@ def wait_until(page: Page, server: ServedModel, condition: Callable[[], bool]) -
     server.wait_for(poll)
 
 
-def content_width(page: Page) -> int:
+def content_width(page: "Page") -> int:
     # Not compared with window.innerWidth, which grows on a phone, because the browser zooms out.
     return page.evaluate("document.documentElement.scrollWidth")
 
 
-def test_page_shows_model_core_and_readings(page: Page, server: ServedModel) -> None:
+def test_page_shows_model_core_and_readings(page: "Page", server: ServedModel) -> None:
     model = server.get("/v1/models")[1]["data"][0]
     expect(page.locator("#model")).to_have_text(model["id"])
     expect(page.locator("#model-facts")).to_have_text(f"Context {model['max_model_len']:,} tokens")
@@ -106,7 +111,7 @@ def test_page_shows_model_core_and_readings(page: Page, server: ServedModel) -> 
     assert page.locator(".plot svg").count() == 4
 
 
-def test_no_file_of_the_page_may_be_taken_for_another_type_or_load_from_elsewhere(page: Page, server) -> None:
+def test_no_file_of_the_page_may_be_taken_for_another_type_or_load_from_elsewhere(page: "Page", server) -> None:
     for path, media_type in (
         ("/", "text/html"),
         ("/static/main.js", "text/javascript"),
@@ -123,7 +128,7 @@ def test_no_file_of_the_page_may_be_taken_for_another_type_or_load_from_elsewher
     assert page.request.get(server.url + "/static/../live.py").status == 404
 
 
-def test_answer_streams_and_says_its_speed_while_the_readings_move(page: Page, server: ServedModel) -> None:
+def test_answer_streams_and_says_its_speed_while_the_readings_move(page: "Page", server: ServedModel) -> None:
     bodies = []
     page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
     ask(page, "Count from one to one hundred.", 50)
@@ -147,7 +152,7 @@ def test_answer_streams_and_says_its_speed_while_the_readings_move(page: Page, s
     )
 
 
-def test_stop_ends_the_request_in_the_core(page: Page, server: ServedModel) -> None:
+def test_stop_ends_the_request_in_the_core(page: "Page", server: ServedModel) -> None:
     ask(page, "Tell a very long story.", 4000)
     expect(page.locator(".answer").last).not_to_be_empty()
     assert server.get("/core_status")[1]["num_running"] == 1
@@ -171,10 +176,10 @@ def test_error_of_the_server_is_shown_in_its_place_and_can_be_retried(open_page,
     expect(page.locator(".turn .error-text")).to_be_hidden()
 
 
-def test_text_of_the_model_never_becomes_markup(page: Page) -> None:
+def test_text_of_the_model_never_becomes_markup(page: "Page") -> None:
     text = "A **bold** <img src=x onerror=alert(1)>\n\n```html\n<script>alert(2)</script>\n```\nand `code`"
 
-    def reply(route: Route) -> None:
+    def reply(route: "Route") -> None:
         chunk = {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": "stop"}]}
         route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
 
@@ -190,7 +195,7 @@ def test_text_of_the_model_never_becomes_markup(page: Page) -> None:
     assert page.locator(".prompt b").count() == 0
 
 
-def test_thoughts_and_calls_are_shown_and_the_next_message_is_the_result(page: Page) -> None:
+def test_thoughts_and_calls_are_shown_and_the_next_message_is_the_result(page: "Page") -> None:
     call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ""}}
     more = {"index": 0, "function": {"arguments": '{"city": "Bern"}'}}
     deltas = [
@@ -201,7 +206,7 @@ def test_thoughts_and_calls_are_shown_and_the_next_message_is_the_result(page: P
     ]
     bodies = []
 
-    def reply(route: Route) -> None:
+    def reply(route: "Route") -> None:
         bodies.append(route.request.post_data_json)
         events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
         events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
@@ -250,7 +255,7 @@ def test_page_is_dark_in_a_dark_system_until_the_reader_chooses(open_page, serve
     assert brightness() > 200
 
 
-def test_page_shows_the_death_of_the_core_while_its_answer_continues(page: Page, server: ServedModel) -> None:
+def test_page_shows_the_death_of_the_core_while_its_answer_continues(page: "Page", server: ServedModel) -> None:
     before = server.get("/core_status")[1]["incarnation"]
     num_restarts = page.locator("#restarts li").count()
     ask(page, "Count from one to one hundred.", 50)

@@ -4,13 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, expect
+from support.chromium import expect
 
 import vllm_mp
 
-pytest.importorskip("mkdocs", reason="MkDocs is not installed; tools/build-docs installs it")
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -40,7 +42,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert [name for name in vllm_mp.__all__ if f'id="vllm_mp.{name}"' not in text] == []
 
 
-def test_no_page_fetches_anything_but_files_of_the_site(site: Path, browser: Browser) -> None:
+def test_no_page_fetches_anything_but_files_of_the_site(site: Path, browser: "Browser") -> None:
     page = browser.new_page()
     foreign: list[str] = []
     here = site.as_uri()
@@ -53,7 +55,7 @@ def test_no_page_fetches_anything_but_files_of_the_site(site: Path, browser: Bro
     assert foreign == []
 
 
-def test_search_finds_pages_without_a_server(site: Path, browser: Browser) -> None:
+def test_search_finds_pages_without_a_server(site: Path, browser: "Browser") -> None:
     page = browser.new_page()
     page.goto((site / "index.html").as_uri())
     page.locator(".md-search__input").click()

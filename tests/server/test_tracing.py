@@ -15,6 +15,7 @@ from vllm_mp.client.tracing import RequestTracer, check_trace_headers, trace_url
 from vllm_mp.server.app import build_app
 from vllm_mp.server.options import ServerOptions
 
+pytestmark = pytest.mark.extended  # needs OpenTelemetry
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 PHASES = ["tokenize", "queue", "prefill", "decode"]

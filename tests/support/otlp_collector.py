@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
 
 class Collector:
     """An OTLP/HTTP collector that keeps the spans it is sent."""
 
     def __init__(self) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
         spans = self.spans = []
         self.services: set[str] = set()
         services = self.services

@@ -1,11 +1,13 @@
-"""A Ray cluster of several nodes on this machine, as Ray's own tests have them, and engines on it."""
+"""A Ray cluster of several nodes on this machine, as Ray's own tests have them, and engines on it.
+
+Only `tools/setup-venv test-all` installs Ray.
+"""
 
 import asyncio
 import contextlib
 
 import psutil
 import pytest
-from ray.cluster_utils import Cluster
 
 from support.engine_fixtures import SLOW_STEPS
 from vllm_mp import SamplingParams
@@ -26,6 +28,8 @@ def default_cluster(num_nodes):
 @contextlib.contextmanager
 def running_cluster(num_nodes):
     """Run a cluster of a head without CPUs and nodes with one CPU each, which notices a lost node soon."""
+    from ray.cluster_utils import Cluster
+
     settings = {"health_check_period_ms": 500, "health_check_initial_delay_ms": 0, "health_check_failure_threshold": 3}
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES, "_system_config": settings}
     cluster = Cluster(initialize_head=True, head_node_args=head)

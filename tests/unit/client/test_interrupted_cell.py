@@ -5,17 +5,19 @@ import sys
 from types import ModuleType
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
-from traitlets.config import Config
 
 from vllm_mp.testing.engines import ENDLESS, eventually, is_empty
 
+pytestmark = pytest.mark.extended  # needs IPython
 PROMPT = {"prompt_token_ids": [300, 301]}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def shell(tmp_path_factory):
     """The shell, which the engine finds when it is made."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
     config = Config(HistoryManager={"enabled": False})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))

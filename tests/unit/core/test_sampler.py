@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare, kstest
 
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
@@ -35,6 +34,20 @@ def reference(logits, **knobs):
     return warped(logits[None], knobs).softmax(-1)[0].double().numpy()
 
 
+def chi_square_p_value(observed, expected):
+    """Return the probability that counts are at least as far from `expected` as `observed`."""
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    halves = torch.tensor([len(observed) - 1, statistic], dtype=torch.float64) / 2
+    return torch.special.gammaincc(*halves).item()
+
+
+def kolmogorov_distance(draws):
+    """Return the greatest distance between the distribution of `draws` and the uniform distribution on [0, 1)."""
+    bounds = np.linspace(0, 1, len(draws) + 1)
+    ordered = np.sort(draws)
+    return max((bounds[1:] - ordered).max(), (ordered - bounds[:-1]).max())
+
+
 def assert_follows(tokens, probabilities):
     """Check by chi-square; the seeds are fixed, so the outcome is the same every time."""
     counts = np.bincount(tokens, minlength=len(probabilities))
@@ -45,7 +58,7 @@ def assert_follows(tokens, probabilities):
     if expected[-1] == 0:
         observed, expected = observed[:-1], expected[:-1]
     if len(observed) > 1:
-        assert chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-3
+        assert chi_square_p_value(observed, expected * observed.sum() / expected.sum()) > 1e-3
 
 
 @pytest.mark.parametrize("knobs", DRAWS, ids=str)
@@ -162,7 +175,8 @@ def test_draws_are_uniform_over_seeds_and_positions():
     at_start = uniform_draws(seeds, np.zeros(20_000, np.int64))
     along = uniform_draws(np.full(20_000, 5, np.uint64), np.arange(20_000))
     for draws in (at_start, along):
-        assert kstest(draws, "uniform").pvalue > 1e-3
+        # Uniform draws exceed this distance in one of 1000 cases.
+        assert kolmogorov_distance(draws) < np.sqrt(np.log(2 / 1e-3) / 2 / len(draws))
         assert draws.min() >= 0
         assert draws.max() < 1
         assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.03

@@ -3,6 +3,7 @@
 import os
 import platform
 import pty
+import re
 import runpy
 import shutil
 import subprocess
@@ -26,15 +27,20 @@ esac
 """
 
 
-def kernel_builds(monkeypatch: pytest.MonkeyPatch, runnable: list[str], **environment: str) -> set[str]:
-    """Return the names of the builds that setup.py compiles on a processor with these builds."""
+ALL_BUILDS = {"portable", "avx2", "avx512", "amx"}
+
+
+def kernel_builds(monkeypatch: pytest.MonkeyPatch, choice: str, runnable: list[str], **environment: str) -> set[str]:
+    """Return the names of the builds that setup.py compiles for VLLM_MP_BUILDS=`choice`.
+
+    The processor runs the builds `runnable`, the fastest first.
+    """
     found: list[setuptools.Extension] = []
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: found.extend(arguments["ext_modules"]))
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(runpy, "run_path", lambda path: {"runnable_builds": lambda: runnable})
-    monkeypatch.delenv("VLLM_MP_NATIVE_BUILD", raising=False)
-    for name, value in environment.items():
+    for name, value in {"VLLM_MP_BUILDS": choice, **environment}.items():
         monkeypatch.setenv(name, value)
     run_path("setup.py")
     prefix = "vllm_mp.kernels.cpu._"
@@ -66,14 +72,24 @@ def quickstart(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 def test_a_native_build_is_the_fastest_that_the_processor_runs_and_the_compiler_knows(monkeypatch):
     accepts_all, accepts_none = "true", "false"
     builds = ["amx", "avx512", "avx2", "portable"]
-    assert kernel_builds(monkeypatch, builds, VLLM_MP_NATIVE_BUILD="1", CXX=accepts_all) == {"amx"}
-    assert kernel_builds(monkeypatch, builds[2:], VLLM_MP_NATIVE_BUILD="1", CXX=accepts_all) == {"avx2"}
-    assert kernel_builds(monkeypatch, builds, VLLM_MP_NATIVE_BUILD="1", CXX=accepts_none) == {"portable"}
+    assert kernel_builds(monkeypatch, "native", builds, CXX=accepts_all) == {"amx"}
+    assert kernel_builds(monkeypatch, "native", builds[2:], CXX=accepts_all) == {"avx2"}
+    assert kernel_builds(monkeypatch, "native", builds, CXX=accepts_none) == {"portable"}
 
 
 def test_a_wheel_has_all_builds_whatever_processor_compiles_it(monkeypatch):
-    monkeypatch.delenv("VLLM_MP_TILE_MODEL", raising=False)
-    assert kernel_builds(monkeypatch, ["portable"]) == {"portable", "avx2", "avx512", "amx"}
+    assert kernel_builds(monkeypatch, "", ["portable"]) == ALL_BUILDS
+
+
+def test_builds_are_chosen_by_name_and_an_unknown_name_is_refused(monkeypatch):
+    assert kernel_builds(monkeypatch, "avx2,portable", ["portable"]) == {"avx2", "portable"}
+    assert kernel_builds(monkeypatch, "all,amx_model", ["portable"]) == {*ALL_BUILDS, "amx_model"}
+    with pytest.raises(SystemExit) as refused:
+        kernel_builds(monkeypatch, "avx2,sse", ["portable"])
+    assert str(refused.value) == (
+        "VLLM_MP_BUILDS='avx2,sse': unknown build 'sse'; "
+        "give some of native, all, portable, avx2, avx512, amx, amx_model"
+    )
 
 
 def test_quickstart_passes_the_question_on_even_if_it_looks_like_an_option(clone):
@@ -117,21 +133,63 @@ def test_setup_venv_says_on_one_line_of_80_columns_what_it_does(clone, tmp_path)
     assert (clone / ".venv/.installed").exists()
 
 
-def test_setup_venv_compiles_only_what_no_current_set_up_compiled(clone, tmp_path):
+@pytest.fixture
+def set_up(clone, tmp_path):
+    """A function that runs tools/setup-venv and returns what it did: "packages", and the builds that it compiled."""
     calls = tmp_path / "calls"
-    log_compile = f'[[ "$*" != *" -e "* ]] || echo compiled >>"{calls}"'
-    stub = f'#!/bin/bash\n{log_compile}\n[[ $1 != - ]] || exec "{sys.executable}" "$@"\n'
+    log_packages = f'[[ "$*" != *" -r "* ]] || echo packages >>"{calls}"'
+    log_builds = f'[[ "$*" != *" -e "* ]] || echo "$VLLM_MP_BUILDS" >>"{calls}"'
+    stub = f'#!/bin/bash\n{log_packages}\n{log_builds}\n[[ $1 != - ]] || exec "{sys.executable}" "$@"\n'
     program(clone / ".venv/bin/python", stub)
 
-    def compiles(*extra: str) -> bool:
+    def run(*extra: str) -> list[str]:
         calls.write_text("")
         subprocess.run([clone / "tools/setup-venv", *extra], check=True, stderr=subprocess.DEVNULL)
-        return calls.read_text() != ""
+        return sorted(calls.read_text().splitlines())
 
-    assert [compiles(), compiles("docs"), compiles("test")] == [True, True, True]
+    return run
+
+
+def test_setup_venv_compiles_only_what_is_not_compiled_from_these_sources(clone, set_up):
+    every_build = "all,amx_model"
+    assert set_up() == ["native", "packages"]
+    assert set_up("docs") == ["packages"]
+    assert set_up("test-all") == [every_build, "packages"]
     sources = clone / "core/csrc/signal_sender.c"
     original = sources.read_text()
     sources.write_text(original + "\n")
-    assert [compiles("test"), compiles("docs"), compiles(), compiles("bench")] == [True, False, False, False]
+    assert set_up("test") == ["native"]
+    assert [set_up(), set_up("docs"), set_up("test")] == [[], [], []]
     sources.write_text(original)
-    assert [compiles("docs"), compiles()] == [True, False]
+    assert set_up("test-all") == [every_build]
+    assert [set_up("test"), set_up("test-all")] == [[], []]
+
+
+def test_setup_venv_installs_no_packages_that_another_extra_brought(clone, set_up):
+    set_up("test-all")
+    assert [set_up(), set_up("test"), set_up("otel")] == [[], [], []]
+    project = clone / "pyproject.toml"
+    original = project.read_text()
+    project.write_text(original + "\n")
+    assert set_up("docs") == ["native", "packages"]
+    assert [set_up(), set_up("docs")] == [[], []]
+    project.write_text(original)
+    assert set_up("test") == ["native", "packages"], "the packages of the other file may have other versions"
+
+
+def test_setup_venv_removes_builds_of_older_sources(clone, set_up):
+    folder = clone / "kernels/cpu"
+    (folder / "_avx2.cpython-311-x86_64-linux-gnu.so").touch()
+    set_up()
+    assert [path.name for path in folder.iterdir()] == ["csrc"]
+
+
+def test_setup_venv_installs_the_packages_of_extras_within_extras(clone, tmp_path):
+    installed = tmp_path / "installed"
+    keep_requirements = f'[[ "$*" != *" -r "* ]] || cat "${{!#}}" >"{installed}"'
+    stub = f'#!/bin/bash\n{keep_requirements}\n[[ $1 != - ]] || exec "{sys.executable}" "$@"\n'
+    program(clone / ".venv/bin/python", stub)
+    subprocess.run([clone / "tools/setup-venv", "test-all"], check=True, stderr=subprocess.DEVNULL)
+    names = {re.split(r"[\[><=; ]", line)[0] for line in installed.read_text().splitlines()}
+    assert names >= {"torch", "pytest", "xgrammar", "mypy", "ray", "playwright"}
+    assert "vllm-mp" not in names
