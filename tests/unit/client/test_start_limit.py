@@ -8,8 +8,8 @@ from vllm_mp import EngineArgs, EngineStartError
 from vllm_mp.client.engine.launcher import RemoteCore
 from vllm_mp.status_page import CoreState, StatusPage
 
-TIMEOUT_S = 1.0
-NUM_LOOKS = 30
+TIMEOUT_S = 0.3
+NUM_LOOKS = 10
 """The client looks 20 times a second, so this many looks take longer than `TIMEOUT_S`."""
 
 

@@ -209,6 +209,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.extended
 def test_client_that_vanishes_over_tcp_without_closing_its_connection_is_forgotten(config, tmp_path, monkeypatch):
     monkeypatch.setattr(curve_server, "PROBE_S", 1)
     server, own = make_keys(tmp_path)

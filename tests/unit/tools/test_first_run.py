@@ -117,6 +117,7 @@ def test_setup_venv_says_on_one_line_of_80_columns_what_it_does(clone, tmp_path)
     assert (clone / ".venv/.installed").exists()
 
 
+@pytest.mark.extended
 def test_setup_venv_compiles_only_what_no_current_set_up_compiled(clone, tmp_path):
     calls = tmp_path / "calls"
     log_compile = f'[[ "$*" != *" -e "* ]] || echo compiled >>"{calls}"'
