@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -25,6 +26,15 @@ pytest_plugins = ["support.engine_fixtures", "support.time_limit"]
 
 END_TO_END = {"engine", "faults", "server"}
 """Folders whose tests are `extended`, except those that are marked `essential`."""
+
+
+# Searches try the same few examples in each run. `--hypothesis-profile=default` tries others.
+settings.register_profile("few", max_examples=30, deadline=None, derandomize=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile("few")
 
 
 @pytest.hookimpl(tryfirst=True)

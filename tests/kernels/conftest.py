@@ -20,6 +20,7 @@ _FASTEST, *_OTHERS = runnable_builds()
 _HAS_TILES = _FASTEST == "amx"
 _EMULATED = ["amx"] if _FASTEST == "avx512" else []
 _SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in _OTHERS + _EMULATED]
+_MODEL = pytest.param("amx_model", marks=pytest.mark.extended)
 
 
 def pytest_collection_modifyitems(items):
@@ -46,7 +47,7 @@ def tiles(request):
     assert emulation.configured_threads == 0
 
 
-@pytest.fixture(params=[_FASTEST, *_SLOW, pytest.param("amx_model", marks=pytest.mark.extended)])
+@pytest.fixture(params=[_FASTEST, *_SLOW, _MODEL])
 def build(request, monkeypatch):
     found = load(request.param)
     if found is None and shutil.which("g++") is None:

@@ -55,11 +55,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         cache.cache_clear()
 
 
-@pytest.mark.parametrize("version", [THREE, TWO], ids=["3", "2"])
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "window", "soft_cap"),
+    ("version", "rows", "heads", "kv_heads", "window", "soft_cap"),
     covering(
-        [(DECODES_RAGGED,), (PREFILLS,), (MIXED,)],
+        [(THREE,), (TWO,)],
+        [DECODES_RAGGED, PREFILLS, MIXED],
         [(4, 4), (6, 2), (8, 1)],
         [(None, None), (7, None), (None, 3.0), (20, 3.0)],
     ),

@@ -1,15 +1,18 @@
 """Mixtures of experts in every build of the C++ kernels, against their definition in torch."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
+from support.covering import by_turns
 from torch import Tensor
 
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.block_linear import TorchBlockExperts
+from vllm_mp.kernels.block_weight import BlockWeight
 from vllm_mp.kernels.cpu.experts import PackedExperts
 
 NUM_EXPERTS, CHOSEN = 7, 3
@@ -34,17 +37,29 @@ class Case(NamedTuple):
     """The definition, in float64 or with dequantized weights."""
 
 
+def random_weights(hidden: int, inner: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    gate_up = torch.randn(NUM_EXPERTS, 2 * inner, hidden, generator=generator) / hidden**0.5
+    return gate_up, torch.randn(NUM_EXPERTS, hidden, inner, generator=generator) / inner**0.5
+
+
+@functools.cache
+def random_blocks(name: str, hidden: int, inner: int) -> list[list[list[BlockWeight]]]:
+    """Return random weights in the block type `name`: by matrix, by expert, and in parts."""
+    gate_up, down = random_weights(hidden, inner)
+    return [
+        [[ops.quantize_blocks(part, ops.BLOCK_TYPES[name]) for part in matrix.chunk(parts)] for matrix in matrices]
+        for matrices, parts in ((gate_up, 2), (down, 1))
+    ]
+
+
 def case(kind: str, hidden: int = 512, inner: int = 256, activation: str = "silu") -> Case:
     """Return experts of random weights."""
     name, _, rows = kind.partition("-")
     dtype = torch.bfloat16 if "bfloat16" in (name, rows) else torch.float32
-    gate_up = (torch.randn(NUM_EXPERTS, 2 * inner, hidden) / hidden**0.5).to(dtype)
-    down = (torch.randn(NUM_EXPERTS, hidden, inner) / inner**0.5).to(dtype)
+    gate_up, down = (matrices.to(dtype) for matrices in random_weights(hidden, inner))
     if name in ops.BLOCK_TYPES:
-        blocks = [
-            [[ops.quantize_blocks(part, ops.BLOCK_TYPES[name]) for part in matrix.chunk(parts)] for matrix in matrices]
-            for matrices, parts in ((gate_up, 2), (down, 1))
-        ]
+        blocks = random_blocks(name, hidden, inner)
         experts = ops.block_experts(*blocks, activation, dtype)
         gate_up, down = (
             torch.stack([torch.cat([part.dequantized() for part in parts]) for parts in matrices])
@@ -67,8 +82,7 @@ def choices(num_tokens: int, count: int = CHOSEN) -> tuple[Tensor, Tensor]:
     return ids, torch.rand(num_tokens, count)
 
 
-@pytest.mark.parametrize("kind", TOLERANCE)
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(("kind", "activation"), by_turns([*TOLERANCE], ["silu", "gelu_pytorch_tanh"]))
 def test_experts_agree_with_the_definition(build, kind, activation):
     made = case(kind, activation=activation)
     for num_tokens in (1, 4, 40, 130):

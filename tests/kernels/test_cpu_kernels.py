@@ -46,9 +46,10 @@ def assert_near(got, expected, dtype):
     assert (got.float() - expected.float()).abs().max() <= TOLERANCE[dtype] * expected.float().abs().max()
 
 
-@DTYPES
-@pytest.mark.parametrize(("outputs", "inputs"), [(70, 64), (960, 576), (576, 1536), (33, 2), (1, 10), (64, 46)])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "dtype", "has_bias"),
+    covering([(70, 64), (960, 576), (576, 1536), (33, 2), (1, 10), (64, 46)], [*TOLERANCE], [False, True]),
+)
 def test_products_agree_with_torch(build, dtype, outputs, inputs, has_bias):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
@@ -134,9 +135,7 @@ def test_weights_of_an_unsuitable_size_are_not_quantized(build):
     assert torch.equal(PackedLinear(build, weight, None, "int8")(x), PackedLinear(build, weight, None)(x))
 
 
-@DTYPES
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("outputs", [1, 31, 70, 500])
+@pytest.mark.parametrize(("dtype", "quantization", "outputs"), covering([*TOLERANCE], [None, "int8"], [1, 31, 70, 500]))
 def test_argmax_finds_the_first_of_the_highest_outputs(build, dtype, quantization, outputs):
     generator = torch.Generator().manual_seed(outputs)
     weight = torch.randn(outputs, 64, generator=generator).to(dtype)
@@ -197,9 +196,11 @@ def adapted_case(build, dtype, part_sizes, inputs, quantization=None):
 PART_SIZES = [(70,), (64, 32, 32), (40, 12, 12), (8, 4, 4), (150, 150)]
 
 
-@DTYPES
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("part_sizes", PART_SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("part_sizes", "dtype", "quantization"),
+    covering([(sizes,) for sizes in PART_SIZES], [*TOLERANCE], [None, "int8"]),
+    ids=str,
+)
 def test_adapters_add_to_products_what_the_reference_adds(build, dtype, part_sizes, quantization):
     product, packed, stack = adapted_case(build, dtype, part_sizes, 96, quantization)
     for rows in (1, 2, 30, 70):
@@ -252,13 +253,14 @@ def attention_case(rows, sizes, dtype, window, soft_cap):
     )
 
 
-@DTYPES
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "head_dim", "block_size", "value_dim", "window", "soft_cap"),
+    ("rows", "heads", "kv_heads", "head_dim", "block_size", "value_dim", "window", "soft_cap", "dtype"),
     covering(
-        [(DECODES_EVEN,), (DECODES_RAGGED,), (PREFILLS,), (MIXED,), (LONG,)],
+        [DECODES_EVEN, DECODES_RAGGED, PREFILLS, MIXED, LONG],
         [(9, 3, 64, 16, 64), (4, 4, 40, 4, 40), (8, 1, 128, 16, 128), (4, 2, 64, 8, 96), (2, 1, 256, 32, 256)],
-        [(window, soft_cap) for soft_cap in (None, 5.0) for window in (None, 7, 600)],
+        [None, 7, 600],
+        [None, 5.0],
+        [*TOLERANCE],
     ),
     ids=str,
 )

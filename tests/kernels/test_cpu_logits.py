@@ -60,12 +60,12 @@ def test_draw_ends_at_the_last_possible_token_even_if_sums_differ_in_their_last_
 )
 def test_tokens_of_a_large_vocabulary_are_drawn_as_often_as_the_definition_says(build, dtype, knobs):
     """Uniform numbers at equal distances meet each token as often as it is likely, but for one."""
-    count, generator = 400, torch.Generator().manual_seed(2)
+    count, generator = 100, torch.Generator().manual_seed(2)
     logits = (2 * torch.randn(1, 5003, generator=generator)).to(dtype)
     params = draw_params([knobs] * count, (torch.arange(count).double() + 0.5) / count)
     got = ops.sample(logits.repeat(count, 1), params)
     expected = reference.sample(logits.repeat(count, 1), params)
-    assert (got != expected).sum() <= 2
+    assert (got != expected).sum() <= 1
     assert torch.equal(got.sort().values, got), "the draw inverts the cumulative distribution"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from support.covering import by_turns
 from support.key_groups import keys_in_groups
 from support.paged_batch import MIXED, PREFILLS, PagedBatch
 from torch import Tensor
@@ -116,8 +117,10 @@ def load_adapters(arch: Any, dtype: torch.dtype, models: Sequence[Any]) -> None:
                 stack.load(slot, parts)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "float32") for name in CONFIGS), *by_turns([*CONFIGS], [kind for kind in KINDS if kind != "float32"])],
+)
 def test_fused_mixture_agrees_with_its_modules(build, kind, name, monkeypatch):
     dtype, quantization = KINDS[kind]
     arch = architecture(CONFIGS[name], kind)
@@ -137,8 +140,7 @@ def test_fused_mixture_agrees_with_its_modules(build, kind, name, monkeypatch):
             assert (got.float() - expected.float()).norm() <= bound * expected.float().norm()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe-normalized"])
+@pytest.mark.parametrize(("kind", "name"), by_turns([*KINDS], ["qwen2-moe", "qwen3-moe-normalized"]))
 def test_fused_mixture_is_batch_invariant(build, kind, name):
     arch = architecture(CONFIGS[name], "float32")
     if KINDS[kind][1] == "blocks":

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.covering import covering
 from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -15,10 +16,15 @@ from vllm_mp.kernels import ops, reference
 from vllm_mp.model_config.architecture import ACTIVATIONS as SUPPORTED_ACTIVATIONS
 
 
-@pytest.mark.parametrize("rows", [DECODES_EVEN, DECODES_RAGGED, PREFILLS, MIXED, [(1, 37)], [(1, 1)]])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (9, 3), (4, 1)])
-@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (80, 4), (64, 1)])
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (5, None), (16, None), (None, 3.0), (5, 3.0)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "head_dim", "block_size", "window", "soft_cap"),
+    covering(
+        [DECODES_EVEN, DECODES_RAGGED, PREFILLS, MIXED, [(1, 37)], [(1, 1)]],
+        [(4, 4), (6, 2), (9, 3), (4, 1)],
+        [(16, 16), (80, 4), (64, 1)],
+        [(None, None), (5, None), (16, None), (None, 3.0), (5, 3.0)],
+    ),
+)
 def test_paged_attention_equals_dense_attention(
     rows: list[tuple[int, int]],
     heads: int,

@@ -28,7 +28,8 @@ pytestmark = [
 ]
 
 SANITIZERS = [
-    *("-O1", "-g1", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
+    # Code that is not optimized is compiled several times faster, and nothing is optimized away that has an error.
+    *("-O0", "-g1", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
     # Checks of memory as calls rather than inline make the compiler several times faster.
     *("--param", "asan-instrumentation-with-call-threshold=0"),
 ]

@@ -93,6 +93,7 @@ def run_compiler(*arguments):
     return json.loads(found.stdout)
 
 
+@pytest.mark.extended
 def test_code_for_hopper_stays_within_its_bounds():
     found = run_compiler(str(REPORT), "--json", "--processes", "1", "--only", *{launch for launch, _ in BOUNDS})
     assert {(code["launch"], code["kernel"]) for code in found} == set(BOUNDS)

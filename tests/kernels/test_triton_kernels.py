@@ -16,9 +16,7 @@ from support.product_sweep import *  # noqa: E402, F403
 from support.triton_sweep import *  # noqa: E402, F403
 from support.triton_sweep import assert_near, attend, attend_by_reference  # noqa: E402
 
-FEW_EXAMPLES = settings(
-    max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FEW_EXAMPLES = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite
@@ -28,6 +26,7 @@ def _steps(draw: st.DrawFn) -> list[tuple[int, int]]:
     return [*decodes, *((queries, queries + before) for queries, before in chunks)] or [(1, 1)]
 
 
+@pytest.mark.extended
 @FEW_EXAMPLES
 @given(
     rows=_steps(),

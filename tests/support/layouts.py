@@ -33,6 +33,25 @@ def layouts(*names):
 every_layout = layouts(*LAYOUTS)
 
 
+def with_layouts(names, *pairs, extended=()):
+    """Return the mark that runs a test with pairs of a value of the parameters `names` and the name of a layout.
+
+    A value is a string or a tuple of strings. The pairs `extended` are marked so.
+    """
+    return pytest.mark.parametrize(
+        f"{names}, layout",
+        [
+            pytest.param(
+                *([value] if isinstance(value, str) else value),
+                LAYOUTS[name],
+                id="-".join([value, name] if isinstance(value, str) else [*value, name]),
+                marks=[pytest.mark.extended] if (value, name) in extended else [],
+            )
+            for value, name in (*pairs, *extended)
+        ],
+    )
+
+
 def assert_like(layout, found, expected, near_tie=NEAR_TIE):
     """Raise AssertionError unless the answers are equal; up to near-ties where ranks round sums otherwise."""
     if layout.size == 1:

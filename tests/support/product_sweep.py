@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.triton_sweep import DEVICE, DTYPES, FLOAT8_HERE, INTERPRETED, SWEPT, as_bits, assert_near, at
+from support.covering import by_turns, covering
+from support.triton_sweep import DEVICE, DTYPES, ERRORS, FLOAT8_HERE, INTERPRETED, SWEPT, as_bits, assert_near, at
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.triton import launch, operations
 
@@ -55,9 +56,15 @@ def cut_product(monkeypatch: pytest.MonkeyPatch, cut: str, outputs: int, inputs:
         monkeypatch.setitem(table, launch.linear_key(outputs, inputs, weights), options)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 128), (3, 33, 72), (16, 96, 520), (17, 64, 72)])
+@pytest.mark.parametrize(
+    ("cut", "rows", "outputs", "inputs", "dtype"),
+    covering(
+        [*CUTS],
+        [(1, 40, 128), (3, 33, 72), (16, 96, 520), (17, 64, 72)],
+        [torch.float16, torch.bfloat16],
+    ),
+    ids=str,
+)
 def test_products_of_few_rows_agree_with_the_reference(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype, cut: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,14 +79,14 @@ def test_products_of_few_rows_agree_with_the_reference(
 
 @pytest.mark.parametrize("cut", ["by default", "parts"])
 def test_product_of_a_row_is_the_same_beside_other_rows(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, bias = (torch.randn(size).half() for size in ((16, 520), (96, 520), (96,)))
+    x, weight, bias = (torch.randn(size).half() for size in ((16, 264), (96, 264), (96,)))
     quantized, scale = reference.quantize_rows(weight, 1)
     for stored, kind, scales in (
         (weight, "16", None),
         (quantized, "8", scale),
-        (quantized, "blocks", scale.repeat(1, 5)),
+        (quantized, "blocks", scale.repeat(1, 3)),
     ):
-        cut_product(monkeypatch, cut, 96, 520, kind)
+        cut_product(monkeypatch, cut, 96, 264, kind)
         everything = at(DEVICE, x, stored, bias, scales)
         together = operations.linear(*everything)
         x_here, *others = everything
@@ -104,8 +111,9 @@ def test_quantized_rows_agree_with_the_reference(inputs: int, groups: int, dtype
 
 
 @FLOAT8_HERE
-@DTYPES
-@pytest.mark.parametrize(("dim", "groups"), [(300, 1), (300, 3), (48, 1), (2000, 16)])
+@pytest.mark.parametrize(
+    ("dim", "groups", "dtype"), by_turns([(300, 1), (300, 3), (48, 1), (2000, 16)], [*ERRORS]), ids=str
+)
 def test_norms_and_gated_products_are_quantized_as_their_results_would_be(
     dim: int, groups: int, dtype: torch.dtype
 ) -> None:
@@ -136,10 +144,11 @@ def test_row_that_is_not_finite_affects_no_other_row_of_a_product(block_rows: in
     assert operations.linear(*at(DEVICE, x[:0], weight, None, scale)).shape == (0, 64)
 
 
-@DTYPES
 @pytest.mark.parametrize(
-    ("tokens", "inputs", "part_sizes", "max_rank"),
-    [(1, 64, (40,), 16), (5, 70, (64, 16, 16), 8), (40, 48, (33, 7, 7), 20), (33, 64, (50, 50), 100)],
+    ("tokens", "inputs", "part_sizes", "max_rank", "dtype"),
+    by_turns(
+        [(1, 64, (40,), 16), (5, 70, (64, 16, 16), 8), (40, 48, (33, 7, 7), 20), (33, 64, (50, 50), 100)], [*ERRORS]
+    ),
     ids=str,
 )
 def test_adapters_add_what_the_reference_adds(

@@ -120,9 +120,10 @@ def attend_padded(batch: PagedBatch, tokens: int, rows: int, splits: int | None,
 @pytest.mark.parametrize(
     ("steps", "padding", "splits", "window"),
     covering(
-        [(MIXED,), ([(1, 40), (1, 90), (1, 3)],), ([(5, 5), (40, 60)],), ([(1, 33), (33, 33), (1, 1), (2, 9)],)],
+        [MIXED, [(1, 40), (1, 90), (1, 3)], [(5, 5), (40, 60)], [(1, 33), (33, 33), (1, 1), (2, 9)]],
         [((0, 0),), ((1, 0),), ((20, 3),)],
         [(1, None), (4, 20), (None, None)],
+        rest_is_extended=True,
     ),
     ids=str,
 )
@@ -139,7 +140,7 @@ def test_attention_of_a_graph_learns_on_the_device_which_rows_are_decodes(
 
 def test_decode_beside_prefills_has_the_same_bits_in_a_graph() -> None:
     """The kernel for prefills, which would come to other bits, leaves decodes out."""
-    batch = PagedBatch([(1, 40), (1, 90), (1, 17), (20, 33)], 6, 2, 32, 16)
+    batch = PagedBatch([(1, 40), (1, 90), (1, 17), (20, 33)], 2, 1, 32, 16)
     metadata = batch.metadata._replace(decode_splits=4, max_seq_len=4096)
     inputs = at(DEVICE, batch.q, batch.k_cache, batch.v_cache)
     launched = operations.paged_attention(*inputs, *at(DEVICE, metadata), 0.125)

@@ -1,7 +1,7 @@
 """A limit for the time of each test, with which `tools/test` keeps its default set short.
 
-`pytest --time-limit SECONDS` turns each test red that takes longer. A test's own time is its processor time, with that of
-all descendants of this process, or its duration without the time in which processes of this machine waited for a
+`pytest --time-limit SECONDS` turns each test red that takes longer. A test's own time is its processor time, with that
+of all descendants of this process, or its duration without the time in which processes of this machine waited for a
 processor, whichever is larger. So a test that computes and a test that waits are both found, and other programs on the
 machine make no test fail. Fixtures that tests share are left out. On a slower processor the limit is longer.
 """
@@ -10,7 +10,6 @@ import contextlib
 import os
 import time
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import psutil
@@ -21,7 +20,9 @@ EXCEPTIONS: Final[dict[str, float]] = {}
 
 _REFERENCE_S: Final = 0.05
 """Processor time that `_speed_sample` took on the machine on which the limit was chosen: a Xeon with AMX at 2.2 GHz."""
-_PRESSURE: Final = Path("/proc/pressure/cpu")
+_PRESSURE: Final = "/proc/pressure/cpu"
+_monotonic: Final = time.monotonic
+"""The function itself, because tests that have just ended may still replace it."""
 
 
 class _Used(NamedTuple):
@@ -34,7 +35,7 @@ class _Used(NamedTuple):
     @classmethod
     def now(cls) -> "_Used":
         stalled_s = _stalled_s()
-        return cls(_processor_s(), 0.0 if stalled_s is None else time.monotonic() - stalled_s)
+        return cls(_processor_s(), 0.0 if stalled_s is None else _monotonic() - stalled_s)
 
 
 class TimeLimit:
@@ -77,8 +78,8 @@ class TimeLimit:
             if own_s > limit_s:
                 report.outcome = "failed"
                 report.longrepr = (
-                    f"the test took {own_s:.1f} s of its own, the limit is {limit_s:.1f} s: make it cheaper, or mark it "
-                    "with `extended`, which leaves it out of the default set"
+                    f"the test took {own_s:.1f} s of its own, the limit is {limit_s:.1f} s: make it cheaper, or mark "
+                    "it with `extended`, which leaves it out of the default set"
                 )
         return report
 
@@ -109,7 +110,8 @@ def _processor_s() -> float:
 def _stalled_s() -> float | None:
     """Return the time in which some process of this machine waited for a processor; None if the system has no count."""
     try:
-        some = _PRESSURE.read_text().splitlines()[0]
+        with open(_PRESSURE) as file:
+            some = file.readline()
     except OSError:
         return None
     return int(some.rpartition("total=")[2]) / 1e6

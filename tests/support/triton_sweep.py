@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.covering import covering
+from support.covering import by_turns, covering
 from support.gpu_device import DEVICE as GPU_DEVICE
 from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from support.sampling_logits import EQUAL_TO_REFERENCE, impossible_tokens_at_the_end
@@ -89,8 +89,9 @@ def attend_by_reference(batch: PagedBatch, *options: Any) -> Tensor:
             (3, 1, 256, 1, 256),
             (71, 1, 16, 16, 32),
         ],
-        [(DECODES_RAGGED,), (PREFILLS,), (MIXED,)],
+        [DECODES_RAGGED, PREFILLS, MIXED],
         [(None, None), (7, None), (20, 3.0)],
+        rest_is_extended=True,
     ),
     ids=str,
 )
@@ -104,9 +105,11 @@ def test_attention_agrees_with_the_reference(
     assert_near(attend(batch, SWEPT, 0.11, window, soft_cap), expected, SWEPT)
 
 
-@DTYPES
-@pytest.mark.parametrize("rows", [DECODES_RAGGED, MIXED], ids=str)
-@pytest.mark.parametrize(("head_dim", "window", "soft_cap"), [(64, None, None), (128, 20, 3.0)])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "head_dim", "window", "soft_cap"),
+    covering([*ERRORS], [DECODES_RAGGED, MIXED], [(64, None, None), (128, 20, 3.0)]),
+    ids=str,
+)
 def test_attention_is_accurate_to_its_dtype(dtype: torch.dtype, rows: Any, head_dim: int, window: Any, soft_cap: Any):
     batch = PagedBatch(rows, 6, 2, head_dim, 16)
     batch.round_to(dtype)
@@ -126,9 +129,15 @@ def attend_in_8_bits(batch: PagedBatch, dtype: torch.dtype, *options: Any) -> tu
 
 
 @FLOAT8_HERE
-@pytest.mark.parametrize("dtype", {SWEPT: 0, torch.float16: 0, torch.bfloat16: 0}, ids=str)
-@pytest.mark.parametrize("rows", [DECODES_RAGGED, MIXED], ids=str)
-@pytest.mark.parametrize(("head_dim", "window", "soft_cap"), [(64, None, None), (80, 20, 3.0)])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "head_dim", "window", "soft_cap"),
+    covering(
+        [*{SWEPT: 0, torch.float16: 0, torch.bfloat16: 0}],
+        [DECODES_RAGGED, MIXED],
+        [(64, None, None), (80, 20, 3.0)],
+    ),
+    ids=str,
+)
 def test_attention_over_a_cache_of_8_bit_floats(
     dtype: torch.dtype, rows: Any, head_dim: int, window: Any, soft_cap: Any
 ) -> None:
@@ -146,8 +155,7 @@ def test_no_query_is_too_large_or_too_small_for_a_cache_of_8_bit_floats(rows: An
     assert_near(got, expected, torch.bfloat16)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5, 16])
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (2, 50), (5, None), (16, 50)])
 def test_decode_is_the_same_in_any_number_of_parts(splits: int, window: int | None) -> None:
     batch = PagedBatch([(1, 133), (1, 1), (1, 32), (1, 33), (1, 70)], 6, 2, 64, 16)
     expected = attend_by_reference(batch, 0.125, window)
@@ -182,7 +190,9 @@ def test_queries_may_be_part_of_a_wider_projection() -> None:
 
 @pytest.mark.parametrize(
     ("value", "window", "soft_cap", "of_keys"),
-    covering([(torch.nan,), (torch.inf,), (-torch.inf,)], [(None, None), (7, None), (20, 3.0)], [(True,), (False,)]),
+    covering(
+        [torch.nan, torch.inf, -torch.inf], [(None, None), (7, None), (20, 3.0)], [True, False], rest_is_extended=True
+    ),
     ids=str,
 )
 def test_nan_and_infinity_reach_only_the_queries_that_see_them(
@@ -307,14 +317,18 @@ def rotary_inputs(
     return q, k, v, torch.randint(0, 64, (tokens,)), table
 
 
-ROTARY_SHAPES = pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "value_dim", "rotary_dim"),
-    [(6, 2, 8, 8, 8), (32, 4, 64, 64, 64), (9, 3, 80, 80, 60), (4, 2, 192, 128, 128), (14, 2, 256, 256, 256)],
+ROTARY_SHAPES = [
+    (6, 2, 8, 8, 8),
+    (32, 4, 64, 64, 64),
+    (9, 3, 80, 80, 60),
+    (4, 2, 192, 128, 128),
+    (14, 2, 256, 256, 256),
+]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "value_dim", "rotary_dim", "dtype"), by_turns(ROTARY_SHAPES, [*ERRORS]), ids=str
 )
-
-
-@DTYPES
-@ROTARY_SHAPES
 def test_rotary_and_cache_writes_agree_with_the_reference(
     heads: int, kv_heads: int, head_dim: int, value_dim: int, rotary_dim: int, dtype: torch.dtype
 ) -> None:

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +58,7 @@ def _files_in_code(text: str) -> set[str]:
     return {word for word in words - _OTHER_NAMES if word.endswith(_SUFFIXES) and re.fullmatch(r"[\w./-]+", word)}
 
 
+@functools.cache
 def _definitions(source: Path) -> set[str]:
     """Return the functions and classes of a file; each method as `name` and as `Class.name`."""
     nodes = list(ast.walk(ast.parse(source.read_text())))
@@ -67,38 +68,44 @@ def _definitions(source: Path) -> set[str]:
     return methods | {node.name for node in nodes if isinstance(node, named)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_relative_link_leads_to_a_file_and_a_heading(page: Path) -> None:
-    for link in _LINK.findall(page.read_text()):
-        if "://" in link:
-            continue
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{_name(page)} links to {link}"
-        if anchor:
-            assert anchor in _anchors(target), f"{_name(page)} links to {link}, and {_name(target)} has no such heading"
+def _faults(find: Callable[[Path], Iterable[object]]) -> list[str]:
+    """Return what `find` finds wrong with each page, as lines that begin with the page."""
+    return [f"{_name(page)}: {fault}" for page in PAGES for fault in find(page)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_path_of_the_repository_that_a_page_names_exists(page: Path) -> None:
-    missing = [path for path in sorted(_paths(page.read_text())) if not (ROOT / path).exists()]
-    assert not missing, f"{_name(page)} names files that are not there"
+def test_every_relative_link_leads_to_a_file_and_a_heading() -> None:
+    def broken_links(page: Path) -> Iterator[str]:
+        for link in _LINK.findall(page.read_text()):
+            if "://" in link:
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists():
+                yield link
+            elif anchor and anchor not in _anchors(target):
+                yield f"{link}, and {_name(target)} has no such heading"
+
+    assert _faults(broken_links) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_file_name_in_backticks_is_a_file_of_the_repository(page: Path) -> None:
-    names = {path.name for folder in _FOLDERS for path in (ROOT / folder).rglob("*")} | {
-        path.name for path in ROOT.iterdir()
-    }
-    unknown = [word for word in sorted(_files_in_code(page.read_text())) if word.rpartition("/")[2] not in names]
-    assert not unknown, f"{_name(page)} names files that are not there"
+def test_every_path_of_the_repository_that_a_page_names_exists() -> None:
+    assert _faults(lambda page: [path for path in _paths(page.read_text()) if not (ROOT / path).exists()]) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_function_that_a_page_names_with_its_file_is_defined_there(page: Path) -> None:
-    named = _FUNCTION.findall(page.read_text())
-    missing = [(path, name) for path, name in named if name not in _definitions(ROOT / path)]
-    assert not missing, f"{_name(page)} names functions that are not there"
+def test_every_file_name_in_backticks_is_a_file_of_the_repository() -> None:
+    names = {path.name for folder in _FOLDERS for path in (ROOT / folder).rglob("*")}
+    names |= {path.name for path in ROOT.iterdir()}
+    assert (
+        _faults(lambda page: [w for w in _files_in_code(page.read_text()) if w.rpartition("/")[2] not in names]) == []
+    )
+
+
+def test_every_function_that_a_page_names_with_its_file_is_defined_there() -> None:
+    def missing(page: Path) -> list[tuple[str, str]]:
+        named = _FUNCTION.findall(page.read_text())
+        return [(path, name) for path, name in named if name not in _definitions(ROOT / path)]
+
+    assert _faults(missing) == []
 
 
 def test_way_of_a_prompt_has_at_most_25_hops() -> None:
@@ -117,16 +124,20 @@ def test_glossary_has_at_most_30_words() -> None:
     assert len(words) == len(set(words))
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
-def test_code_block_is_valid_in_its_language(block: CodeBlock) -> None:
-    assert block.language in _CHECKS, f"{block.place}: use one of {', '.join(_CHECKS)}"
-    _CHECKS[block.language](block)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=_name)
+def test_code_blocks_are_valid_in_their_languages(page: Path) -> None:
+    blocks = blocks_of(page)
+    for block in blocks:
+        assert block.language in _CHECKS, f"{block.place}: use one of {', '.join(_CHECKS)}"
+        _CHECKS[block.language](block)
+    # With an `if` around each block, a block that is cut off does not go on in the next one.
+    shell = "".join(f"if true; then :\n{block.text}\nfi\n" for block in blocks if block.language == "bash")
+    done = subprocess.run(["bash", "-n"], input=shell, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-def _check_shell(block: CodeBlock) -> None:
-    """Check the syntax of a shell block, and its flags as far as they are of this repository."""
-    done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), block.place
+def _check_flags(block: CodeBlock) -> None:
+    """Check the flags of a shell block as far as they are of this repository."""
     for command in commands(block):
         words = words_of(command)
         if words[0].endswith("vllm-mp"):
@@ -140,7 +151,7 @@ def _check_shell(block: CodeBlock) -> None:
 
 
 _CHECKS: dict[str, Callable[[CodeBlock], object]] = {
-    "bash": _check_shell,
+    "bash": _check_flags,
     "json": lambda block: json.loads(block.text),
     "python": compiled,
     "text": lambda block: block.text,
@@ -150,20 +161,23 @@ _CHECKS: dict[str, Callable[[CodeBlock], object]] = {
 """The languages of code blocks, and what raises an error for a block that is not valid."""
 
 
+@functools.cache
 def _source_of(tool: Path) -> str:
     """Return the text of a tool and of the modules that only tools and tests use, where its flags may be."""
     modules = [*(ROOT / "tools/shared").glob("*.py"), *(ROOT / "vllm_mp/testing").rglob("*.py")]
     return "\n".join(path.read_text() for path in (tool, *modules))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_flag_in_backticks_is_one_of_a_command_or_a_tool(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    flags = {flag for code in re.findall(r"`([^`]+)`", text) for flag in _FLAG.findall(code)}
-    assert sorted(flags - _known_flags()) == []
+def test_every_flag_in_backticks_is_one_of_a_command_or_a_tool() -> None:
+    known = _known_flags()
+
+    def unknown(page: Path) -> set[str]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        return {flag for code in re.findall(r"`([^`]+)`", text) for flag in _FLAG.findall(code)} - known
+
+    assert _faults(unknown) == []
 
 
-@functools.cache
 def _known_flags() -> set[str]:
     """Return the flags of all commands, and those that the text of a tool has."""
     flags = set(_OTHER_FLAGS)
@@ -192,14 +206,14 @@ def test_commands_that_no_test_runs_have_a_reason(capsys: pytest.CaptureFixture[
             print(f"\nnot run: {begin} ({NOT_RUN[begin]}): {', '.join(dict.fromkeys(found))}", end="")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_test_that_a_page_names_with_its_function_exists(page: Path) -> None:
-    named = _TEST.findall(page.read_text())
-    missing = [f"{path}::{name}" for path, name in named if name not in _test_functions(path)]
-    assert not missing, f"{_name(page)} names tests that are not there"
+def test_every_test_that_a_page_names_with_its_function_exists() -> None:
+    def missing(page: Path) -> list[str]:
+        named = _TEST.findall(page.read_text())
+        return [f"{path}::{name}" for path, name in named if name not in _test_functions(path)]
+
+    assert _faults(missing) == []
 
 
-@functools.cache
 def _test_functions(path: str) -> set[str]:
     source = ROOT / "tests" / path
     return _definitions(source) if source.is_file() else set()

@@ -1,6 +1,7 @@
 """No data becomes code: the product uses no pickle, no eval, and imports no name from a message."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,12 @@ def uses(tree):
                 yield "allow_pickle"
 
 
+NAMES = re.compile(rf"\b(?:{'|'.join(BARRED_MODULES | BARRED_CALLS | {'load', 'allow_pickle'})})\b")
+"""Words without which a text has no use of a barred name."""
+
+
 def found_in(text):
-    return set(uses(ast.parse(text)))
+    return set(uses(ast.parse(text))) if NAMES.search(text) else set()
 
 
 def test_no_module_turns_data_into_code():

@@ -29,7 +29,7 @@ def address(default_model, tmp_path_factory):
         yield address
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llm(address):
     llm = AsyncLLM.connect(address)
     yield llm
@@ -157,6 +157,7 @@ def test_pause_holds_requests_until_it_ends(llm):
     assert asyncio.run(run()).outputs[0].finish_reason == "abort"
 
 
+@pytest.mark.extended
 def test_streams_continue_on_the_next_replay_core_at_the_address(default_model, tmp_path):
     async def run(llm, pid):
         params = greedy(100, ignore_eos=True)

@@ -195,17 +195,14 @@ def test_schema_is_a_digest_of_the_names_types_and_order_of_all_fields():
 
 
 def test_schema_is_the_same_in_every_process():
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", "from vllm_mp import wire; print(wire.SCHEMA)"],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        for seed in ("1", "2")
-    }
-    assert found == {wire.SCHEMA}
+    found = subprocess.run(
+        [sys.executable, "-c", "from vllm_mp import wire; print(wire.SCHEMA)"],
+        env={**os.environ, "PYTHONHASHSEED": "1"},  # this process has a random one
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == wire.SCHEMA
 
 
 def test_another_type_of_a_field_changes_the_schema():
@@ -302,7 +299,7 @@ def test_truncated_token_ids_raise_value_error():
         wire.unpack_ids(wire.pack_ids([1, 2])[:-1])
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_do_no_harm(frame):
     assert_no_harm(frame)
@@ -316,7 +313,7 @@ EDITS = st.lists(
 )
 
 
-@settings(max_examples=1500)
+@settings(max_examples=150)
 @given(st.sampled_from(FRAMES), EDITS)
 def test_damaged_frames_do_no_harm(frame, edits):
     data = bytearray(frame)

@@ -180,7 +180,7 @@ STOPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     tokens=TOKENS,
     reason=st.sampled_from(["length", "stop"]),

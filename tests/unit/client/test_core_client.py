@@ -1,8 +1,7 @@
 """What a client sends to the next core after a death, and which requests it fails or refuses."""
 
-from types import SimpleNamespace
-
 import pytest
+from support.stand_in_core import StandInSupervisor
 
 from vllm_mp import EngineGenerateError, SamplingParams, wire
 from vllm_mp.client.engine import refused_requests
@@ -15,52 +14,12 @@ from vllm_mp.client.request import GenerationRequest
 from vllm_mp.client.stats import EngineStats
 
 
-class Connection:
-    """The connection to one core; `cores` keeps the messages that are sent and the callback for received ones."""
-
-    num_dropped, loop, was_paused = 0, None, False
-
-    def __init__(self, cores, incarnation):
-        self.cores, self.incarnation = cores, incarnation
-
-    def attach(self, on_message, news_fd, on_news):
-        self.cores.on_message = on_message
-
-    def send(self, message):
-        self.cores.sent.append(message)
-
-    def detach(self):
-        pass
-
-
-class Cores:
-    """The supervisor of a client."""
-
-    news_fd, end = -1, None
+class Cores(StandInSupervisor):
+    """The cores of a client, one after the other, and the client."""
 
     def __init__(self, is_shared=False):
-        self.is_shared = is_shared
-        self.sent = []
-        self.forgiven = []
-        self.num_deaths = 0
-        self.core = self.start(None)
+        super().__init__(is_shared)
         self.client = EngineCoreClient(self, OutputProcessor(), EngineStats(64, False))
-
-    def start(self, last_death):
-        return SimpleNamespace(
-            connection=Connection(self, self.num_deaths),
-            process=None if self.is_shared else object(),
-            welcome=SimpleNamespace(why_dropped="", last_death=last_death),
-        )
-
-    def watch(self, has_work, pings):
-        pass
-
-    def release(self, core):
-        pass
-
-    def forgive(self, times):
-        self.forgiven += times
 
     def add(self, name, prompt=None, seed=None, salt=""):
         params = SamplingParams(seed=seed or 1)
@@ -249,7 +208,7 @@ def test_messages_of_requests_that_stay_held_back_are_not_built_at_each_step(cor
 def shared_core(cores, incarnation, last_death=None, why_dropped=""):
     """Return a core of another process."""
     welcome = wire.welcome(incarnation, 0, 1, b"", last_death=last_death, why_dropped=why_dropped)
-    return SimpleNamespace(connection=Connection(cores, incarnation), process=None, welcome=welcome)
+    return cores.core_of(welcome)
 
 
 def lose_connection(cores):

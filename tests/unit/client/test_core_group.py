@@ -1,9 +1,9 @@
 """Where the requests of an engine with several cores go: at first, when a core dies, and when one is removed."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
+from support.stand_in_core import StandInSupervisor
 
 from vllm_mp import EngineDeadError, EngineError, EngineGenerateError, SamplingParams, wire
 from vllm_mp.client.engine.core_group import CoreGroup
@@ -15,71 +15,6 @@ from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.request import GenerationRequest
 from vllm_mp.client.stats import EngineStats
 
-CONFIG = SimpleNamespace(cache_config=SimpleNamespace(num_blocks=1000, block_size=16, enable_prefix_caching=True))
-
-
-class Connection:
-    """The connection to one core; keeps what is sent, and answers calls at once."""
-
-    num_dropped, was_paused = 0, False
-
-    def __init__(self, core):
-        self.core, self.incarnation = core, core.num_deaths
-        self.loop = None
-
-    def attach(self, on_message, news_fd, on_news):
-        self.loop = asyncio.get_running_loop()
-        self.core.on_message = on_message
-
-    def is_attached(self):
-        return asyncio.get_running_loop() is self.loop
-
-    def send(self, message):
-        self.core.sent.append(message)
-        if isinstance(message, wire.Call) and message.name in self.core.answers:
-            reply = wire.Reply(self.incarnation, message.call_id, **self.core.answers[message.name])
-            self.loop.call_soon(self.core.on_message, reply)
-
-    def detach(self):
-        self.loop = None
-
-
-class Core:
-    """The supervisor of a core that a test lets die."""
-
-    news_fd, end, has_news = -1, None, False
-
-    def __init__(self, is_shared=False, number=0):
-        self.is_shared, self.number, self.num_deaths = is_shared, number, 0
-        self.sent = []
-        self.answers = {}
-        self.forgiven = []
-        self.core = self.start()
-
-    def start(self, last_death=None):
-        return SimpleNamespace(
-            client=self.number,
-            connection=Connection(self),
-            process=None if self.is_shared else object(),
-            welcome=SimpleNamespace(why_dropped="", last_death=last_death),
-            config=CONFIG,
-        )
-
-    def watch(self, has_work, pings):
-        pass
-
-    def release(self, core):
-        pass
-
-    def note_call(self, name, args):
-        pass
-
-    def status(self):
-        return None
-
-    def forgive(self, times):
-        self.forgiven += times
-
 
 class Engine:
     """A group of cores."""
@@ -87,7 +22,7 @@ class Engine:
     def __init__(self, num_cores=2, is_shared=False, number=0):
         self.stats = EngineStats(64, False)
         self.requests = LiveRequests(self.stats.note_end)
-        self.cores = [Core(is_shared, number) for _ in range(num_cores)]
+        self.cores = [StandInSupervisor(is_shared, number) for _ in range(num_cores)]
         self.group = CoreGroup(list(self.cores), self.requests, self.stats)
         self.time = 0.0
 
@@ -556,7 +491,7 @@ def test_requests_of_a_core_that_is_removed_go_on_with_others():
             engine.group.remove(1)
         with pytest.raises(ValueError, match="rank=0: there is no such core; the ranks are 1"):
             engine.group.drain(0)
-        added = Core()
+        added = StandInSupervisor()
         engine.group.add_core(added, engine.group.reserve_rank())
         engine.cores.append(added)
         assert [client.rank for client in engine.group.clients] == [1, 2]

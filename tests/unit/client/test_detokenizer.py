@@ -100,7 +100,7 @@ chunk_sizes = st.lists(st.integers(1, 40), max_size=8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(text=texts, split=st.floats(0, 1), sizes=chunk_sizes, specials=st.booleans())
 def test_deltas_add_up_to_the_text_and_hold_only_whole_characters(
     kind: str, text: str, split: float, sizes: list[int], specials: bool
@@ -146,7 +146,7 @@ def test_every_character_is_emitted_with_its_last_token(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(
     prompt=st.lists(st.integers(0, 500), max_size=30),
     ids=st.lists(st.one_of(st.integers(0, 500), st.sampled_from([-1, MAX_ID, 2**40])), max_size=120),
@@ -163,7 +163,7 @@ def test_any_ids_have_a_text(
     run(detokenizer, in_chunks(ids, sizes))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(ids=st.lists(st.integers(0, 420), max_size=120), sizes=chunk_sizes, skip=st.booleans())
 def test_invalid_bytes_read_as_the_tokenizer_reads_them(ids: list[int], sizes: list[int], skip: bool) -> None:
     tokenizer = tokenizer_of("byte_level")

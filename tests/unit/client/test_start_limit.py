@@ -9,7 +9,7 @@ from vllm_mp.client.engine.launcher import RemoteCore
 from vllm_mp.status_page import CoreState, StatusPage
 
 TIMEOUT_S = 1.0
-NUM_LOOKS = 30
+NUM_LOOKS = 25
 """The client looks 20 times a second, so this many looks take longer than `TIMEOUT_S`."""
 
 
@@ -20,8 +20,9 @@ def page(tmp_path):
     return page
 
 
-def connect(tmp_path, default_model, look):
+def connect(tmp_path, default_model, look, timeout_s=TIMEOUT_S):
     """Wait for a core whose socket is bound and which answers once `look`, called at each look, returns True."""
+    config = EngineArgs(model=str(default_model)).create_engine_config()
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.bind(f"ipc://{tmp_path}/core.sock")
@@ -29,11 +30,10 @@ def connect(tmp_path, default_model, look):
 
     def check():
         if look() and not cores:
-            config = EngineArgs(model=str(default_model)).create_engine_config()
             cores.append(FakeCore("", config, socket=socket))
 
     try:
-        core = RemoteCore(f"ipc://{tmp_path}/core.sock", None, TIMEOUT_S).finish(check)
+        core = RemoteCore(f"ipc://{tmp_path}/core.sock", None, timeout_s).finish(check)
         core.connection.close()
     finally:
         for each in cores:
@@ -66,4 +66,4 @@ def test_core_that_makes_no_progress_in_its_load_is_given_up(page, tmp_path, def
         return len(looks) > 100 * NUM_LOOKS
 
     with pytest.raises(EngineStartError, match="did not answer"):
-        connect(tmp_path, default_model, look)
+        connect(tmp_path, default_model, look, timeout_s=0.3)

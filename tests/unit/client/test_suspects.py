@@ -237,7 +237,7 @@ def search(client, culprits, is_in_step=lambda slot: True):
     return num_deaths
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_search_convicts_the_culprits_and_no_innocent_in_a_bounded_number_of_deaths(data):
     num_requests = data.draw(st.integers(1, 200))

@@ -118,6 +118,7 @@ def test_tokenizer_json_alone_is_enough(fast_folder: Path) -> None:
     assert load(fast_folder)(TEXT)["input_ids"] == expected["input_ids"]
 
 
+@pytest.mark.extended
 def test_vocabulary_and_merges_are_converted_once(vocabulary_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(load(vocabulary_folder), AutoTokenizer.from_pretrained(vocabulary_folder))
     (converted,) = (vocabulary_folder.parent / "cache" / "tokenizers").iterdir()
@@ -154,6 +155,7 @@ def test_two_processes_may_convert_at_once(vocabulary_folder: Path, monkeypatch:
     assert list(cache.iterdir()) == [converted]
 
 
+@pytest.mark.extended
 def test_tokenizer_that_exists_in_python_only_is_loaded_in_this_process(vocabulary_folder: Path) -> None:
     make_python_only(vocabulary_folder)
     tokenizer = load(vocabulary_folder)
@@ -165,7 +167,7 @@ def test_tokenizer_that_exists_in_python_only_is_loaded_in_this_process(vocabula
     assert tokenizer.decode(ids[:1]) + text == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("kind", ["fast_folder", "vocabulary_folder"])
+@pytest.mark.parametrize("kind", ["fast_folder", pytest.param("vocabulary_folder", marks=pytest.mark.extended)])
 def test_loading_leaves_torch_out_of_the_process(kind: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(kind)
     script = (
@@ -258,6 +260,7 @@ def test_folder_that_does_not_exist_is_refused_by_name(tmp_path: Path) -> None:
         load(tmp_path / "gone")
 
 
+@pytest.mark.extended
 def test_conversion_that_fails_says_why_and_leaves_no_files(vocabulary_folder: Path) -> None:
     (vocabulary_folder / "vocab.json").write_text("not json")
     with pytest.raises(ValueError, match="failed with exit code 1"):

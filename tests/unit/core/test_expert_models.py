@@ -1,11 +1,14 @@
 """Mixtures of experts whose weights the C++ kernels read: 16 or 8 bits, and the same logits in any batch."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.covering import covering
 from support.paged_steps import run_in_chunks
 
 from vllm_mp.core.models import build_model
@@ -37,7 +40,23 @@ def logits(model: Any, prompts: list[list[int]] = PROMPTS, dtype: torch.dtype = 
     return run_in_chunks(model, prompts, block_size=4, dtype=dtype)
 
 
-@pytest.fixture(params=[True, False], ids=["fused", "by operation"])
+CASES = covering(MIXTURES, [None, "int8"], [True, False])
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory) -> Callable[[str], Path]:
+    """Returns the folder of a random model."""
+
+    @functools.cache
+    def saved(name: str) -> Path:
+        folder: Path = tmp_path_factory.mktemp(name)
+        save_random_model(CONFIGS[name], folder)
+        return folder
+
+    return saved
+
+
+@pytest.fixture
 def is_fused(request, monkeypatch) -> bool:
     """Whether the layers are computed in one call, as in a process without other ranks, or operation by operation."""
     if not request.param:
@@ -45,11 +64,9 @@ def is_fused(request, monkeypatch) -> bool:
     return request.param
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_packed_experts_give_about_the_same_logits_and_leave_no_other_copy(name, quantization, is_fused, tmp_path):
-    save_random_model(CONFIGS[name], tmp_path)
-    model = load(tmp_path)
+@pytest.mark.parametrize(("name", "quantization", "is_fused"), CASES, indirect=["is_fused"])
+def test_packed_experts_give_about_the_same_logits_and_leave_no_other_copy(name, quantization, is_fused, folder_of):
+    model = load(folder_of(name))
     expected = torch.cat(logits(model))
     model.pack(quantization, torch.float32)
     assert isinstance(model.decoder, FusedDecoder) == is_fused
@@ -63,11 +80,9 @@ def test_packed_experts_give_about_the_same_logits_and_leave_no_other_copy(name,
     assert not left
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_logits_of_a_mixture_are_batch_invariant(name, quantization, is_fused, tmp_path):
-    save_random_model(CONFIGS[name], tmp_path)
-    model = load(tmp_path, torch.bfloat16)
+@pytest.mark.parametrize(("name", "quantization", "is_fused"), CASES, indirect=["is_fused"])
+def test_logits_of_a_mixture_are_batch_invariant(name, quantization, is_fused, folder_of):
+    model = load(folder_of(name), torch.bfloat16)
     model.pack(quantization, torch.bfloat16)
     together = logits(model, PROMPTS, torch.bfloat16)
     for prompt, expected in zip(PROMPTS, together, strict=True):

@@ -11,7 +11,7 @@ from vllm_mp.core.scheduler.request import NO_ROW
 from vllm_mp.core.scheduler.scheduler import Scheduler
 
 BUDGET, MAX_SEQS, LENGTH = 16, 6, 64
-SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(1, 4))]
 
 
 class Load:

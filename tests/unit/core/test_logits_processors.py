@@ -115,7 +115,7 @@ def logits_of(count, seed, dtype=torch.float32):
     return (logits * 2).round().div(2).to(dtype)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(REQUEST, st.integers(0, 1000))
 def test_processors_agree_with_transformers_in_the_documented_order(request, seed):
     logits = logits_of(1, seed)
@@ -124,7 +124,7 @@ def test_processors_agree_with_transformers_in_the_documented_order(request, see
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(rows=st.lists(ROW, min_size=2, max_size=7), seed=st.integers(0, 1000))
 def test_each_row_is_changed_to_the_bit_as_if_it_were_alone(dtype, rows, seed):
     logits = logits_of(len(rows), seed, dtype)
@@ -137,7 +137,7 @@ def test_each_row_is_changed_to_the_bit_as_if_it_were_alone(dtype, rows, seed):
             assert torch.equal(together[i], logits[i].float())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(REQUEST, st.lists(TOKEN, min_size=3, max_size=9), st.integers(1, 8))
 def test_processors_continue_an_output_after_preemption_and_after_recovery(request, answer, cut):
     params, prompt, _, bad_words = request

@@ -209,6 +209,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.extended
 def test_client_that_vanishes_over_tcp_without_closing_its_connection_is_forgotten(config, tmp_path, monkeypatch):
     monkeypatch.setattr(curve_server, "PROBE_S", 1)
     server, own = make_keys(tmp_path)
@@ -314,7 +315,8 @@ def test_message_of_a_client_is_handled_before_the_rest_of_another_clients_flood
         handled.append(number)
         if number == 10:
             quiet.send(wire.encode(wire.Call(1, 1, "note", [-1])))
-            time.sleep(0.05)  # until ZeroMQ has delivered it
+        if number >= 10 and -1 not in handled:
+            time.sleep(0.01)  # ZeroMQ may not have delivered it yet
 
     core.serve(note=note)
     for number in range(500):

@@ -46,6 +46,7 @@ def no_conversion(*_: object) -> Path:
     pytest.fail("the file was read or converted again")
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("converts")
 def test_conversion_keeps_every_tensor_and_is_done_once(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +150,7 @@ def test_truncated_file_is_refused_by_name(tmp_path: Path, cache: Path, size: in
     assert not cache.exists()
 
 
+@pytest.mark.extended
 def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path / "odd.gguf", architecture="perceptron")
     with pytest.raises(ValueError, match=r"cannot convert .*odd\.gguf: .*perceptron"):

@@ -116,6 +116,7 @@ def test_only_needed_files_are_downloaded_and_later_loads_do_not_ask_the_hub(hub
     assert resolve("org/model", "http://127.0.0.1:1", tmp_path, revision=COMMIT) == folder
 
 
+@pytest.mark.extended
 def test_pickled_weights_are_downloaded_only_where_there_are_no_safetensors(hub: str, tmp_path: Path) -> None:
     folder = resolve("org/bin", hub, tmp_path)
     assert names(folder) == ["config.json", "pytorch_model.bin", "tokenizer.json"]
@@ -123,6 +124,7 @@ def test_pickled_weights_are_downloaded_only_where_there_are_no_safetensors(hub:
     assert names(resolve("org/bin", hub, tmp_path / "dummy", load_format="dummy")) == ["config.json", "tokenizer.json"]
 
 
+@pytest.mark.extended
 def test_dummy_load_downloads_no_weights_and_a_later_load_adds_them(hub: str, tmp_path: Path) -> None:
     folder = resolve("org/model", hub, tmp_path, load_format="dummy")
     assert names(folder) == ["config.json", "tokenizer.json"]
@@ -130,6 +132,7 @@ def test_dummy_load_downloads_no_weights_and_a_later_load_adds_them(hub: str, tm
     assert "model.safetensors" in names(folder)
 
 
+@pytest.mark.extended
 def test_download_dir_replaces_the_hubs_cache(hub: str, tmp_path: Path) -> None:
     folder = resolve("org/model", hub, tmp_path / "home", download_dir=str(tmp_path / "mine"))
     assert Path(folder).is_relative_to(tmp_path / "mine")
@@ -152,6 +155,7 @@ def test_each_reason_for_a_missing_model_has_its_own_message(
     assert model in answer
 
 
+@pytest.mark.extended
 def test_unreachable_hub_is_reported_within_fifteen_seconds_with_remedies(tmp_path: Path) -> None:
     start = time.monotonic()
     answer = resolve("org/model", "http://127.0.0.1:1", tmp_path)
@@ -160,6 +164,7 @@ def test_unreachable_hub_is_reported_within_fifteen_seconds_with_remedies(tmp_pa
         assert part in answer
 
 
+@pytest.mark.extended
 def test_hub_that_does_not_answer_is_reported_within_fifteen_seconds(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         start = time.monotonic()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.adapters import adapter_tensors, save_adapter
 from support.answers import PROMPTS, adapter_slot
-from support.layouts import layouts
+from support.covering import by_turns
+from support.layouts import with_layouts
 from support.local_engine import LocalEngine
 from support.quantized_checkpoints import save_in_float8, save_in_four_bits
 from support.rank_threads import local_group
@@ -114,8 +115,11 @@ def tolerance(form, layout):
     return 1e-3 if layout.size == 1 else ROUNDED_BY_RANK.get(form, TOLERANCE)
 
 
-@layouts("tensor-2", "pipeline-2", "tensor-2-pipeline-2")
-@pytest.mark.parametrize(("form", "name"), FORMS)
+@with_layouts(
+    "form, name",
+    *(((form, name), layout) for form, name, layout in by_turns(FORMS, ["tensor-2-pipeline-2", "tensor-2"])),
+    extended=[(form, "pipeline-2") for form in FORMS],
+)
 def test_every_form_of_weights_is_shared_out(form, name, layout, model_in):
     path, options = model_in(form, name)
     expected = distributions(LocalEngine(path, **options))
@@ -123,8 +127,12 @@ def test_every_form_of_weights_is_shared_out(form, name, layout, model_in):
         assert distance(distributions(group.engine), expected) < tolerance(form, layout)
 
 
-@layouts("tensor-2", "pipeline-2", "tensor-2-pipeline-2")
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8-block", "awq", "gptq", "gguf-8-bits"])
+@with_layouts(
+    "form",
+    *by_turns(
+        ["int8", "int4", "fp8-block", "awq", "gptq", "gguf-8-bits"], ["tensor-2-pipeline-2", "tensor-2", "pipeline-2"]
+    ),
+)
 def test_adapters_change_quantized_weights_on_all_ranks(form, layout, model_in, tmp_path):
     path, options = model_in(form, "llama")
 

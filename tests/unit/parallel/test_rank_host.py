@@ -151,8 +151,8 @@ def test_machine_whose_key_is_unknown_ends_with_the_remedy(configs, tmp_path):
 
 def test_machine_without_a_core_ends(configs):
     _, other = configs
-    limits = msgspec.structs.replace(other.liveness_config, start_timeout_s=1.0)
-    with pytest.raises(RefusedError, match=r"no core at tcp://.* has taken this machine for start_timeout_s=1 s"):
+    limits = msgspec.structs.replace(other.liveness_config, start_timeout_s=0.3)
+    with pytest.raises(RefusedError, match=r"no core at tcp://.* has taken this machine for start_timeout_s=0.3 s"):
         RankHost(msgspec.structs.replace(other, liveness_config=limits)).serve_next_core()
 
 

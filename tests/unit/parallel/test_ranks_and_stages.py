@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.adapters import adapter_tensors, save_adapter
 from support.answers import SCARCE, answers, answers_with_slot
-from support.layouts import Layout, answers_of_one_process, assert_like, every_layout
+from support.covering import by_turns
+from support.layouts import LAYOUTS, Layout, answers_of_one_process, assert_like, every_layout, with_layouts
 from support.local_engine import LocalEngine
 from support.rank_threads import local_group
 
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 READERS = {entry.read: entry.model_type for entry in NATIVE_MODELS.values() if not entry.model.startswith("bert:")}
 """A `model_type` of each family of decoders, by the function that reads its configuration."""
+OTHER_LAYOUTS = by_turns([*READERS.values()], [name for name in LAYOUTS if name != "tensor-2-pipeline-2"])
+"""Pairs of a family and a layout with either several ranks or several stages."""
 FEW_BLOCKS = 26
 """Fewer blocks of 4 tokens than the prompts need together."""
 
@@ -45,8 +48,12 @@ def few_blocks_bytes(folder, layout):
     return FEW_BLOCKS * 4 * max(share.kv_bytes_per_token(4) for share in shares)
 
 
-@every_layout
-@pytest.mark.parametrize("family", READERS.values())
+@with_layouts(
+    "family",
+    *((family, "tensor-2-pipeline-2") for family in READERS.values()),
+    *OTHER_LAYOUTS[: len(LAYOUTS)],
+    extended=OTHER_LAYOUTS[len(LAYOUTS) :],
+)
 def test_every_family_is_answered_with_chunks_and_preemption(family, layout, model_of):
     folder = model_of(config_of(family))
     expected = answers_of_one_process(folder, **SCARCE, kv_cache_memory_bytes=few_blocks_bytes(folder, Layout()))
@@ -91,8 +98,12 @@ def test_prompts_as_embeddings_reach_all_ranks(layout, model_of):
         assert tokens(group.engine) == expected
 
 
-@every_layout
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
+@with_layouts(
+    "name",
+    *(("llama", "tensor-4"), ("llama", "pipeline-3")),
+    *(("phi3", "tensor-2-pipeline-2"), ("phi3", "pipeline-2")),
+    *(("gpt2", "tensor-2-pipeline-2"), ("gpt2", "tensor-2")),
+)
 def test_adapters_are_shared_out(name, layout, model_of, tmp_path):
     folder = model_of(name)
     arch = architecture(folder)

@@ -103,6 +103,7 @@ def test_ranks_that_meet_in_a_private_file_compute_together(tmp_path):
     assert second == [[1.0, 3.0, 5.0], [], [0.0, 1.0, 2.0], 6]
 
 
+@pytest.mark.extended  # two processes import torch
 @pytest.mark.parametrize("stops_in_step", [True, False], ids=["in a step", "while joining"])
 def test_first_stage_that_waits_for_another_keeps_looking_at_the_ranks(stops_in_step, tmp_path):
     ranks = start(f"stops_in_step = {stops_in_step}\n{STOPPED}", 2, tmp_path)

@@ -128,10 +128,10 @@ def test_mistake_that_a_rank_finds_is_explained_to_the_user(start, config):
 
 
 def test_rank_that_does_not_start_is_named_before_the_supervisor_gives_the_core_up(start, config, monkeypatch):
-    limits = msgspec.structs.replace(config.liveness_config, start_timeout_s=2.0)
+    limits = msgspec.structs.replace(config.liveness_config, start_timeout_s=0.5)
     monkeypatch.setattr(config, "liveness_config", limits)
     with pytest.raises(
-        WorkerFailedError, match=r"rank 1 \(process \d+\) has not got on .* for 1\.\d s; .* start_timeout_s"
+        WorkerFailedError, match=r"rank 1 \(process \d+\) has not got on .* for 0\.\d s; .* start_timeout_s"
     ):
         start().join(config, lambda: None)
 

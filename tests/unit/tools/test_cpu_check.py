@@ -25,6 +25,7 @@ def run(cpu_check: Any, monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: 
     return cpu_check.main(), json.loads(out.read_text())
 
 
+@pytest.mark.extended
 def test_each_build_has_a_figure_for_each_case(cpu_check, monkeypatch, tmp_path, capsys):
     code, found = run(cpu_check, monkeypatch, tmp_path / "results.json", "--tests")
     assert code == 0

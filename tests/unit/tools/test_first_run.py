@@ -150,6 +150,7 @@ def set_up(clone, tmp_path):
     return run
 
 
+@pytest.mark.extended
 def test_setup_venv_compiles_only_what_is_not_compiled_from_these_sources(clone, set_up):
     every_build = "all,amx_model"
     assert set_up() == ["native", "packages"]

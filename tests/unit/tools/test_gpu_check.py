@@ -94,6 +94,7 @@ def test_run_without_a_time_budget_measures_nothing_and_fails(tmp_path):
     assert found["tests"] is None
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_missing_device_is_an_error_that_ends_the_run(tmp_path):
     code, found = run_tool(tmp_path / "results.json")
@@ -141,6 +142,7 @@ def test_every_file_of_tests_belongs_to_a_stage(monkeypatch):
     assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
 
 
+@pytest.mark.extended
 def test_stages_after_one_that_fails_are_not_run(tmp_path):
     sample = tmp_path / "test_sample.py"
     sample.write_text("def test_bad(): assert False\n")

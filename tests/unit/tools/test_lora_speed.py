@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "lora_speed.py"
 
 
+@pytest.mark.extended
 def test_every_step_has_a_figure_without_an_adapter_with_one_and_with_several(tmp_path):
     save_random_model(CONFIGS["llama"], tmp_path)
     sizes = {"rounds": 1, "batch": 4, "context": 8, "prompts": 2, "prompt-len": 5, "adapters": 3, "rank": 2}

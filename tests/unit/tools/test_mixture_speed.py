@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from vllm_mp.testing.random_models import CONFIGS, save_config
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "mixture_speed.py"
 
 
+@pytest.mark.extended
 def test_every_step_has_a_figure_with_fused_layers_and_by_operation(tmp_path):
     config = CONFIGS["mixtral"]
     config.architectures = ["MixtralForCausalLM"]

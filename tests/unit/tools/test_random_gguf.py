@@ -4,6 +4,7 @@ import runpy
 from pathlib import Path
 
 import numpy as np
+import pytest
 from support.local_engine import LocalEngine
 from support.tiny_gguf import write_tiny_gguf
 
@@ -12,6 +13,7 @@ from vllm_mp.model_store.gguf import gguf_place
 TOOL = runpy.run_path(str(Path(__file__).resolve().parents[3] / "tools" / "random_gguf.py"))
 
 
+@pytest.mark.extended
 def test_a_model_with_random_blocks_is_served_in_place(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_MP_CACHE", str(tmp_path / "cache"))
     write_tiny_gguf(tmp_path / "tiny.gguf")

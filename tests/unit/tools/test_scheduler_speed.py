@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "scheduler_speed.py"
 
 
@@ -32,6 +34,7 @@ def test_every_case_has_figures_and_a_goal():
         assert record["goal_us"] == 500 + record["requests"]
 
 
+@pytest.mark.extended
 def test_table_has_a_line_for_each_case():
     head, *lines = run_tool().splitlines()
     assert "goal" in head

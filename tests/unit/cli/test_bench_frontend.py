@@ -9,6 +9,7 @@ import pytest
 from vllm_mp.client.outputs import output_path
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("flags", [(), ("--python",)], ids=["usual", "python"])
 def test_bench_frontend_measures_complete_streams(default_model, tmp_path, flags):
     report = tmp_path / "report.json"
@@ -31,6 +32,7 @@ def test_bench_frontend_measures_complete_streams(default_model, tmp_path, flags
     assert {"decoding the message", "taking tokens in", "making outputs", "text"} <= figures["breakdown"][0].keys()
 
 
+@pytest.mark.extended
 def test_bench_frontend_measures_lag_and_memory_of_streams_with_log_probabilities(default_model, tmp_path):
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "vllm_mp.cli", "bench", "frontend", "--streams", "8", "--rate", "800"]

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from vllm_mp.cli import main
 
 
+@pytest.mark.extended
 def test_report_has_every_figure(tmp_path: Path) -> None:
     few = {"prompts": 20, "long-prompts": 2, "long-prompt-len": 500, "longest-text": 20_000, "rounds": 1}
     streams = {"streams": 8, "rate": 400, "seconds": 1}
