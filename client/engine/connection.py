@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -36,8 +37,6 @@ _HANDOVER_TIMEOUT_S = 5.0
 """Time that an event loop in another thread has to run a call."""
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 """As numbers, because enums take longer to combine."""
-_ASK_ID = -1
-"""The id of the calls that `CoreConnection.ask` makes; the ids of later calls are not negative."""
 
 
 def is_engine_running(address: str) -> str:
@@ -173,7 +172,8 @@ class CoreConnection:
         Raises EngineStartError if the core refuses, ends, or has not answered within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        self._socket.send(wire.encode(wire.Call(self.incarnation, _ASK_ID, name, list(args))))
+        call_id = secrets.randbits(62)  # the core carries out a pause or a sleep once per id
+        self._socket.send(wire.encode(wire.Call(self.incarnation, call_id, name, list(args))))
         while time.monotonic() < deadline and not self.is_broken():
             if self._socket.poll(_POLL_MS):
                 message = self._decode(self._socket.recv())
@@ -181,7 +181,7 @@ class CoreConnection:
                     self._socket.send(wire.encode(wire.MarkSeen(self.incarnation, message.mark)))
                 elif isinstance(message, wire.PauseChanged):
                     self.was_paused = message.is_paused
-                elif isinstance(message, wire.Reply) and message.call_id == _ASK_ID:
+                elif isinstance(message, wire.Reply) and message.call_id == call_id:
                     if message.error is not None:
                         raise EngineStartError(f"the core at {self.address} refused {name}: {message.error}")
                     return message.result

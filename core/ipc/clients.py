@@ -63,6 +63,8 @@ class Clients:
         self._last_look = time.monotonic()
         self._closing: dict[bytes, _Closing] = {}
         """By identity, the connections to close."""
+        self._closed: dict[bytes, PeerConnection] = {}
+        """By identity, the connections that were closed last; messages that they brought may still arrive."""
         self._unconfirmed: list[int] = []
         """Clients that have said hello since the last look."""
         self._sent_to: set[int] = set()
@@ -133,6 +135,15 @@ class Clients:
         if connection is not None:
             self._closing.setdefault(identity, _Closing(connection, why, time.monotonic() + _CONFIRM_S))
 
+    def is_closing(self, identity: bytes, connection: PeerConnection | None) -> bool:
+        """Return whether the connection that brought a message of a peer is to be closed, or was closed.
+
+        `connection` is None if ZeroMQ has closed it already.
+        """
+        closing = self._closing.get(identity)
+        closed = self._closed.get(identity) if closing is None else closing.connection
+        return closed is not None and connection in (closed, None)
+
     def close_due(self) -> None:
         """Close the connections that are due.
 
@@ -143,6 +154,7 @@ class Clients:
         for identity, closing in list(self._closing.items()):
             if now >= closing.due:
                 del self._closing[identity]
+                _remember(self._closed, identity, closing.connection)
                 if self._send(identity, wire.encode(wire.Refused(closing.why))):
                     closing.connection.close()
 

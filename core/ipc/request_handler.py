@@ -266,9 +266,16 @@ class RequestHandler:
             self._reply(client, message.call_id, error=why)
 
     def _greet(self, identity: bytes, connection: PeerConnection | None, hello: wire.Hello) -> None:
-        """Make a peer that says hello a client, in place of its former self, or refuse it."""
+        """Make a peer that says hello a client, in place of its former self, or refuse it.
+
+        No peer becomes a client over a connection that is being closed: the close would cut off what it sends at any
+        point, for example between a pause and the call that ends it.
+        """
         if reason := self._why_refused(hello):
             self._clients.refuse(identity, connection, reason)
+            return
+        if self._clients.is_closing(identity, connection):
+            self._dropped.warn("a hello over a connection that is being closed")
             return
         # The connection of the former self may not have broken yet.
         if (former := self._clients.find_token(hello.token)) is not None:

@@ -18,6 +18,8 @@ from vllm_mp.client.engine.core_client import EngineCoreClient
 from vllm_mp.client.engine.news import Death
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.stats import EngineStats
+from vllm_mp.core.suspension_record import SuspensionRecord
+from vllm_mp.status_page import NOT_SUSPENDED, StatusPage
 
 
 @contextlib.contextmanager
@@ -62,8 +64,9 @@ def test_answer_that_is_no_welcome_is_reported_with_its_cause(tmp_path, answer, 
 
 def test_marks_are_returned_and_pauses_noted_while_the_core_is_asked(tmp_path):
     def answer(router):
-        identity, _ = router.recv_multipart()
-        for message in (wire.PauseChanged(0, True), wire.Mark(0, 7), wire.Reply(0, -1, "yes")):
+        identity, frame = router.recv_multipart()
+        call = wire.decode_client_message(frame)
+        for message in (wire.PauseChanged(0, True), wire.Mark(0, 7), wire.Reply(0, call.call_id, "yes")):
             router.send_multipart((identity, wire.encode(message)))
         return wire.decode_client_message(router.recv_multipart()[1])
 
@@ -74,6 +77,25 @@ def test_marks_are_returned_and_pauses_noted_while_the_core_is_asked(tmp_path):
         assert connection.was_paused
         connection.send(wire.Bye(0))
         assert last.result() == wire.MarkSeen(0, 7)
+
+
+def test_core_carries_out_each_of_several_calls_that_it_is_asked_for(tmp_path):
+    record, carried_out = SuspensionRecord(StatusPage.create(None, 1), NOT_SUSPENDED, lambda is_paused: None), []
+
+    def answer(router):
+        for _ in range(2):
+            identity, frame = router.recv_multipart()
+            call = wire.decode_client_message(frame)
+            record.carry_out(call.call_id, carried_out.append, call.name)
+            router.send_multipart((identity, wire.encode(wire.Reply(0, call.call_id))))
+
+    with peers(tmp_path) as (connection, router), ThreadPoolExecutor(1) as pool:
+        router.setsockopt(zmq.RCVTIMEO, 30_000)
+        answers = pool.submit(answer, router)
+        for name in ("sleep", "pause"):
+            connection.ask(30, name)
+        answers.result()
+    assert carried_out == ["sleep", "pause"]
 
 
 def test_flood_of_invalid_messages_is_counted_and_does_not_flood_the_log(tmp_path, caplog):

@@ -3,6 +3,8 @@
 import pytest
 from support.stand_in_engine import Engine
 
+from vllm_mp.core.scheduler import pause
+
 
 def engine_with(num_requests, steps=1, **config):
     """Return an engine that has run `steps` steps with `num_requests` requests of 8 tokens."""
@@ -155,6 +157,18 @@ def test_wait_fails_on_resume_or_keep_and_succeeds_on_abort():
                 done.result(0)
         engine.pause.resume()
         engine.run()
+
+
+def test_resume_is_carried_out_when_too_many_pauses_wait_for_another_pause(monkeypatch):
+    monkeypatch.setattr(pause, "_MAX_DRAINS", 2)
+    engine = engine_with(1)
+    waiting = [engine.pause.pause("wait", True) for _ in range(2)]
+    with pytest.raises(ValueError, match="too many calls wait for a pause: the limit is 2"):
+        engine.pause.pause("wait", True)
+    engine.pause.resume()
+    assert not engine.scheduler.is_paused
+    assert all(done.exception() for done in waiting)
+    engine.run()
 
 
 def test_wait_succeeds_on_resume_if_its_requests_have_just_ended():

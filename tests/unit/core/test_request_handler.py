@@ -1,6 +1,7 @@
 """Bounds on what one client can cost the core and its other clients."""
 
 import contextlib
+import math
 import os
 import select
 import subprocess
@@ -382,6 +383,21 @@ def test_client_that_sends_several_parts_is_dropped_and_told_why_when_it_comes_b
     assert core.request_handler.num_clients == core.engine.scheduler.num_waiting == 1
     assert "several parts" in core.ask(core.connect(greet=False), wire.hello(token=TOKENS[0])).why_dropped
     assert core.ask(core.connect(greet=False), wire.hello(token=TOKENS[0])).why_dropped == ""
+
+
+def test_operator_cannot_pause_over_a_connection_that_is_being_closed(core, monkeypatch):
+    monkeypatch.setattr(clients, "_CONFIRM_S", math.inf)  # the connection stays open
+    hello, carried_out = wire.encode(wire.hello(operator_key=KEY)), []
+    core.serve(pause=OperatorCall(carried_out.append))
+    operator = core.connect(hello=hello)
+    operator.send_multipart([b"", b""])
+    operator.send(hello)
+    operator.send(wire.encode(wire.Call(1, 1, "pause", ["keep"])))
+    core.receive_until(lambda: core.request_handler.num_dropped == 3 or carried_out)
+    assert not carried_out
+    assert not core.request_handler.num_clients
+    assert core.ask(core.connect(hello=hello), wire.Call(1, 2, "pause", ["keep"])).error is None
+    assert carried_out == ["keep"]
 
 
 def test_connection_of_a_peer_that_takes_itself_for_a_client_is_closed(core):

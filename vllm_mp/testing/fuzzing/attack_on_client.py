@@ -16,7 +16,7 @@ import psutil
 import zmq
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, PoolingParams, RequestOutputKind, SamplingParams, wire
-from vllm_mp.errors import EngineError
+from vllm_mp.errors import EngineDeadError, EngineError
 from vllm_mp.testing.engines import ENGINE
 from vllm_mp.testing.fuzzing.attack_on_core import MEMORY_MARGIN
 from vllm_mp.testing.fuzzing.core_frames import CoreFrames
@@ -54,6 +54,8 @@ class HostileCore:
     def __init__(self, address: str, config: bytes, seed: int, vocab_size: int, report: CampaignReport) -> None:
         self.is_ending = False
         """Pings finish all requests properly instead of triggering bursts."""
+        self.num_calm_tokens: dict[str, int] = {}
+        """By request id, the tokens that were sent for each calm request that has ended."""
         self._config = config
         self._report = report
         self._frames = CoreFrames(seed, _INCARNATION, vocab_size)
@@ -127,6 +129,7 @@ class HostileCore:
         self._send(output)
 
     def _end_all(self) -> None:
+        self.num_calm_tokens |= {request_id: at + 1 for request_id, at in self._calm.values()}
         self._answer_calm([wire.Finished(slot, at + 1, "length") for slot, (_, at) in self._calm.items()])
         ends = [wire.Finished(slot, count, "length") for slot, count in self._victims.items()]
         self._send(wire.StepOutput(_INCARNATION, 1, b"", b"", b"", ends))
@@ -165,9 +168,11 @@ async def attack_client(
     began = time.monotonic()
     try:
         for phase in itertools.count():
-            await _phase(engine, core, phase, report)
-            report.after = _holdings(engine)
-            report.before = report.before or report.after
+            try:
+                await _phase(engine, core, phase, report)
+            finally:
+                report.after = _holdings(engine)
+                report.before = report.before or report.after
             if phase % 10 == 9:
                 say(
                     f"{report.num_sent:,} sent, {report.calm_answers:,} calm completions, "
@@ -177,6 +182,8 @@ async def attack_client(
                 break
     except TimeoutError:
         report.breaches.append(f"streams did not end within {_TIMEOUT_S:g} s")
+    except EngineDeadError as error:
+        report.breaches.append(f"the engine is gone: {error}")
     finally:
         report.seconds = time.monotonic() - began
         engine.shutdown()
@@ -209,7 +216,7 @@ async def _phase(engine: AsyncLLM, core: HostileCore, phase: int, report: Campai
         params = SamplingParams(max_tokens=None, ignore_eos=True, logprobs=0, output_kind=kinds[i % len(kinds)])
         request_id = f"{_CALM}{phase * _NUM_CALM + i}"
         stream = await engine.add_request(request_id, {"prompt_token_ids": [1, 2, 3]}, params)
-        calm.append(asyncio.create_task(_read_calm(stream, request_id, report)))
+        calm.append(asyncio.create_task(_read_calm(stream, request_id, core, report)))
     victims = [asyncio.create_task(_be_a_victim(engine, core, i, report)) for i in range(_NUM_VICTIMS)]
     for _ in range(_BURSTS_PER_PHASE):
         await _ping(engine)
@@ -226,7 +233,11 @@ async def _ping(engine: AsyncLLM) -> None:
     await asyncio.sleep(0)
 
 
-async def _read_calm(stream: Any, request_id: str, report: CampaignReport) -> None:
+async def _read_calm(stream: Any, request_id: str, core: HostileCore, report: CampaignReport) -> None:
+    """Read a calm stream, which must have all that the core has sent for it, with a token for each burst or more.
+
+    The client pings by itself when the core is silent for a second, so the number of bursts depends on the load.
+    """
     token_ids: list[int] = []
     num_logprobs = 0
     try:
@@ -240,14 +251,15 @@ async def _read_calm(stream: Any, request_id: str, report: CampaignReport) -> No
     except Exception as error:
         report.breaches.append(f"{request_id} failed: {error!r}")
         return
-    expected = [calm_token(request_id, position) for position in range(len(token_ids))]
-    if (token_ids, num_logprobs, reason) != (expected, _BURSTS_PER_PHASE + 1, "length"):
+    num_sent = core.num_calm_tokens.pop(request_id, 0)
+    expected = [calm_token(request_id, position) for position in range(num_sent)]
+    if num_sent <= _BURSTS_PER_PHASE or (token_ids, num_logprobs, reason) != (expected, num_sent, "length"):
         report.breaches.append(f"{request_id} has {token_ids}, {num_logprobs} log-probabilities, {reason}")
     report.calm_answers += 1
 
 
 async def _be_a_victim(engine: AsyncLLM, core: HostileCore, index: int, report: CampaignReport) -> None:
-    """Send one request after another. Each must end with outputs or with an EngineError."""
+    """Send one request after another until the engine is gone. Each must end with outputs or with an EngineError."""
     for count in itertools.count():
         if core.is_ending:
             return
@@ -256,6 +268,9 @@ async def _be_a_victim(engine: AsyncLLM, core: HostileCore, index: int, report: 
             async for _ in await engine.add_request(request_id, {"prompt_token_ids": [1, 2, 3]}, params):
                 pass
             report.answers["victim ended"] += 1
+        except EngineDeadError as error:  # later requests would end at once, and let no other task run
+            report.breaches.append(f"{request_id} lost the engine: {error!r}")
+            return
         except EngineError:
             report.answers["victim failed"] += 1
         except Exception as error:

@@ -31,8 +31,10 @@ _BURST = 400
 _TRIAL_DESCRIPTORS = 2
 """The pipes to the process that tries constraints, which the core keeps from the first suspicious constraint on."""
 _ANSWER_TIMEOUT_S = 60.0
-_REPEAT_MS = 1000
+_REPEAT_MS = 100
 """Time without any answer after which the last message is repeated."""
+_RECONNECT_MS = 10
+"""Time after which an attacker whose connection was closed connects again."""
 
 
 class Attacker:
@@ -83,6 +85,7 @@ class Attacker:
         dealer = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             dealer.setsockopt(option, 0)
+        dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         if identity is not None:
             dealer.setsockopt(zmq.ROUTING_ID, identity)
         self._target.connect(dealer)
@@ -91,7 +94,7 @@ class Attacker:
     def _burst(self, count: int) -> None:
         """Send frames of every kind on every socket. Return when the core has processed them."""
         for dealer in self._sockets:
-            self._send("hello", dealer, wire.hello())
+            self._enter(dealer)
         for _ in range(count):
             kind, frames = next(self._frames)
             dealer = self._stranger if self._chance.random() < 0.1 else self._chance.choice(self._sockets)
@@ -110,22 +113,42 @@ class Attacker:
         dealer.send(wire.encode(message))
         self._report.sent[kind] += 1
 
-    def _await_core(self, dealer: "zmq.Socket[bytes]") -> None:
-        """Return when the core has processed everything sent on `dealer`: a refused hello is answered last.
+    def _enter(self, dealer: "zmq.Socket[bytes]", operator_key: bytes = b"") -> None:
+        """Say hello until `dealer` is a client: the core ignores a hello over a connection that it is closing."""
+        self._repeat("hello", dealer, wire.hello(operator_key), lambda answer: isinstance(answer, wire.Welcome))
 
-        The hello is repeated, because it is lost if the core closes the connection for what came before it.
-        """
+    def _await_core(self, dealer: "zmq.Socket[bytes]") -> None:
+        """Return when the core has processed everything sent on `dealer`: a refused hello is answered last."""
         version = next(self._versions)
+        self._repeat(
+            "other version",
+            dealer,
+            wire.Hello(version),
+            lambda answer: isinstance(answer, wire.Refused) and str(version) in answer.reason,
+        )
+
+    def _repeat(
+        self,
+        kind: str,
+        dealer: "zmq.Socket[bytes]",
+        message: wire.ClientMessage,
+        is_awaited: Callable[[wire.CoreMessage], bool],
+    ) -> None:
+        """Send `message` until the awaited answer comes, because it is lost if the core closes the connection first.
+
+        It counts as one message, so that the load of the machine does not shorten a campaign.
+        """
+        self._report.sent[kind] += 1
         deadline = time.monotonic() + _ANSWER_TIMEOUT_S
         while time.monotonic() < deadline:
-            self._send("other version", dealer, wire.Hello(version))
+            dealer.send(wire.encode(message))
             while dealer.poll(_REPEAT_MS):
-                if (message := self._count(dealer.recv_multipart())) is not None and str(version) in message.reason:
+                if is_awaited(self._count(dealer.recv_multipart())):
                     return
         raise TimeoutError(f"the core has not answered for {_ANSWER_TIMEOUT_S:g} s")
 
-    def _count(self, frames: list[bytes]) -> wire.Refused | None:
-        """Count an answer. Return it if it refuses the client."""
+    def _count(self, frames: list[bytes]) -> wire.CoreMessage:
+        """Count an answer and return it."""
         message = wire.decode_core_message(frames[0])
         answers = self._report.answers
         if isinstance(message, wire.StepOutput):
@@ -135,7 +158,7 @@ class Attacker:
             answers["call refused" if message.error else "call answered"] += 1
         else:
             answers[type(message).__name__.lower()] += 1
-        return message if isinstance(message, wire.Refused) else None
+        return message
 
     def _raw_bytes(self) -> None:
         """Open connections that do not speak the transport protocol, or stop in the middle of it."""
@@ -167,34 +190,78 @@ class Attacker:
 
     def _pause_flood(self) -> None:
         """Send, as an operator, pauses that are undone at once, and pauses with invalid arguments."""
-        dealer, incarnation = self._sockets[0], self._incarnation
-        self._send("hello", dealer, wire.hello(operator_key=self._operator_key))
         bad: tuple[list[Any], ...] = ([], ["x", True], [None, None], ["keep", 1], ["keep"] * 9, [2**64 - 1, 0.5])
-        for i in range(100):
-            self._send("pause", dealer, wire.Call(incarnation, self._call_id(), "pause", ["keep", False]))
-            self._send("pause", dealer, wire.Call(incarnation, self._call_id(), "pause", bad[i % len(bad)]))
-            self._send("pause", dealer, wire.Call(incarnation, self._call_id(), "resume"))
-        self._await_core(dealer)
+        self._undone_calls(
+            "pause",
+            [[("pause", ["keep", False]), ("pause", bad[i % len(bad)]), ("resume", [])] for i in range(100)],
+        )
 
     def _sleep_flood(self) -> None:
         """Send, as an operator, sleeps of either level that end at once, and calls with invalid arguments.
 
         Wake up in either order.
         """
-        dealer, incarnation = self._sockets[0], self._incarnation
-        self._send("hello", dealer, wire.hello(operator_key=self._operator_key))
         bad: tuple[list[Any], ...] = ([], [0], [True], [1.0, "keep"], [1, "wait"], ["weights"], [2**64 - 1], [1] * 9)
-        for i in range(40):
-            self._send("sleep", dealer, wire.Call(incarnation, self._call_id(), "sleep", [1 + i % 2, "keep"]))
-            self._send("sleep", dealer, wire.Call(incarnation, self._call_id(), "sleep", bad[i % len(bad)]))
-            self._send("sleep", dealer, wire.Call(incarnation, self._call_id(), "wake_up", bad[1 + i % (len(bad) - 1)]))
-            for tag in wire.SLEEP_TAGS[:: (1, -1)[i % 3 > 0]]:
-                self._send("sleep", dealer, wire.Call(incarnation, self._call_id(), "wake_up", [tag]))
-        self._await_core(dealer)
+        self._undone_calls(
+            "sleep",
+            [
+                [
+                    ("sleep", [1 + i % 2, "keep"]),
+                    ("sleep", bad[i % len(bad)]),
+                    ("wake_up", bad[1 + i % (len(bad) - 1)]),
+                    *(("wake_up", [tag]) for tag in wire.SLEEP_TAGS[:: (1, -1)[i % 3 > 0]]),
+                ]
+                for i in range(40)
+            ],
+        )
 
-    def _call_id(self) -> int:
-        """Return an id of a call that a core carries out."""
-        return self._chance.getrandbits(62)
+    def _undone_calls(self, kind: str, rounds: list[list[tuple[str, list[Any]]]]) -> None:
+        """Send, as an operator, rounds of calls, the last of which undo the others: the core must generate after each.
+
+        First all rounds follow a message for which the core closes the connection, so that the close may cut them off
+        anywhere. Then they are sent over a fresh connection, which the core has no reason to close.
+        """
+        doomed = self._sockets[0]
+        doomed.send_multipart([b"", b""])
+        self._report.sent["several frames"] += 1
+        self._send("hello", doomed, wire.hello(operator_key=self._operator_key))
+        for name, args in itertools.chain.from_iterable(rounds):
+            self._send(kind, doomed, self._call(name, args))
+        self._await_core(doomed)
+        with self._dealer() as operator:
+            self._enter(operator, self._operator_key)
+            checks: dict[int, str] = {}
+            for calls, after in [([], "calls that were cut off"), *((calls, str(calls)) for calls in rounds)]:
+                for name, args in calls:
+                    self._send(kind, operator, self._call(name, args))
+                check = self._call("status", [])
+                self._send("status", operator, check)
+                checks[check.call_id] = after
+            self._require_generation(operator, checks)
+
+    def _require_generation(self, operator: "zmq.Socket[bytes]", checks: dict[int, str]) -> None:
+        """Wait for the answers to `checks`: calls of `status` by id, with what preceded each.
+
+        A core that was paused or asleep is a breach. It is made to generate again, so that calm streams go on.
+        """
+        has_stopped = False
+        while checks:
+            if not operator.poll(int(_ANSWER_TIMEOUT_S * 1000)):
+                raise TimeoutError(f"the core has not answered an operator for {_ANSWER_TIMEOUT_S:g} s")
+            answer = self._count(operator.recv_multipart())
+            if not isinstance(answer, wire.Reply) or (after := checks.pop(answer.call_id, None)) is None:
+                continue
+            if answer.result["is_paused"] or answer.result["is_sleeping"]:
+                has_stopped = True
+                self._report.breaches.append(f"the core does not generate after {after}: {answer.result}")
+        if has_stopped:
+            for name in ("resume", "wake_up"):
+                self._send(name, operator, self._call(name, []))
+            self._await_core(operator)
+
+    def _call(self, name: str, args: list[Any]) -> wire.Call:
+        """Return a call that the core has not carried out under the same id."""
+        return wire.Call(self._incarnation, self._chance.getrandbits(62), name, args)
 
     def _too_large(self) -> None:
         """Send a message above the size limit, and messages below it that decode into as much memory as possible."""
@@ -233,7 +300,7 @@ class Attacker:
     def _flood(self) -> None:
         """Send many requests at once, all of them isolated or none, and abort all of them."""
         dealer = self._sockets[2]
-        self._send("hello", dealer, wire.hello())
+        self._enter(dealer)
         isolate_until = self._chance.choice((0, 1, 2**40))
         for slot in range(1000, 3000):
             message = wire.AddRequest(self._incarnation, slot, "id", b"\1\0\0\0", self._one_token())
