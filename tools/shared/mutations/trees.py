@@ -32,6 +32,8 @@ class Tree:
                 copied = target / file.relative_to(source)
                 copied.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(file, copied, follow_symlinks=False)
+                if file.suffix == ".so":
+                    os.utime(copied)  # else an old time would let everything be compiled again
         if (source / ".venv").exists():
             (target / ".venv").symlink_to((source / ".venv").resolve())
         folders = [folder for folder in _SOURCES if (target / folder).exists()]
