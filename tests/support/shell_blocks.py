@@ -24,6 +24,7 @@ NOT_RUN = {
     "tools/test": "runs this test",
     ". .venv/bin/activate": "changes the shell of a developer",
     "tools/faults": "takes minutes; tests/faults/test_scenarios.py runs its scenarios",
+    "tools/mutations": "takes hours; tests/unit/tools/test_mutations.py runs it on a small repository",
     "python tools/gpu_check.py": "takes minutes and a GPU; tests/unit/tools/test_gpu_check.py runs its parts",
     "python tools/gpu_page.py": "needs results of a GPU; tests/unit/tools/test_gpu_check.py makes a page",
     "vllm-mp bench": "measures for minutes; tests/engine/test_cli.py and tests/unit run short benchmarks",

@@ -111,6 +111,14 @@ def test_priority_runs_lower_values_first():
     assert list(engine.ends) == [1, 2, 0]
 
 
+def test_priority_has_no_effect_with_fcfs():
+    engine = Engine(num_blocks=8, max_num_seqs=1, max_model_len=32)
+    for slot, priority in enumerate((5, 1, 3)):
+        engine.add(slot, priority=priority)
+    engine.run()
+    assert list(engine.ends) == [0, 1, 2]
+
+
 def test_abort_frees_row_and_blocks_of_running_and_waiting_requests():
     engine = Engine(max_num_seqs=1)
     running, waiting = engine.add(0), engine.add(1)
@@ -263,8 +271,9 @@ def test_no_block_is_found_after_forget_prefixes():
 def test_blocks_that_build_on_forgotten_blocks_are_not_found():
     engine = Engine(budget=8)
     prompt = list(range(100, 130))
-    engine.add(0, prompt=prompt)
+    running = engine.add(0, prompt=prompt)
     engine.step()
+    stale = set(engine.batch.block_table[running.row, : engine.batch.num_blocks[running.row]].tolist())
     engine.cache.forget_prefixes()
     engine.run()
     again = engine.add(1, prompt=prompt)
@@ -273,6 +282,7 @@ def test_blocks_that_build_on_forgotten_blocks_are_not_found():
     later = engine.add(2, prompt=prompt)
     engine.step()
     assert later.num_cached_tokens == 28, "blocks of requests that started later are found"
+    assert stale.isdisjoint(engine.batch.block_table[later.row, :7].tolist())
 
 
 def test_preempted_prompt_does_not_count_its_own_blocks_as_cached():

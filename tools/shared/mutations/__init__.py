@@ -1,0 +1,1 @@
+"""Faults that are made in the code on purpose, to see which tests catch them."""
