@@ -2,11 +2,11 @@
 
 import shutil
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import httpx
 import psutil
 import pytest
-from playwright.sync_api import Browser, sync_playwright
 from support.server_process import ServedModel, served
 
 from vllm_mp import AsyncLLM
@@ -14,6 +14,9 @@ from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.server.app import build_app
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.testing.engines import replay_core
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -66,8 +69,10 @@ def in_process(replay_engine):
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> "Iterator[Browser]":
     """Headless Chromium."""
+    from playwright.sync_api import sync_playwright  # which the default set of tests does without
+
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed; tools/install-chromium installs it")
     with sync_playwright() as playwright:

@@ -4,7 +4,6 @@ import re
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 _FREQUENT = ("/v1/completions", "/v1/chat/completions", "/detokenize")
@@ -36,6 +35,8 @@ def test_references_of_the_document_resolve_and_operations_have_their_own_ids(do
     [(_FREQUENT, 4), pytest.param(None, 100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
 )
 def test_no_request_that_the_document_suggests_makes_the_server_fail(server, paths, examples):
+    import schemathesis  # which the default set of tests does without
+
     schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
     for result in schema.get_all_operations():
         operation = result.ok()
@@ -47,6 +48,7 @@ def test_no_request_that_the_document_suggests_makes_the_server_fail(server, pat
 
 def _attack(operation, examples, url):
     """Send requests that fit the description of `operation`, and requests that almost do."""
+    import schemathesis
 
     @settings(
         max_examples=examples,

@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, expect
 
 import vllm_mp
 
 pytest.importorskip("mkdocs", reason="MkDocs is not installed; tools/build-docs installs it")
+
+from playwright.sync_api import Browser, expect
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
