@@ -53,9 +53,12 @@ def assert_equal(found, expected):
 SLOW = ("gemma2", "granite", "olmo2", "mixtral", "granite-moe")
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NATIVE]
-)
+def case(name):
+    marks = {"llama": pytest.mark.essential, **dict.fromkeys(SLOW, pytest.mark.slow)}.get(name, ())
+    return pytest.param(name, marks=marks)
+
+
+@pytest.fixture(scope="module", params=map(case, NATIVE))
 def random_model(request, tmp_path_factory):
     """The configuration of an architecture, the folder of a random model of it, and the same model in transformers."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -26,6 +26,7 @@ def refusal(llm, prompt, params=None, expected=(ValueError, TypeError, NotImplem
     return asyncio.run(run())
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
@@ -139,6 +140,7 @@ def test_request_id_can_be_used_again_only_after_its_request_has_finished(llm):
     asyncio.run(run())
 
 
+@pytest.mark.essential
 def test_bad_request_does_not_disturb_other_requests(llm):
     async def run():
         good = [asyncio.create_task(answer(llm, PROMPT, greedy(30))) for _ in range(4)]
@@ -175,6 +177,7 @@ def test_core_refuses_requests_that_a_client_should_have_refused(llm):
     assert asyncio.run(answer(llm, PROMPT, greedy(4))).finished
 
 
+@pytest.mark.essential
 def test_garbage_frames_are_counted_and_dropped(llm):
     async def status():
         return (await llm.core_status())["num_dropped_messages"]

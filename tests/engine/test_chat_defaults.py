@@ -14,11 +14,11 @@ from vllm_mp.model_store import DEFAULT_MODEL, recommended_generation_config
 
 
 @pytest.mark.slow
-def test_default_model_ends_its_answer_to_a_line_on_which_it_loops_when_it_is_greedy(llm, capsys):
+def test_default_model_ends_its_answer_to_a_line_on_which_it_loops_when_it_is_greedy(real_llm, capsys):
     model_defaults = default_sampling_params(recommended_generation_config(DEFAULT_MODEL), {})
     params = chat_defaults(model_defaults) | {"seed": 1, "output_kind": RequestOutputKind.DELTA}
-    prompt = chat_prompt(llm, [{"role": "user", "content": "My name is Dieter and I live in Bern."}])
+    prompt = chat_prompt(real_llm, [{"role": "user", "content": "My name is Dieter and I live in Bern."}])
     answer = Answer(Screen())
-    asyncio.run(answer.stream(llm, prompt, SamplingParams(**params), None))
+    asyncio.run(answer.stream(real_llm, prompt, SamplingParams(**params), None))
     assert answer.notice == "", capsys.readouterr().out
     assert "Dieter" in answer.text

@@ -107,6 +107,7 @@ def test_request_goes_to_the_core_that_holds_its_prefix(engine):
     asyncio.run(run())
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("rank", [0, 1])
 def test_streams_of_a_killed_core_go_on_with_the_same_tokens(engine, rank):
     async def run():
@@ -251,6 +252,7 @@ def is_running_on(engine, rank):
     return condition
 
 
+@pytest.mark.essential
 def test_poison_request_fails_alone_and_all_others_complete(small_model):
     async def run(engine):
         expected = await asyncio.gather(*(tokens_of(engine, *case) for case in cases()))

@@ -53,6 +53,7 @@ def test_pooling_is_configured_by_the_folder_of_the_model(encoder):
     assert (config.pooling.pooling_type, config.pooling.normalize, config.max_model_len) == ("mean", True, CONTEXT)
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("concurrent", [True, False], ids=["together", "alone"])
 def test_vectors_equal_those_of_the_published_pipeline(encoder, reference, tokenizer, concurrent):
     outputs = vectors(encoder, BATCH, concurrent=concurrent, truncate_prompt_tokens=-1)

@@ -37,6 +37,7 @@ def run(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.essential
 def test_prompt_is_the_piped_text_then_a_space_then_the_argument(run, address):
     flags = ["--temperature", "0", "--max-tokens", "12", "--connect", address]
     joined = run("generate", "Some text,\n é. Translate it.", *flags)
@@ -63,6 +64,7 @@ def test_arguments_and_piped_text_make_model_and_prompt(words, piped, model, pro
     assert (found, whole_prompt(given)) == (model, prompt)
 
 
+@pytest.mark.essential
 def test_prompts_of_a_file_are_answered_in_their_order(run, address, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(

@@ -33,13 +33,13 @@ def tokenizer(default_model):
     return AutoTokenizer.from_pretrained(default_model)
 
 
-def test_answers_are_greedy_with_all_prompts_in_one_batch(llm, reference):
-    for output in generate_all(llm, PROMPTS, NUM_TOKENS):
+def test_answers_are_greedy_with_all_prompts_in_one_batch(real_llm, reference):
+    for output in generate_all(real_llm, PROMPTS, NUM_TOKENS):
         assert_greedy(reference, output)
 
 
-def test_answers_are_greedy_with_each_prompt_alone(llm, reference):
-    for output in generate_all(llm, PROMPTS[::2], FEW_TOKENS, concurrent=False):
+def test_answers_are_greedy_with_each_prompt_alone(real_llm, reference):
+    for output in generate_all(real_llm, PROMPTS[::2], FEW_TOKENS, concurrent=False):
         assert_greedy(reference, output)
 
 
@@ -73,11 +73,11 @@ def test_answers_are_greedy_when_requests_are_preempted_for_lack_of_blocks(make_
         assert_greedy(reference, output)
 
 
-def test_text_and_end_equal_those_of_generate_in_transformers(llm, model, tokenizer):
+def test_text_and_end_equal_those_of_generate_in_transformers(real_llm, model, tokenizer):
     prompts = PROMPTS[0:1] + PROMPTS[28:30]
 
     async def run():
-        return await asyncio.gather(*(answer(llm, prompt, greedy(32)) for prompt in prompts))
+        return await asyncio.gather(*(answer(real_llm, prompt, greedy(32)) for prompt in prompts))
 
     for prompt, output in zip(prompts, asyncio.run(run()), strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -90,7 +90,7 @@ def test_text_and_end_equal_those_of_generate_in_transformers(llm, model, tokeni
         assert completion.finish_reason == ("stop" if ended else "length")
 
 
-def test_engine_reads_the_same_configuration_as_transformers(llm, model):
-    assert llm.model_config.dtype == ENGINE["dtype"]
-    assert llm.model_config.get_vocab_size() == model.config.vocab_size
-    assert llm.model_config.eos_token_ids == [model.generation_config.eos_token_id]
+def test_engine_reads_the_same_configuration_as_transformers(real_llm, model):
+    assert real_llm.model_config.dtype == ENGINE["dtype"]
+    assert real_llm.model_config.get_vocab_size() == model.config.vocab_size
+    assert real_llm.model_config.eos_token_ids == [model.generation_config.eos_token_id]

@@ -19,11 +19,20 @@ def content(output):
     return [(token, logprobs[token].logprob) for token, logprobs in positions], completion.text
 
 
+@pytest.mark.usefixtures("forked_cores")
 @pytest.mark.skipif(library() is None, reason="operations of torch are not batch-invariant")
-@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
-def test_answer_is_batch_invariant(make_engine, quantization):
-    whole = make_engine(dtype="bfloat16", quantization=quantization)
-    chunked = make_engine(dtype="bfloat16", quantization=quantization, max_num_batched_tokens=24, max_num_seqs=16)
+@pytest.mark.parametrize(
+    ("model", "quantization"),
+    [
+        pytest.param("small_model", None, marks=pytest.mark.essential),
+        ("default_model", None),
+        pytest.param("default_model", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_answer_is_batch_invariant(make_engine, request, model, quantization):
+    options = {"model": str(request.getfixturevalue(model)), "dtype": "bfloat16", "quantization": quantization}
+    whole = make_engine(**options)
+    chunked = make_engine(**options, max_num_batched_tokens=24, max_num_seqs=16)
 
     def params(i):
         return SamplingParams(temperature=i % 2, seed=i, max_tokens=24, ignore_eos=True, logprobs=0)

@@ -19,7 +19,8 @@ from support.engine_fixtures import SLOW_STEPS
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, EngineStartError, SamplingParams, UsageContext
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, rest
-from vllm_mp.testing.random_models import save_small_model
+
+pytestmark = pytest.mark.usefixtures("forked_cores")
 
 SCRIPT_OPTIONS = "dtype='float32', max_model_len=256, kv_cache_memory_bytes=2**26"
 
@@ -95,6 +96,7 @@ def test_engine_can_be_made_in_a_running_loop_and_as_a_context_manager(default_m
     assert not psutil.pid_exists(int(pid))
 
 
+@pytest.mark.essential
 def test_core_ends_when_its_client_is_killed(small_model, tmp_path):
     before = runtime_dirs()
     done = run_script(
@@ -153,11 +155,10 @@ def test_shutdown_is_idempotent_and_ends_live_and_later_requests_with_an_error(m
     assert not engine.errored
 
 
-def test_64_streams_with_random_aborts_leave_nothing_behind(make_engine, default_model, tmp_path):
+@pytest.mark.essential
+def test_64_streams_with_random_aborts_leave_nothing_behind(make_small_engine):
     # Its steps take long enough for streams to receive most tokens separately.
-    save_small_model(tmp_path, default_model)
-    engine = make_engine(
-        model=str(tmp_path),
+    engine = make_small_engine(
         max_num_seqs=32,
         kv_cache_memory_bytes=2**22,
         max_model_len=128,

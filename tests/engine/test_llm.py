@@ -79,6 +79,7 @@ def in_thread(function, *args):
     return wait
 
 
+@pytest.mark.essential
 def test_outputs_are_in_the_order_of_the_prompts_whatever_their_form(small_llm):
     tokenizer = small_llm.get_tokenizer()
     ids = [tokenizer(prompt).input_ids for prompt in PROMPTS]
@@ -102,6 +103,7 @@ def test_each_prompt_may_have_parameters_of_its_own(small_llm):
     assert all(each.output_kind == RequestOutputKind.CUMULATIVE for each in params)  # the caller's are not changed
 
 
+@pytest.mark.essential
 def test_prompt_that_fails_is_reported_in_its_place_and_harms_no_other(small_llm, caplog):
     expected = texts(small_llm.generate(PROMPTS[:2], GREEDY))
     with caplog.at_level(logging.WARNING):
@@ -215,6 +217,7 @@ def test_error_of_the_iterator_of_prompts_aborts_the_requests_and_is_raised(smal
     is_idle(small_llm)
 
 
+@pytest.mark.essential
 def test_chat_answers_one_or_many_conversations(small_llm):
     hello, bye = ([{"role": "user", "content": word}] for word in ("Hello", "Bye"))
     options = {"chat_template": TEMPLATE, "chat_template_kwargs": {"mood": "gladly"}, "tools": [{"name": "weather"}]}

@@ -49,6 +49,7 @@ def own(adapters, tmp_path):
     return copy
 
 
+@pytest.mark.essential
 def test_each_adapter_changes_the_text_and_mixed_requests_get_what_they_get_alone(lora, adapters, expected):
     assert len(set(map(tuple, expected.values()))) == ADAPTERS + 1
     mixed = asyncio.run(tokens_of_all(lora, adapters, PARAMS, 3 * len(adapters)))

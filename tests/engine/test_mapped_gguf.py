@@ -36,6 +36,9 @@ from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.model_store import gguf, resolve_model
 from vllm_mp.testing.engines import running_engine
+from vllm_mp.testing.greedy_parity import GreedyReference, assert_greedy, generate_all
+
+pytestmark = pytest.mark.usefixtures("forked_cores")
 
 SIZES = {
     "vocab_size": 12,
@@ -233,7 +236,7 @@ def test_error_names_the_tensor_that_a_mapped_file_lacks(tmp_path):
         load(path)
 
 
-ENGINE = {"skip_tokenizer_init": True, "device": "cpu", "max_model_len": 128}
+ENGINE = {"skip_tokenizer_init": True, "device": "cpu", "max_model_len": 128, "num_threads": 1}
 
 
 async def tokens_of(engine, prompt: list[int], count: int = 8, kill_at: int | None = None) -> list[int]:
@@ -248,6 +251,19 @@ async def tokens_of(engine, prompt: list[int], count: int = 8, kill_at: int | No
     return tokens
 
 
+@pytest.mark.essential
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_engine_gives_the_greedy_tokens_of_the_dequantized_weights(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    weights = write_random_gguf(path, "llama", CONFIGS["llama"], kinds=KINDS)
+    theirs = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
+    theirs.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()}, strict=False)
+    theirs.tie_weights()
+    with running_engine(path, **ENGINE) as engine:
+        for output in generate_all(engine, PROMPTS, 6):
+            assert_greedy(GreedyReference(theirs), output, near_tie=0.3)  # the core rounds inputs to 8 bits
+
+
 @pytest.mark.usefixtures("_no_tokenizer")
 def test_core_maps_the_file_again_after_a_kill_and_a_sleep_and_names_it_when_it_was_truncated(tmp_path):
     path = tmp_path / "tiny.gguf"
@@ -255,11 +271,11 @@ def test_core_maps_the_file_again_after_a_kill_and_a_sleep_and_names_it_when_it_
     write_random_gguf(path, "llama", config, kinds=KINDS)  # its rows of 4,096 inputs are read where they lie
 
     async def run(engine):
-        expected = await tokens_of(engine, PROMPTS[0], 40)
-        assert await tokens_of(engine, PROMPTS[0], 40, kill_at=5) == expected
+        expected = await tokens_of(engine, PROMPTS[0], 20)
+        assert await tokens_of(engine, PROMPTS[0], 20, kill_at=5) == expected
         await engine.sleep(2)
         await engine.wake_up()
-        assert await tokens_of(engine, PROMPTS[0], 40) == expected
+        assert await tokens_of(engine, PROMPTS[0], 20) == expected
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(EngineDeadError, match=r"(?s)no further core can .*tiny\.gguf: .* the file has \d+ bytes"):
             await tokens_of(engine, PROMPTS[2])

@@ -6,7 +6,7 @@ import signal
 
 import psutil
 import pytest
-from support.engine_fixtures import SLOW_STEPS
+from support.engine_fixtures import SHORT_STEPS, SLOW_STEPS
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineError, SamplingParams, wire
 from vllm_mp.testing import (
@@ -26,8 +26,8 @@ PROMPT = "The quick brown fox"
 
 
 @pytest.fixture(scope="module")
-def overlapping(default_model):
-    with running_engine(default_model, async_scheduling=True) as engine:
+def overlapping(small_model):
+    with running_engine(small_model, async_scheduling=True, fault_injection=SHORT_STEPS) as engine:
         yield engine
 
 
@@ -77,6 +77,7 @@ def test_mode_wait_returns_when_running_requests_have_ended(engine):
     asyncio.run(run())
 
 
+@pytest.mark.essential
 @with_and_without_overlap
 @pytest.mark.parametrize("clear_cache", [True, False], ids=["clear cache", "keep cache"])
 def test_mode_keep_freezes_a_stream_which_continues_unchanged_after_resume(engine, clear_cache):

@@ -15,9 +15,9 @@ SHARED = "The engine has two halves, which run apart and talk over a socket. " *
 
 
 @pytest.fixture(scope="module")
-def without_cache(default_model):
+def without_cache(small_model):
     """An engine without a prefix cache, whose steps have room for any prompt of these tests."""
-    with running_engine(default_model, enable_prefix_caching=False, max_num_batched_tokens=512) as engine:
+    with running_engine(small_model, enable_prefix_caching=False, max_num_batched_tokens=512) as engine:
         yield engine
 
 
@@ -53,6 +53,7 @@ def test_conversation_finds_its_earlier_turns_in_the_cache(llm):
     assert second.num_cached_tokens >= length - 17
 
 
+@pytest.mark.essential
 def test_prompt_is_not_found_after_a_reset_or_with_another_salt(llm):
     async def run():
         await ask(llm, "again")
@@ -68,6 +69,7 @@ def test_prompt_is_not_found_after_a_reset_or_with_another_salt(llm):
     assert salted == after == 0
 
 
+@pytest.mark.essential
 def test_requests_that_arrive_together_compute_their_shared_beginning_once(llm):
     async def run():
         await llm.reset_prefix_cache()
@@ -82,8 +84,8 @@ def test_requests_that_arrive_together_compute_their_shared_beginning_once(llm):
         assert with_others.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
-def test_concurrent_requests_share_blocks_of_an_earlier_request(make_engine):
-    engine = make_engine(max_num_batched_tokens=32, max_num_seqs=16)
+def test_concurrent_requests_share_blocks_of_an_earlier_request(make_small_engine):
+    engine = make_small_engine(max_num_batched_tokens=32, max_num_seqs=16)
 
     async def run():
         first = await ask(engine, "0")
@@ -126,10 +128,10 @@ def test_without_a_prefix_cache_only_requests_of_one_group_share_their_prompt(wi
 
 
 @pytest.fixture(params=[True, False], ids=["with cache", "without cache"])
-def engine(request, make_engine):
+def engine(request, make_small_engine):
     """An engine with a prefix cache and one without, both with 512 tokens a step."""
     if request.param:
-        return make_engine(max_num_batched_tokens=512)
+        return make_small_engine(max_num_batched_tokens=512)
     return request.getfixturevalue("without_cache")
 
 

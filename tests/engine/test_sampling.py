@@ -26,16 +26,21 @@ BLOCK_SIZE = 16
 
 
 @pytest.fixture(scope="module")
-def reference(default_model):
+def reference(small_model):
+    return AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def real_reference(default_model):
     return AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def busy(default_model):
+def busy(small_model):
     """An engine with small chunks, few blocks, sampling defaults and a stream interval of 5 tokens."""
-    bytes_per_block = BLOCK_SIZE * 30 * 2 * 3 * 64 * 4
+    bytes_per_block = BLOCK_SIZE * 2 * 2 * 2 * 16 * 4
     with running_engine(
-        default_model,
+        small_model,
         max_model_len=256,
         max_num_batched_tokens=64,
         kv_cache_memory_bytes=35 * bytes_per_block,
@@ -130,14 +135,14 @@ def processors_of(tokenizer, num_prompt_tokens, params):
     return processors
 
 
-def test_greedy_answers_under_rules_equal_those_of_transformers(llm, reference):
+def test_greedy_answers_under_rules_equal_those_of_transformers(real_llm, real_reference):
     prompts = (PROMPT, PROMPTS[6], PROMPTS[28])
     cases = [(prompt, rule) for prompt in prompts for rule in ({}, *RULES.values())]
-    outputs = ask(llm, *[(prompt, greedy(20, ignore_eos=True, **rule)) for prompt, rule in cases])
+    outputs = ask(real_llm, *[(prompt, greedy(20, ignore_eos=True, **rule)) for prompt, rule in cases])
     answers = {}
     for (_, rule), output in zip(cases, outputs, strict=True):
-        processors = processors_of(llm.get_tokenizer(), len(output.prompt_token_ids), rule)
-        assert_chosen(reference, output, processors)
+        processors = processors_of(real_llm.get_tokenizer(), len(output.prompt_token_ids), rule)
+        assert_chosen(real_reference, output, processors)
         answers.setdefault(str(rule), []).append(output.outputs[0].token_ids)
     assert len({str(ids) for ids in answers.values()}) == 1 + len(RULES), "a rule changed no answer"
 
@@ -235,6 +240,7 @@ def test_log_probabilities_without_detokenization_have_no_text(llm):
     assert output.outputs[0].text == ""
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
 def test_streamed_log_probabilities_belong_to_the_streamed_tokens(llm, kind):
     outputs = collect(
@@ -259,6 +265,7 @@ def sampled(seed, n=1, **params):
     )
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("seed", [41, 2**63 - 2, -4])
 def test_each_of_n_answers_equals_the_answer_to_its_own_seed(llm, seed):
     seeds = [(seed + i + 2**63) % 2**64 - 2**63 for i in range(4)]
@@ -337,6 +344,7 @@ def stops_of(llm, whole):
     return [texts[5], texts[8][1:3], *across, texts[4][-1:] + texts[5] + texts[6][:1]]
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_string_ends_the_answer_and_no_output_goes_past_it(llm, include):
     (whole,) = ask(llm, (PROMPT, greedy(30, ignore_eos=True)))[0].outputs
@@ -380,12 +388,12 @@ def test_stop_string_ends_the_answer_and_no_output_goes_past_it(llm, include):
         assert stop not in decode(ids[:-1])
 
 
-def test_stop_string_is_found_although_tokens_cut_its_characters(llm):
+def test_stop_string_is_found_although_tokens_cut_its_characters(real_llm):
     prompt = "日本の首都は"
-    (whole,) = ask(llm, (prompt, greedy(40, ignore_eos=True)))[0].outputs
+    (whole,) = ask(real_llm, (prompt, greedy(40, ignore_eos=True)))[0].outputs
     wide = [i for i, character in enumerate(whole.text) if ord(character) > 0x2000 and character not in whole.text[:i]]
     stop = whole.text[wide[3] : wide[3] + 2]
-    outputs = collect(llm, prompt, SamplingParams(temperature=0, max_tokens=40, stop=stop, output_kind=DELTA))
+    outputs = collect(real_llm, prompt, SamplingParams(temperature=0, max_tokens=40, stop=stop, output_kind=DELTA))
     assert "".join(output.outputs[0].text for output in outputs) == whole.text[: whole.text.index(stop)]
     assert outputs[-1].outputs[0].stop_reason == stop
 
@@ -439,10 +447,10 @@ def visible(outputs):
     ]
 
 
-def test_every_served_parameter_changes_an_answer(llm):
+def test_every_served_parameter_changes_an_answer(real_llm):
     async def seen(params):
         params = {"max_tokens": 12, **params}
-        return visible([output async for output in llm.generate(PROMPT, SamplingParams(**params))])
+        return visible([output async for output in real_llm.generate(PROMPT, SamplingParams(**params))])
 
     async def run():
         runs = [(case.base, case.base, {**case.base, name: case.shown}) for name, case in CASES.items()]

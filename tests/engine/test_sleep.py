@@ -40,6 +40,7 @@ def streaming(llm, max_tokens=60, request_id=None, **params):
     return llm.generate(PROMPT, SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params), request_id)
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("level", [1, 2])
 def test_streams_continue_unchanged_after_wake_up(engine, level):
     kinds = ({"temperature": 0}, {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5})

@@ -24,6 +24,7 @@ async def collect(engine, kind, prompt=PROMPT, **fields):
     return [output async for output in engine.generate(prompt, params(kind, **fields))]
 
 
+@pytest.mark.essential
 def test_three_kinds_of_output_give_the_same_answer(llm):
     async def run():
         return await asyncio.gather(*(collect(llm, kind) for kind in RequestOutputKind))
@@ -45,17 +46,18 @@ def test_three_kinds_of_output_give_the_same_answer(llm):
         assert outputs[-1].metrics.arrival_time <= outputs[-1].metrics.first_token_time
 
 
-def test_wide_characters_are_never_cut(llm):
+def test_wide_characters_are_never_cut(real_llm):
     text = "日本の首都は"
-    outputs = asyncio.run(collect(llm, RequestOutputKind.DELTA, prompt=text, max_tokens=60))
+    outputs = asyncio.run(collect(real_llm, RequestOutputKind.DELTA, prompt=text, max_tokens=24))
     pieces = [output.outputs[0].text for output in outputs]
     assert "�" not in "".join(pieces[:-1])
     assert any(ord(character) > 0x2000 for character in "".join(pieces)), "the answer has no wide character to cut"
     tokens = [token for output in outputs for token in output.outputs[0].token_ids]
-    decode = llm.get_tokenizer().decode
+    decode = real_llm.get_tokenizer().decode
     assert "".join(pieces) == decode(outputs[0].prompt_token_ids + tokens)[len(decode(outputs[0].prompt_token_ids)) :]
 
 
+@pytest.mark.essential
 def test_slow_consumer_gets_all_tokens_in_fewer_outputs_and_delays_no_other(llm):
     async def run():
         slow = llm.generate(PROMPT, params(RequestOutputKind.DELTA, 40))
@@ -70,6 +72,7 @@ def test_slow_consumer_gets_all_tokens_in_fewer_outputs_and_delays_no_other(llm)
     assert [token for piece in pieces for token in piece.token_ids] == fast.token_ids
 
 
+@pytest.mark.essential
 def test_leaving_the_loop_early_aborts_in_the_core(llm):
     async def run():
         async for _ in llm.generate(PROMPT, params(RequestOutputKind.DELTA, 900)):
@@ -81,6 +84,7 @@ def test_leaving_the_loop_early_aborts_in_the_core(llm):
     asyncio.run(run())
 
 
+@pytest.mark.essential
 def test_cancelling_the_task_aborts_in_the_core(llm):
     async def run():
         started = asyncio.Event()
@@ -99,6 +103,7 @@ def test_cancelling_the_task_aborts_in_the_core(llm):
     asyncio.run(run())
 
 
+@pytest.mark.essential
 def test_abort_ends_the_stream_and_keeps_the_tokens_so_far(llm):
     async def run():
         outputs = []
@@ -128,6 +133,7 @@ def test_request_is_computed_before_its_stream_is_read(llm):
     assert len(output.outputs[0].token_ids) == 10
 
 
+@pytest.mark.essential
 def test_same_seed_gives_the_same_answer_and_other_seeds_differ(llm):
     def sampled(seed):
         return SamplingParams(temperature=1.0, seed=seed, max_tokens=16, output_kind=RequestOutputKind.FINAL_ONLY)

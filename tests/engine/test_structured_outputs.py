@@ -65,6 +65,7 @@ def is_person(text):
     return person["occupation"] in PERSON["properties"]["occupation"]["enum"]
 
 
+@pytest.mark.essential
 def test_each_form_of_output_is_matched(engine):
     patterns = {
         r"\d{3}-\d{4}": {"regex": r"\d{3}-\d{4}"},
@@ -132,6 +133,7 @@ def test_constrained_streams_continue_after_the_core_is_killed(engine):
     assert [output.outputs[0].token_ids for output in killed] == [output.outputs[0].token_ids for output in calm]
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -48,7 +48,14 @@ def slow(*values):
 
 @pytest.fixture(
     scope="module",
-    params=[("tensor", 1), ("pipeline", 1), ("tensor", 2), slow(("both", 1)), slow(("both", 2)), slow(("pipeline", 2))],
+    params=[
+        pytest.param(("tensor", 1), marks=pytest.mark.essential),
+        ("pipeline", 1),
+        ("tensor", 2),
+        slow(("both", 1)),
+        slow(("both", 2)),
+        slow(("pipeline", 2)),
+    ],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def engines(request, one_process, small_model, tmp_path_factory):

@@ -17,7 +17,7 @@ from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels.cpu.library import TRITON, library
 from vllm_mp.kernels.triton import available
 from vllm_mp.testing.engines import answer, greedy, running_engine
-from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
+from vllm_mp.testing.greedy_parity import NEAR_TIE, GreedyReference, assert_engine_is_greedy
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
 
 pytest.importorskip("triton")
@@ -95,6 +95,20 @@ def kernels(request, monkeypatch):
     yield request.param
     for choice in (available.operations, library):
         choice.cache_clear()
+
+
+@pytest.mark.essential
+def test_tokens_of_chunks_are_those_of_transformers(tmp_path, kernels):
+    """The steps of a core, in this process."""
+    reference = GreedyReference(save_random_model(shallow("llama", 1), tmp_path))
+    engine = LocalEngine(tmp_path, load_format="auto", max_num_batched_tokens=12)
+    prompts = random_prompts((14, 1))
+    for slot, prompt in enumerate(prompts):
+        engine.add(slot, prompt, max_tokens=3)
+    engine.run()
+    for slot, prompt in enumerate(prompts):
+        assert len(engine.tokens[slot]) == 3
+        assert reference.behind(prompt, engine.tokens[slot]).max() <= NEAR_TIE
 
 
 def test_token_with_nan_embedding_does_not_spoil_blocks_before_it(tmp_path, kernels):

@@ -27,6 +27,7 @@ async def drain(stream):
         pass
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT], ids=lambda signum: signum.name
 )

@@ -131,6 +131,7 @@ def requests_of_every_kind(max_tokens):
     ]
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV], ids=lambda signum: signum.name)
 def test_requests_of_every_kind_continue_after_a_death(engine, signum):
     check(
@@ -281,6 +282,7 @@ def test_unanswered_calls_are_answered_by_the_next_core(engine, monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_pause_stays_in_force_after_core_is_killed(engine, mode):
     async def run():
@@ -485,6 +487,7 @@ def test_no_request_is_blamed_for_signals_that_stop_several_cores(make_small_eng
     asyncio.run(run())
 
 
+@pytest.mark.essential
 def test_stopped_idle_core_is_replaced_when_a_request_arrives(make_small_engine):
     engine = make_small_engine(engine_iteration_timeout_s=0.5)
     kill(engine, signal.SIGSTOP)
@@ -492,6 +495,7 @@ def test_stopped_idle_core_is_replaced_when_a_request_arrives(make_small_engine)
     assert engine._supervisor.num_restarts == 1
 
 
+@pytest.mark.essential
 def test_every_stream_and_call_fails_with_the_cause_beyond_the_restart_limit(make_small_engine):
     engine = make_small_engine(max_core_restarts=1)
 

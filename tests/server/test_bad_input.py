@@ -17,6 +17,7 @@ def _send(in_process, path, content, headers, method="POST", **options):
 JSON = {"Content-Type": "application/json"}
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("content", "status", "param", "said"),
     [

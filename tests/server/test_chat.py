@@ -22,6 +22,7 @@ def _tokens(server, messages, **fields):
     return answer["tokens"]
 
 
+@pytest.mark.essential
 def test_stream_has_the_role_then_the_text_then_the_end_then_the_usage(client):
     request = {"messages": MESSAGES, "max_completion_tokens": 4, **GREEDY}
     whole = client.chat.completions.create(**request)

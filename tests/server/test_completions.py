@@ -21,6 +21,7 @@ def client(server):
         yield client
 
 
+@pytest.mark.essential
 def test_stream_brings_the_text_and_the_usage_of_a_single_response(client):
     whole = client.completions.create(prompt=PROMPT, max_tokens=8, **GREEDY)
     chunks = list(
@@ -59,6 +60,7 @@ def test_token_ids_give_the_same_completion_as_their_text(client, server):
     assert server.post("/detokenize", {"tokens": answer_ids})[1]["prompt"] == by_text.choices[0].text
 
 
+@pytest.mark.essential
 def test_n_completions_with_a_seed_are_repeatable(client):
     sampled = {"temperature": 1, "top_p": 1, "extra_body": {"top_k": 50}}
     runs = [

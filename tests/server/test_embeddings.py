@@ -49,6 +49,7 @@ def encoded(engine, prompts):
     return asyncio.run(encode())
 
 
+@pytest.mark.essential
 def test_vectors_are_those_of_encode_in_the_order_of_the_inputs(encoder):
     expected = np.stack(encoded(encoder, TEXTS))
     actual = np.float32(vectors(encoder, input=TEXTS))

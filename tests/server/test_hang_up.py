@@ -86,6 +86,7 @@ def test_hang_up_before_the_response_aborts_the_request(replay_engine, path, bod
     assert _run(replay_engine, body, hang_up, path).sent == []
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("prompts", ["x", ["x", "y"]])
 def test_hang_up_in_a_stream_aborts_the_request(replay_engine, prompts):
     async def hang_up(connection, app):

@@ -5,12 +5,15 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from vllm_mp import __version__
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.state import ServerState
 
 
+@pytest.mark.essential
 def test_a_ready_server_says_so_and_names_its_core(server):
     assert server.get("/health") == (200, {"status": "ok"})
     assert server.get("/ready") == (200, {"status": "ready"})

@@ -7,6 +7,7 @@ import time
 import urllib.request
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_mp import AsyncLLM
@@ -77,6 +78,7 @@ def client_of(app) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
+@pytest.mark.essential
 def test_metrics_have_the_names_types_and_labels_of_vllm(in_process, replay_engine):
     async def run():
         async with in_process() as client:
@@ -96,6 +98,7 @@ def test_metrics_have_the_names_types_and_labels_of_vllm(in_process, replay_engi
     assert reasons == {"stop", "length", "abort", "error"}
 
 
+@pytest.mark.essential
 def test_a_request_is_counted_in_tokens_latencies_and_by_endpoint(in_process):
     async def run():
         async with in_process() as client:

@@ -75,6 +75,7 @@ def test_completion_and_its_stream_are_the_same_text(client, model):
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
+@pytest.mark.essential
 def test_chat_and_its_stream_are_the_same_answer(client, model):
     whole = client.chat.completions.create(model=model, messages=QUESTION, temperature=0)
     with client.chat.completions.stream(
@@ -239,6 +240,7 @@ def test_closed_stream_aborts_its_request(server, client, model):
             next(iter(stream))
 
 
+@pytest.mark.essential
 def test_cancelled_task_aborts_its_request(server, model):
     async def ask():
         async with async_client(server) as client:

@@ -111,23 +111,6 @@ def test_page_shows_model_core_and_readings(page: "Page", server: ServedModel) -
     assert page.locator(".plot svg").count() == 4
 
 
-def test_no_file_of_the_page_may_be_taken_for_another_type_or_load_from_elsewhere(page: "Page", server) -> None:
-    for path, media_type in (
-        ("/", "text/html"),
-        ("/static/main.js", "text/javascript"),
-        ("/static/style.css", "text/css"),
-    ):
-        response = page.request.get(server.url + path)
-        assert response.headers["content-type"] == f"{media_type}; charset=utf-8"
-        assert response.headers["x-content-type-options"] == "nosniff"
-        policy = response.headers["content-security-policy"]
-        assert "default-src 'none'" in policy
-        assert "unsafe" not in policy
-        known = page.request.get(server.url + path, headers={"If-None-Match": response.headers["etag"]})
-        assert (known.status, known.body()) == (304, b"")
-    assert page.request.get(server.url + "/static/../live.py").status == 404
-
-
 def test_answer_streams_and_says_its_speed_while_the_readings_move(page: "Page", server: ServedModel) -> None:
     bodies = []
     page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)

@@ -50,6 +50,7 @@ def events(answer):
     return [json.loads(block.partition("data: ")[2]) for block in answer.text.split("\n\n")[:-1]]
 
 
+@pytest.mark.essential
 def test_response_says_what_was_asked_and_answered(post):
     response = created(
         post(
@@ -81,6 +82,7 @@ def test_input_becomes_the_prompt_of_the_chat_template(post, tokenized):
     assert usage.input_tokens == tokenized(messages)
 
 
+@pytest.mark.essential
 def test_stream_ends_with_the_response_whose_text_its_deltas_made(post):
     stream = post(input=CONVERSATION, request_id="abc", stream=True)
     last = events(stream)[-1]

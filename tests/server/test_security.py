@@ -26,6 +26,7 @@ def _ask(client, method, path, **headers):
     return asyncio.run(run())
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/core_status", "/live", "/unknown"])
 @pytest.mark.parametrize(
     "authorization", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic first-key", "first-key", "Bearer first-ke"]

@@ -47,6 +47,7 @@ async def _signal_during_streams(server, number, num_tokens=_TOKENS):
     return answers, running
 
 
+@pytest.mark.essential
 def test_server_listens_while_it_loads_and_ends_on_a_signal(tmp_path):
     with _serve_from(f"ipc://{tmp_path}/no-core.sock", tmp_path) as server:
         assert server.get("/health") == (200, {"status": "ok"})
@@ -194,6 +195,7 @@ def test_core_ends_with_a_server_that_is_killed(default_model, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["server.log"]
 
 
+@pytest.mark.essential
 def test_request_beyond_the_limit_is_refused_until_another_ends(replay_engine):
     async def run():
         admission = Admission(2)

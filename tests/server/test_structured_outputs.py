@@ -68,38 +68,42 @@ def test_each_name_of_a_schema_holds_for_chats_and_completions(server, fields):
         Person.model_validate_json(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-def test_other_forms_of_output(server):
-    forms = {
-        r"\d{3}-\d{4}": {"guided_regex": r"\d{3}-\d{4}", "guided_decoding_backend": "guidance"},
-        "yes|no": {"guided_choice": ["yes", "no"]},
-        "ab{1,2}c": {"guided_grammar": 'start: "a" "b" "b"? "c"'},
-        r"(?s)\s*\{.*": {"response_format": {"type": "json_object"}, "max_tokens": 5},
-        "(?s).*": {"response_format": {"type": "text"}, "max_tokens": 3},
-        r'<f>\{\s*"a":\s*\d\s*\}</f>': {
-            "response_format": {
-                "type": "structural_tag",
-                "format": {
-                    "type": "tag",
-                    "begin": "<f>",
-                    "content": {
-                        "type": "json_schema",
-                        "json_schema": {
-                            "type": "object",
-                            "properties": {"a": {"enum": [1, 2]}},
-                            "required": ["a"],
-                            "additionalProperties": False,
-                        },
-                    },
-                    "end": "</f>",
-                },
-            },
-            "structured_outputs": None,
+TAGGED = {
+    "type": "tag",
+    "begin": "<f>",
+    "content": {
+        "type": "json_schema",
+        "json_schema": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
         },
-    }
-    for pattern, fields in forms.items():
-        status, answer = server.post("/v1/chat/completions", {"messages": MESSAGES, **RANDOM, **fields})
-        assert status == 200, answer
-        assert re.fullmatch(pattern, answer["choices"][0]["message"]["content"].replace("\n", ""))
+    },
+    "end": "</f>",
+}
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize(
+    ("pattern", "fields"),
+    [
+        (r"\d{3}-\d{4}", {"guided_regex": r"\d{3}-\d{4}", "guided_decoding_backend": "guidance"}),
+        ("yes|no", {"guided_choice": ["yes", "no"]}),
+        ("ab{1,2}c", {"guided_grammar": 'start: "a" "b" "b"? "c"'}),
+        (r"(?s)\s*\{.*", {"response_format": {"type": "json_object"}, "max_tokens": 5}),
+        ("(?s).*", {"response_format": {"type": "text"}, "max_tokens": 3}),
+        (
+            r'<f>\{\s*"a":\s*\d\s*\}</f>',
+            {"response_format": {"type": "structural_tag", "format": TAGGED}, "structured_outputs": None},
+        ),
+    ],
+    ids=["regex", "choice", "grammar", "json_object", "text", "structural_tag"],
+)
+def test_other_forms_of_output(server, pattern, fields):
+    status, answer = server.post("/v1/chat/completions", {"messages": MESSAGES, **RANDOM, **fields})
+    assert status == 200, answer
+    assert re.fullmatch(pattern, answer["choices"][0]["message"]["content"].replace("\n", ""))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

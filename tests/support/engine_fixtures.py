@@ -1,5 +1,6 @@
 """Fixtures with real engines: each has its own core process and a real model."""
 
+import contextlib
 import subprocess
 import types
 
@@ -14,11 +15,21 @@ from vllm_mp.testing.engines import ENGINE, running_engine
 
 
 @pytest.fixture(scope="session")
-def llm(default_model):
-    """An engine of the default model for all tests that neither configure nor harm it."""
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(default_model), **ENGINE))
+def llm(small_model, core_template):
+    """An engine of `small_model` for all tests that neither configure nor harm it, with steps of at least 5 ms."""
+    with _forked_from(core_template):
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(model=str(small_model), **ENGINE, fault_injection=SHORT_STEPS, num_threads=1)
+        )
     yield engine
     engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def real_llm(default_model):
+    """An engine of the default model for tests of what its answers say. They neither configure nor harm it."""
+    with running_engine(default_model) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -45,6 +56,8 @@ def small_model(default_model, tmp_path_factory):
     return folder
 
 
+SHORT_STEPS = "slow@step=*,seconds=0.005"
+"""Makes the steps of `small_model` long enough for streams to receive most tokens separately."""
 SLOW_STEPS = "slow@step=*,seconds=0.02"
 """Makes the steps of `small_model` take as long as the steps of a real model, which leaves time for a fault."""
 
@@ -65,12 +78,19 @@ def core_template():
         yield forked_core
 
 
-@pytest.fixture(scope="module")
-def forked_cores(core_template):
-    """Fork the cores that this process starts for the tests of a module, so that they need not import torch."""
+@contextlib.contextmanager
+def _forked_from(core_template):
+    """Start cores in this block with `core_template` in place of `subprocess.Popen`."""
     patched = types.SimpleNamespace(**{**vars(subprocess), "Popen": core_template})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm_mp.client.engine.process.subprocess", patched)
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_cores(core_template):
+    """Fork the cores that this process starts for the tests of a module, so that they need not import torch."""
+    with _forked_from(core_template):
         yield
 
 

@@ -42,10 +42,22 @@ time_limit.EXCEPTIONS["test_times.py::test_with_a_limit_of_its_own"] = 300
 def test_tests_over_the_limit_fail_by_name_and_no_others(tmp_path):
     (tmp_path / "conftest.py").write_text(PLUGIN)
     (tmp_path / "test_times.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, "--time-limit=0.2"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        tmp_path,
+        "--time-limit=0.2",
+    ]
     paths = {"PYTHONPATH": f"{ROOT / 'tests'}"}
     run = subprocess.run([*command, "test_times.py"], cwd=tmp_path, env=paths, capture_output=True, text=True)
-    failed = {line.partition("::")[2].partition(" ")[0] for line in run.stdout.splitlines() if line.startswith("FAILED")}
+    failed = {
+        line.partition("::")[2].partition(" ")[0] for line in run.stdout.splitlines() if line.startswith("FAILED")
+    }
     computing = {"test_whose_child_computes"}
     waiting = {"test_of_its_own_fixture", "test_that_waits"} if time_limit._stalled_s() is not None else set()
     # On a busy machine a test that waits may count as waiting for a processor.
