@@ -1,7 +1,6 @@
 """Fixtures with servers: a real `vllm-mp serve` process, and the parts of a server over a core that needs no model."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import httpx
 import psutil

@@ -1,11 +1,10 @@
-"""`pytest --time-limit` fails tests that take too long, and counts neither shared fixtures nor waits for a processor."""
+"""`pytest --time-limit` fails tests that take too long, without shared fixtures and waits for a processor."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
 from support import time_limit
 
 ROOT = Path(__file__).parents[3]
@@ -54,7 +53,9 @@ def test_tests_over_the_limit_fail_by_name_and_no_others(tmp_path):
         "--time-limit=0.2",
     ]
     paths = {"PYTHONPATH": f"{ROOT / 'tests'}"}
-    run = subprocess.run([*command, "test_times.py"], cwd=tmp_path, env=paths, capture_output=True, text=True)
+    run = subprocess.run(
+        [*command, "--time-limit=0.2", "test_times.py"], cwd=tmp_path, env=paths, capture_output=True, text=True
+    )
     failed = {
         line.partition("::")[2].partition(" ")[0] for line in run.stdout.splitlines() if line.startswith("FAILED")
     }
