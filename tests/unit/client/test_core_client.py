@@ -18,10 +18,11 @@ from vllm_mp.client.stats import EngineStats
 class Connection:
     """The connection to one core; `cores` keeps the messages that are sent and the callback for received ones."""
 
-    num_dropped, loop, was_paused = 0, None, False
+    num_dropped, loop = 0, None
 
     def __init__(self, cores, incarnation):
         self.cores, self.incarnation = cores, incarnation
+        self.was_paused = cores.is_paused
 
     def attach(self, on_message, news_fd, on_news):
         self.cores.on_message = on_message
@@ -40,6 +41,8 @@ class Cores:
 
     def __init__(self, is_shared=False):
         self.is_shared = is_shared
+        self.is_paused = False
+        """Whether the next core is in a pause when it greets the client."""
         self.sent = []
         self.forgiven = []
         self.num_deaths = 0
@@ -283,3 +286,12 @@ def test_reason_for_which_the_core_dropped_the_client_is_logged(caplog):
     lose_connection(cores)
     join(cores, shared_core(cores, 10, why_dropped="it had not read 5 bytes"))
     assert "dropped this client: it had not read 5 bytes" in caplog.text
+
+
+def test_requests_after_a_death_are_marked_as_the_next_core_is_paused(cores):
+    for is_paused in (True, False):
+        cores.is_paused = is_paused
+        cores.die()
+        cores.add(f"paused: {is_paused}")
+        (message,) = cores.sent
+        assert message.after_pause == is_paused
