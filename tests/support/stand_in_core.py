@@ -25,10 +25,10 @@ class StandInConnection:
     """Stands in for `CoreConnection`: its supervisor keeps what is sent, and says how calls are answered."""
 
     num_dropped: int = 0
-    was_paused: bool = False
 
     def __init__(self, supervisor: "StandInSupervisor", incarnation: int) -> None:
         self.incarnation = incarnation
+        self.was_paused = supervisor.is_paused
         self.loop: asyncio.AbstractEventLoop | None = None
         """The running loop when the connection was attached; None also if there was none."""
         self._supervisor = supervisor
@@ -67,6 +67,8 @@ class StandInSupervisor:
     def __init__(self, is_shared: bool = False, client: int = 0) -> None:
         """`client` is the number that the core gives this client."""
         self.is_shared, self.client_number = is_shared, client
+        self.is_paused = False
+        """Whether the next core is in a pause when it greets the client."""
         self.num_deaths = 0
         self.sent: list[wire.ClientMessage] = []
         """The messages to all cores, in their order."""

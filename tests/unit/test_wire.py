@@ -242,6 +242,16 @@ def step_output(rows):
     return wire.StepOutput(1, 5, *wire.pack_tokens(slots, tokens, positions))
 
 
+def test_frame_that_is_larger_than_a_core_accepts_is_refused(monkeypatch):
+    call = wire.Call(0, 1, "operation", ["value"])
+    size = len(wire.encode(call))
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", size)
+    assert wire.encode_bounded(call) == wire.encode(call)
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", size - 1)
+    with pytest.raises(ValueError, match=f"too large: {size} bytes, the limit is {size - 1}; shorten it"):
+        wire.encode_bounded(call)
+
+
 @given(COLUMNS)
 def test_tokens_arrive_with_slots_and_lower_bits_of_positions(rows):
     arrived = wire.decode_core_message(wire.encode(step_output(rows)))

@@ -123,6 +123,34 @@ def test_flood_of_invalid_messages_is_counted_and_does_not_flood_the_log(tmp_pat
         assert 0 < len(caplog.records) < 12
 
 
+def test_messages_of_other_incarnations_of_the_core_are_dropped(tmp_path):
+    with peers(tmp_path) as (connection, router):
+        connection.incarnation = 2
+        heard = []
+
+        async def run():
+            is_last = asyncio.Event()
+
+            def on_message(reply):
+                heard.append(reply.call_id)
+                if reply.call_id == 9:
+                    is_last.set()
+
+            connection.attach(on_message, connection.monitor.getsockopt(zmq.FD), lambda: None)
+            connection.send(wire.Bye(2))
+            assert router.poll(30_000)
+            identity, _ = router.recv_multipart()
+            for incarnation, call_id in ((1, 7), (3, 8), (2, 9)):
+                router.send_multipart((identity, wire.encode(wire.Reply(incarnation, call_id))))
+            async with asyncio.timeout(30):
+                await is_last.wait()
+            connection.detach()
+
+        asyncio.run(run())
+        assert heard == [9]
+        assert connection.num_dropped == 2
+
+
 def send_replies(connection, router, count):
     """Let the peer send replies to the client, and wait until all of them have arrived."""
     connection.send(wire.Bye(0))

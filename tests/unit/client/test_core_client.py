@@ -242,3 +242,12 @@ def test_reason_for_which_the_core_dropped_the_client_is_logged(caplog):
     lose_connection(cores)
     join(cores, shared_core(cores, 10, why_dropped="it had not read 5 bytes"))
     assert "dropped this client: it had not read 5 bytes" in caplog.text
+
+
+def test_requests_after_a_death_are_marked_as_the_next_core_is_paused(cores):
+    for is_paused in (True, False):
+        cores.is_paused = is_paused
+        cores.die()
+        cores.add(f"paused: {is_paused}")
+        (message,) = cores.sent
+        assert message.after_pause == is_paused
