@@ -74,7 +74,7 @@ def scraped(url: str) -> Scrape:
 
 
 def client_of(app) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 def test_metrics_have_the_names_types_and_labels_of_vllm(in_process, replay_engine):
