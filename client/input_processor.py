@@ -4,7 +4,7 @@ import asyncio
 import copy
 import random
 import secrets
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -213,18 +213,42 @@ class InputProcessor:
         return await self._prompt_tokenizer.ids(text, options, max_tokens)
 
     async def _spell_bad_words(self, words: list[str]) -> list[list[int]]:
-        """Return the token ids of each word at the beginning of a text and after a space, without duplicates."""
+        """Return the token ids of each spelling of each word, without duplicates; see `_spellings`."""
         if not words:
             return []
         if self._prompt_tokenizer is None:
             raise ValueError("bad_words needs a tokenizer: leave skip_tokenizer_init off")
-        spellings = [space + word.lstrip() for word in words for space in ("", " ")]
-        options = {"add_special_tokens": False}
         try:
-            ids = await asyncio.gather(*[self._tokenize(text, options, wire.MAX_BAD_WORD_TOKENS) for text in spellings])
+            ids = await asyncio.gather(
+                *[self._ids_after(before, text) for word in words for before, text in _spellings(word)]
+            )
         except TooManyTokensError as error:
             raise ValueError(
                 f"bad_words must be of at most {wire.MAX_BAD_WORD_TOKENS} tokens each, got {error.size}; shorten them"
             ) from None
         distinct = {tuple(spelling): None for spelling in ids if spelling}
         return [list(spelling) for spelling in distinct]
+
+    async def _ids_after(self, before: str, text: str) -> list[int]:
+        """Return the token ids of `text` behind `before`; none if a token spans both."""
+        options, limit = {"add_special_tokens": False}, wire.MAX_BAD_WORD_TOKENS
+        whole = await self._tokenize(before + text, options, limit)
+        if not before:
+            return whole
+        first = await self._tokenize(before, options, limit)
+        return whole[len(first) :] if whole[: len(first)] == first else []
+
+
+_BEFORE: Final = "a"
+"""A text before white space. Some tokenizers spell white space at the beginning of a text with a token more."""
+
+
+def _spellings(word: str) -> list[tuple[str, str]]:
+    """Return (text before, word) of both spellings of a bad word: at the beginning of a text, and after a space.
+
+    White space other than one leading space is part of the word; such a word is spelled as it is, also after a text.
+    """
+    bare = word.removeprefix(" ")
+    if bare and not bare[0].isspace():
+        return [("", bare), ("", f" {bare}")]
+    return [("", word), (_BEFORE, word)]

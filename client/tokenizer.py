@@ -73,8 +73,8 @@ def load_tokenizer(
         cache_dir: the folder of converted tokenizers, which are named by the content of their source files.
 
     Raises:
-        ValueError: `mode` is unknown, or the folder holds no tokenizer that can be loaded. The message names the
-            folder, the cause and the remedy.
+        ValueError: `mode` is unknown, the folder holds no tokenizer that can be loaded, or the working folder was
+            removed. The message names the folder, the cause and the remedy.
     """
     if mode not in ("auto", "slow"):
         raise ValueError(f"tokenizer_mode must be 'auto' or 'slow', got {mode!r}")
@@ -84,6 +84,10 @@ def load_tokenizer(
         raise ValueError(
             f"tokenizer folder {folder} does not exist: set `tokenizer` to an existing folder, or to a hub id"
         )
+    try:
+        os.getcwd()  # libraries that load files ask for it
+    except FileNotFoundError as error:
+        raise ValueError("the working folder of this process was removed: change to a folder that exists") from error
     try:
         tokenizer = _load(folder, mode, trust_remote_code, cache_dir)
     except Exception as error:

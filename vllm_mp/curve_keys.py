@@ -113,7 +113,10 @@ def _write(path: str | os.PathLike[str], kind: str, fields: dict[str, bytes], pu
     try:
         with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write("\n".join(lines) + "\n")
-        Path(f"{os.fspath(path)}.pub").write_text(encode_key(public) + "\n")
+        public_path = Path(f"{os.fspath(path)}.pub")
+        public_path.unlink(missing_ok=True)  # of an earlier key, or a link to another file
+        with public_path.open("x") as file:
+            file.write(encode_key(public) + "\n")
     except FileExistsError as error:
         raise ValueError(f"{os.fspath(path)} exists; remove it first if the key is not needed any more") from error
     except OSError as error:

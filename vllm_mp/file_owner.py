@@ -1,5 +1,6 @@
 """Who owns a file, and who else can read or write it: checks of secrets, of sockets and of their folders."""
 
+import errno
 import os
 import pwd
 import stat
@@ -62,3 +63,25 @@ def check_writers(path: Path, owners: Collection[int]) -> None:
         raise ValueError(
             f"{path} can be written by other users (mode {stat.S_IMODE(info.st_mode):o}); run: chmod go-w {path}"
         )
+
+
+def open_own_file(path: Path) -> int:
+    """Open a file to read and write it, made for its owner alone if it does not exist; return the descriptor.
+
+    In a folder that others may write, the name may be a trap: a link to a file of this user, or a file of another user.
+    Raises ValueError, with the remedy, for such a file, and OSError if it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path} is a symbolic link, which is not followed; remove it") from error
+        raise
+    info = os.fstat(descriptor)
+    if info.st_uid in trusted_owners() and stat.S_ISREG(info.st_mode) and info.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    if info.st_uid not in trusted_owners():
+        raise ValueError(f"{path} belongs to user {user_name(info.st_uid)}, who is not trusted; use another path")
+    what = f"has {info.st_nlink} names" if stat.S_ISREG(info.st_mode) else "is no regular file"
+    raise ValueError(f"{path} {what}; remove it")

@@ -1,4 +1,4 @@
-"""The CPUs (logical processors) of this machine that a process may use, NUMA nodes and the limit of CPU time."""
+"""The CPUs (logical processors) of this machine that a process may use, and its NUMA nodes."""
 
 import math
 import os
@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_mp.control_group import cpu_time_limit
+
 _NODES = Path("/sys/devices/system/node")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-_GROUP = Path("/sys/fs/cgroup")
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _NODE = re.compile(r"node(\d{1,5})")
 
@@ -112,22 +113,13 @@ def pci_numa_node(address: str) -> int | None:
 
 
 def default_threads(num_cores: int = 1) -> int:
-    """Return the number of usable CPUs, or the CPU time that the control group (such as a container) grants if less.
+    """Return the number of usable CPUs, or the CPU time that control groups (such as a container) grant if less.
 
     More threads than that time allows would wait for threads that the system has stopped. `num_cores` processes share
     that time.
     """
     limit = cpu_time_limit()
     return len(usable_cpus()) if limit is None else max(1, min(len(usable_cpus()), math.ceil(limit / num_cores)))
-
-
-def cpu_time_limit() -> float | None:
-    """Return the limit of the control group, in seconds of CPU time a second; None: there is none."""
-    try:
-        quota, period = (_GROUP / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
 
 
 def describe(cpus: frozenset[int]) -> str:

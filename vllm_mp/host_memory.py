@@ -1,9 +1,9 @@
-"""The memory of this machine, and of the control group (such as a container) that this process runs in."""
+"""The memory of this machine, and of the control groups (such as a container) that this process runs in."""
 
 from pathlib import Path
 from typing import NamedTuple
 
-_GROUP = Path("/sys/fs/cgroup")
+from vllm_mp.control_group import memory_limit
 
 
 class HostMemory(NamedTuple):
@@ -11,19 +11,16 @@ class HostMemory(NamedTuple):
 
     total: int
     available: int
-    """What can be allocated without swapping, within the limit of the control group."""
+    """What can be allocated without swapping, within the limits of control groups."""
     group_limit: int | None
-    """The limit of the control group; None: there is none."""
+    """The limit of the control group that leaves the least; None: there is none."""
 
 
 def host_memory() -> HostMemory:
     """Return the memory as the Linux kernel states it now."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, available = (int(meminfo[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    try:
-        limit, used = (_GROUP / "memory.max").read_text().strip(), (_GROUP / "memory.current").read_text()
-    except OSError:
+    group = memory_limit()
+    if group is None:
         return HostMemory(total, available, None)
-    if limit == "max":
-        return HostMemory(total, available, None)
-    return HostMemory(total, max(0, min(available, int(limit) - int(used))), int(limit))
+    return HostMemory(total, min(available, group.available), group.limit)

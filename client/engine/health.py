@@ -3,12 +3,13 @@
 import time
 from pathlib import Path
 
+from vllm_mp.control_group import oom_kills
 from vllm_mp.status_page import CoreState, StatusPage
 
 _IDLE_BEAT_S = 0.75
 """Time that an idle core may take between two beats. It beats every 0.5 s; the rest is a margin."""
-_OOM_FILES = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
-"""Files in which the kernel counts its kills for lack of memory: of this container, or else of the machine."""
+_VMSTAT = Path("/proc/vmstat")
+"""File in which the kernel counts its kills on the whole machine, among others."""
 
 
 class HangWatch:
@@ -72,14 +73,14 @@ def is_stopped(pid: int | None) -> bool:
 
 
 def count_oom_kills() -> int:
-    """Return the number of processes that the kernel has killed because memory ran out; 0 if it does not tell."""
-    for file in _OOM_FILES:
-        try:
-            lines = file.read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
-    return 0
+    """Return the number of processes that the kernel has killed because memory ran out; 0 if it does not tell.
+
+    They are those of this process's control group, or else of the machine.
+    """
+    if (count := oom_kills()) is not None:
+        return count
+    try:
+        lines = _VMSTAT.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

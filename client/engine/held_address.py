@@ -12,7 +12,7 @@ from pathlib import Path
 import zmq
 
 from vllm_mp.core_launch import PublicAddress, lock_path
-from vllm_mp.file_owner import check_writers, trusted_owners
+from vllm_mp.file_owner import check_writers, open_own_file, trusted_owners
 
 _BACKLOG = 1024
 """Number of connections that wait for the next core."""
@@ -131,12 +131,13 @@ class HeldAddress:
     def _lock_path(self, file: Path) -> int:
         """Return a descriptor of the locked `file`, which holds the pid of this process.
 
-        Raises ValueError if another process holds the lock, and OSError if the file cannot be opened.
+        Raises ValueError if another process holds the lock or the file is not this user's own, and OSError if it cannot
+        be opened.
         """
         deadline = time.monotonic() + _ORPHAN_TIMEOUT_S
         for _ in range(_MAX_LOCK_TRIES):
             owner = None
-            lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+            lock = open_own_file(file)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

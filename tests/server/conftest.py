@@ -53,7 +53,7 @@ def in_process(replay_engine):
 
     def client(**options) -> httpx.AsyncClient:
         app = build_app(replay_engine, ServerOptions(**options))
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
     return client
 

@@ -29,7 +29,7 @@ def engine(small_model, adapters):
 
 def client(engine, **options):
     app = build_app(engine, ServerOptions(**options))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 async def complete(server, model):

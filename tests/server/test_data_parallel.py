@@ -32,7 +32,7 @@ def ask(engine, *requests):
 
     async def run():
         app = build_app(engine, ServerOptions())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return [await client.request(method, path, **options) for method, path, options in requests]
 
     return asyncio.run(run())

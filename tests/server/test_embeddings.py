@@ -18,7 +18,7 @@ TEXTS = ["A cat sits on the mat.", "Stock prices fell today.", "A kitten rests o
 async def serving(engine):
     """A client of an application in this process."""
     transport = httpx.ASGITransport(build_app(engine, ServerOptions()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 

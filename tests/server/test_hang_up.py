@@ -26,7 +26,7 @@ class FakeConnection:
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json"), (b"host", b"test")],
+            "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
             "http_version": "1.1",
             "scheme": "http",
             "server": ("test", 80),

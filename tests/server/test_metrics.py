@@ -75,7 +75,7 @@ def scraped(url: str) -> Scrape:
 
 
 def client_of(app) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 @pytest.mark.essential

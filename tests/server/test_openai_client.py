@@ -256,8 +256,8 @@ def test_cancelled_task_aborts_its_request(server, model):
 
 def in_process_client(app):
     """Return a client of an application in this process."""
-    transport = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
-    return AsyncOpenAI(base_url="http://test/v1", api_key="wrong", max_retries=0, http_client=transport)
+    transport = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+    return AsyncOpenAI(base_url="http://localhost/v1", api_key="wrong", max_retries=0, http_client=transport)
 
 
 def test_wrong_key_is_an_authentication_error(replay_engine):

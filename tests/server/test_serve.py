@@ -200,7 +200,7 @@ def test_request_beyond_the_limit_is_refused_until_another_ends(replay_engine):
     async def run():
         admission = Admission(2)
         transport = httpx.ASGITransport(build_app(replay_engine, ServerOptions(), admission))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
 
             async def ask(prompt):
                 return await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})

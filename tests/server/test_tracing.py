@@ -83,7 +83,7 @@ def test_a_request_continues_the_trace_of_its_caller(traced, collector):
             traced.generate({"prompt_token_ids": PROMPT}, PARAMS, trace_headers={"Traceparent": TRACEPARENT, "a": "b"})
         )
         app = build_app(traced, ServerOptions())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             body = {"prompt": PROMPT, "max_tokens": 2}
             headers = {"traceparent": TRACEPARENT}
             assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
@@ -108,7 +108,7 @@ def test_every_way_to_generate_continues_the_trace(traced, collector):
             await group.add(prompt, PARAMS, "stream_group", trace_headers=headers)
             await consume(group)
         app = build_app(traced, ServerOptions())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             bodies = {
                 "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 2},
                 "/v1/responses": {"input": "a", "max_output_tokens": 16},

@@ -15,8 +15,7 @@ def machine(monkeypatch, tmp_path):
     for node in range(2):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(f"{4 * node}-{4 * node + 3}\n")
-    for name in ("_NODES", "_GROUP"):
-        monkeypatch.setattr(host_cpus, name, tmp_path)
+    monkeypatch.setattr(host_cpus, "_NODES", tmp_path)
     bound = set(range(8))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(bound))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: (bound.clear(), bound.update(cpus)))
@@ -50,11 +49,9 @@ def test_each_usable_cpu_gets_one_thread(machine):
     assert default_threads() == 4
 
 
-@pytest.mark.parametrize(
-    ("limit", "threads"), [("150000 100000", 2), ("10000 100000", 1), ("900000 100000", 8), ("max 100000", 8), ("", 8)]
-)
-def test_threads_are_no_more_than_the_cpu_time_of_the_container(machine, limit, threads):
-    (machine / "cpu.max").write_text(limit)
+@pytest.mark.parametrize(("limit", "threads"), [(1.5, 2), (0.1, 1), (9.0, 8), (None, 8)])
+def test_threads_are_no_more_than_the_cpu_time_of_the_container(machine, monkeypatch, limit, threads):
+    monkeypatch.setattr(host_cpus, "cpu_time_limit", lambda: limit)
     assert default_threads() == threads
 
 
@@ -116,6 +113,6 @@ def test_cpus_that_the_process_may_not_use_are_not_divided(machine):
         divide_cpus("8-9", 0, 2)
 
 
-def test_cores_share_the_cpu_time_of_the_container(machine):
-    (machine / "cpu.max").write_text("400000 100000")
+def test_cores_share_the_cpu_time_of_the_container(machine, monkeypatch):
+    monkeypatch.setattr(host_cpus, "cpu_time_limit", lambda: 4.0)
     assert [default_threads(num_cores) for num_cores in (1, 2, 3, 8)] == [4, 2, 2, 1]

@@ -74,7 +74,7 @@ def _remove_abandoned(parent: Path) -> None:
     """Remove the workspaces in `parent` that killed processes left behind, which are those whose lock is free."""
     for workspace in parent.glob(".*.partial"):
         try:
-            lock = os.open(workspace.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            lock = os.open(workspace.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except PermissionError:
             continue  # the workspace of another user
         try:
@@ -136,7 +136,7 @@ def _lock(path: Path, subject: str, progress: Progress) -> Iterator[int]:
     """Hold the lock file `path` and yield its descriptor; announce a wait for the process that prepares `subject`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFullError(path.with_name(subject), str(error)) from error

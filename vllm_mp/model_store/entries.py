@@ -75,7 +75,7 @@ def remove_entry(entry: CacheEntry) -> None:
 @contextlib.contextmanager
 def _lock(path: Path, name: str) -> Iterator[None]:
     """Hold the lock under which a model is prepared."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

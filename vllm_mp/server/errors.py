@@ -13,6 +13,10 @@ from vllm_mp.errors import ConstraintError, EngineDeadError, EngineError, Engine
 
 logger = logging.getLogger(__name__)
 
+_LOG_LINES = re.compile(r"; its (?:last )?log\b.*", re.DOTALL)
+"""What follows the cause of a core's death: the last lines of its log, and where that is."""
+_PROCESS_ID = re.compile(r"(?<=\bprocess) \d+\b")
+
 
 class ErrorObject(msgspec.Struct):
     """What went wrong, as OpenAI's API describes it."""
@@ -81,17 +85,23 @@ def as_api_error(error: Exception) -> ApiError:
         case ConstraintError():
             return ApiError(400, str(error), code="invalid_constraint")
         case EngineGenerateError():
-            return ApiError(500, str(error), type="server_error", code="generation_failed")
+            return ApiError(500, public_text(error), type="server_error", code="generation_failed")
         case EngineDeadError():
-            return ApiError(503, f"the engine is gone for good: {error}", type="server_error", code="engine_dead")
+            message = f"the engine is gone for good: {public_text(error)}"
+            return ApiError(503, message, type="server_error", code="engine_dead")
         case EngineError():
-            return ApiError(503, str(error), type="server_error", code="engine_unavailable")
+            return ApiError(503, public_text(error), type="server_error", code="engine_unavailable")
         case TimeoutError():
             return ApiError(504, str(error), type="server_error", code="timeout")
         case _:
             logger.error("a request failed unexpectedly", exc_info=error)
             what = f"{type(error).__name__}; the server's log says more"
             return ApiError(500, f"internal error: {what}", type="server_error", code="internal_error")
+
+
+def public_text(error: Exception) -> str:
+    """Return the text of an error of the engine without what only an operator may read: log lines, paths and pids."""
+    return _PROCESS_ID.sub("", _LOG_LINES.sub("; the server's log says more", str(error)))
 
 
 def as_refusal(error: Exception, fields: tuple[str, ...] = ()) -> ApiError:

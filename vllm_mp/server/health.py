@@ -14,7 +14,7 @@ from vllm_mp import __version__
 from vllm_mp.errors import EngineError
 from vllm_mp.server import static_page
 from vllm_mp.server.admission import RETRY_AFTER
-from vllm_mp.server.errors import ApiError
+from vllm_mp.server.errors import ApiError, public_text
 from vllm_mp.server.state import ServerState
 
 
@@ -22,7 +22,7 @@ async def health(request: Request) -> Response:
     """Return 200 while the server can serve, or can bring the core back; 503 once the core is gone for good."""
     server: ServerState = request.app.state.server
     if (error := server.engine.dead_error) is not None:
-        return _json({"status": "dead", "reason": str(error)}, 503)
+        return _json({"status": "dead", "reason": public_text(error)}, 503)
     return _json({"status": "ok"})
 
 
@@ -36,7 +36,7 @@ async def ready(request: Request) -> Response:
     try:
         await server.ping_core()
     except EngineError as error:
-        return _not_ready(str(error))
+        return _not_ready(public_text(error))
     return _json({"status": "ready"})
 
 

@@ -57,6 +57,11 @@ class ServerOptions(Options):
     cors_allow_origin: tuple[str, ...] = option(
         (), "Let web pages of this origin call the server; *: every origin. The option may be repeated. Default: none."
     )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "While no key is required, serve requests whose Host header has this name, beside localhost and the address of "
+        "--host; *: any name. The option may be repeated. Default: none.",
+    )
     access_log: bool = option(False, "Write a line to the log for each request: method, path, status and duration.")
     max_waiting_requests: int = option(
         4096,

@@ -1,7 +1,9 @@
-"""Who may use the server: API keys, TLS, and the pages of other sites."""
+"""Who may use the server: API keys, TLS, and web pages of other sites."""
 
 import hashlib
 import hmac
+import ipaddress
+import socket
 import ssl
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -79,9 +81,95 @@ class RequireApiKey:
         return scheme.lower() == b"bearer" and any(matches)
 
 
+class HostGuard:
+    """Middleware that refuses requests which a web page of another site made a browser send.
+
+    Without keys, whoever reaches the server may use it. A page can let its own name resolve to this machine's address
+    (DNS rebinding); the Host header then has that name. Or it sends a request to another origin; the Origin header then
+    has its own. Programs that are no browsers send no Origin. With keys, a page would have to know a key.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app = app
+        self._is_open = not options.api_key
+        self._names = {name.lower().rstrip(".") for name in (options.host, *options.allowed_hosts)}
+        self._is_any_allowed = "*" in options.allowed_hosts
+        self._serves_other_machines = options.host in _EVERY_ADDRESS
+        if not _is_loopback(options.host):
+            self._names.add(socket.gethostname().lower())
+        self._origins = frozenset(options.cors_allow_origin)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await refusal.response()(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
+            return ApiError(400, f"the request has {len(hosts)} Host headers; send 1", code="invalid_host")
+        if not self._is_open:
+            return None
+        if hosts and not self._is_allowed(name := host_name(hosts[0])):
+            return ApiError(
+                403,
+                f"the Host header names {name!r:.100}, and this server has no API key: use localhost or the address of "
+                "--host, start the server with --allowed-hosts NAME, or require a key with --api-key",
+                code="host_not_allowed",
+            )
+        origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
+        if scope["method"] == "POST" and any(not self._is_own(origin, hosts) for origin in origins):
+            return ApiError(
+                403,
+                f"the request comes from a web page of the origin {origins[0]!r:.100}; start the server with "
+                "--cors-allow-origin ORIGIN to let it",
+                code="origin_not_allowed",
+            )
+        return None
+
+    def _is_allowed(self, name: str) -> bool:
+        if self._is_any_allowed or name in self._names or name.endswith(".localhost") or _is_loopback(name):
+            return True
+        # An attacker's name cannot be an address.
+        return self._serves_other_machines and _is_address(name)
+
+    def _is_own(self, origin: str, hosts: list[str]) -> bool:
+        return (
+            "*" in self._origins
+            or origin in self._origins
+            or origin.partition("://")[2].lower() in map(str.lower, hosts)
+        )
+
+
+_EVERY_ADDRESS: Final = {"", "0.0.0.0", "::"}
+"""Values of `--host` that mean all addresses of the machine."""
+
+
+def host_name(header: str) -> str:
+    """Return the name or the address in a Host header, in lower case, without its port."""
+    name = header.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
+
+
 def guards(options: ServerOptions) -> list[Middleware]:
     """Return the middleware that guards an application, outermost first."""
-    layers = []
+    layers = [Middleware(HostGuard, options=options)]
     if options.cors_allow_origin:
         # Before the keys, because a browser's preflight request carries no key.
         layers.append(

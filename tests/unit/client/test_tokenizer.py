@@ -273,3 +273,12 @@ def test_unreadable_file_is_refused_by_name(fast_folder: Path) -> None:
     (fast_folder / "tokenizer.json").chmod(stat.S_IWUSR)
     with pytest.raises(ValueError, match=str(fast_folder)):
         load(fast_folder)
+
+
+def test_working_folder_that_was_removed_is_the_named_cause(default_model, tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(ValueError, match=r"^the working folder of this process was removed: change to a folder"):
+        load_tokenizer(default_model, cache_dir=tmp_path)
