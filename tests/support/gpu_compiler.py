@@ -5,7 +5,9 @@ those that the operations make for a step of a model; they are compiled instead 
 off.
 """
 
+import functools
 import json
+from collections.abc import Callable
 
 import torch
 
@@ -16,7 +18,20 @@ from vllm_mp.kernels.triton import operations
 from vllm_mp.testing.compiled_kernels import compiling
 from vllm_mp.testing.sampling_cases import draw_params
 
-CAPABILITIES = [(9, 0), (8, 6)]
+ATTENTION: dict[tuple[int, int], list[tuple[torch.dtype, int, int, int | None, float | None]]] = {
+    (9, 0): [
+        (torch.bfloat16, 64, 64, None, None),
+        (torch.bfloat16, 128, 128, 512, 30.0),
+        (torch.bfloat16, 256, 256, None, None),
+    ],
+    (8, 6): [
+        (torch.float16, 192, 128, None, None),
+        (torch.bfloat16, 256, 256, None, None),
+        (torch.float32, 128, 128, None, None),
+    ],
+}
+"""By compute capability: dtype, sizes of keys and of values, window and soft cap. These kernels take the longest to
+compile, so all but the largest are compiled for one GPU only."""
 FLOAT8_CAPABILITIES = [(9, 0), (8, 9)]
 """The compute capabilities of GPUs that have 8-bit floats."""
 
@@ -97,22 +112,20 @@ def attend(
         operations.paged_attention(q, k_cache, v_cache, in_graph, 0.1, window, soft_cap)
 
 
-def call_floats() -> None:
-    call_all(torch.bfloat16, 32, 8, 128)
-    attend(torch.bfloat16, 64, 64, None, None)
-    attend(torch.bfloat16, 128, 128, 512, 30.0)
-    attend(torch.float16, 192, 128, None, None)
-    attend(torch.bfloat16, 256, 256, None, None)
-    attend(torch.float32, 128, 128, None, None)
-
-
 def main() -> None:
     found = []
-    for capabilities, call in ((CAPABILITIES, call_floats), (FLOAT8_CAPABILITIES, lambda: call_float8(torch.bfloat16))):
-        for capability in capabilities:
-            with compiling(capability) as compiler:
-                call()
-            found += [[*capability, key[0], kernel.metadata.shared] for key, kernel in compiler.kernels.items()]
+
+    def compile_for(capability: tuple[int, int], call: Callable[[], None]) -> None:
+        with compiling(capability) as compiler:
+            call()
+        found.extend([*capability, key[0], kernel.metadata.shared] for key, kernel in compiler.kernels.items())
+
+    for capability, cases in ATTENTION.items():
+        compile_for(capability, lambda: call_all(torch.bfloat16, 32, 8, 128))
+        for case in cases:
+            compile_for(capability, functools.partial(attend, *case))
+    for capability in FLOAT8_CAPABILITIES:
+        compile_for(capability, lambda: call_float8(torch.bfloat16))
     print(json.dumps(found))
 
 

@@ -17,6 +17,11 @@ def llguidance(source):
     return Library.load("llguidance", source)
 
 
+@pytest.fixture(scope="session")
+def xgrammar(source):
+    return Library.load("xgrammar", source)
+
+
 @pytest.fixture(scope="session", params=["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)])
-def library(request, source, llguidance):
-    return llguidance if request.param == "llguidance" else Library.load("xgrammar", source)
+def library(request):
+    return request.getfixturevalue(request.param)

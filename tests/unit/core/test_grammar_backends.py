@@ -182,15 +182,15 @@ def test_what_cannot_be_compiled_is_refused_with_the_place(llguidance, constrain
         ({"$defs": {"a": {"if": {}}}, "$ref": "#/$defs/a"}, "#/$defs/a/if"),
     ],
 )
-def test_xgrammar_gets_no_schema_that_it_would_not_enforce(source, schema, place):
-    assert f"at {place}: " in Library.load("xgrammar", source).refusal(Constraint("json", json.dumps(schema)))
+def test_xgrammar_gets_no_schema_that_it_would_not_enforce(xgrammar, schema, place):
+    assert f"at {place}: " in xgrammar.refusal(Constraint("json", json.dumps(schema)))
 
 
 @pytest.mark.slow
-def test_auto_falls_back_to_xgrammar_and_tells_both_errors(source):
+def test_auto_falls_back_to_xgrammar_and_tells_both_errors(source, llguidance):
     auto = Library.load("auto", source)
     huge = Constraint("json", '{"type":"number","minimum":1.23456789012345e-300,"maximum":9.87654321e300}')
-    assert "float range" in Library.load("llguidance", source).refusal(huge)
+    assert "float range" in llguidance.refusal(huge)
     assert auto.compile(huge) is not None
     error = auto.refusal(Constraint("regex", "a(?=b)"))
     assert "llguidance: " in error
