@@ -18,6 +18,11 @@ def by_turns(*dimensions: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [_parameters(dimensions, places) for places in _turns([len(dimension) for dimension in dimensions])]
 
 
+def extended(*values: Any) -> list[Any]:
+    """Return `values` as parameters of a test, marked `extended`."""
+    return [pytest.param(*_flat([value]), marks=pytest.mark.extended) for value in values]
+
+
 def covering(*dimensions: Sequence[Any], rest_is_extended: bool = False) -> list[Any]:
     """Return combinations in which each pair of values of any two dimensions occurs, as parameters of a test.
 
@@ -77,5 +82,9 @@ def _remove_pairs(missing: _Pairs, places: Sequence[int]) -> None:
 
 
 def _parameters(dimensions: Sequence[Sequence[Any]], places: Sequence[int]) -> tuple[Any, ...]:
-    values = (dimension[place] for dimension, place in zip(dimensions, places, strict=True))
+    return _flat([dimension[place] for dimension, place in zip(dimensions, places, strict=True)])
+
+
+def _flat(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return `values` with the elements of tuples in their place."""
     return tuple(itertools.chain.from_iterable(value if isinstance(value, tuple) else (value,) for value in values))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.covering import by_turns, covering
+from support.covering import by_turns, covering, extended
 from support.triton_sweep import DEVICE, DTYPES, ERRORS, FLOAT8_HERE, INTERPRETED, SWEPT, as_bits, assert_near, at
 from vllm_mp.kernels import reference
 from vllm_mp.kernels.triton import launch, operations
@@ -23,7 +23,10 @@ def fp8_weights(outputs: int, inputs: int, block_rows: int) -> tuple[Tensor, Ten
 @FLOAT8_HERE
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "block_rows"),
-    [(1, 40, 128, 0), (3, 33, 70, 0), (17, 64, 300, 0), (1, 256, 384, 128), (5, 96, 300, 32), (19, 7, 130, 1)],
+    [
+        *((1, 40, 128, 0), (1, 256, 384, 128), (5, 96, 300, 32)),
+        *extended((3, 33, 70, 0), (17, 64, 300, 0), (19, 7, 130, 1)),
+    ],
 )
 def test_8_bit_products_agree_with_the_reference(rows: int, outputs: int, inputs: int, block_rows: int) -> None:
     x, bias = torch.randn(rows, inputs).to(SWEPT), torch.randn(outputs).to(SWEPT)
@@ -62,6 +65,7 @@ def cut_product(monkeypatch: pytest.MonkeyPatch, cut: str, outputs: int, inputs:
         [*CUTS],
         [(1, 40, 128), (3, 33, 72), (16, 96, 520), (17, 64, 72)],
         [torch.float16, torch.bfloat16],
+        rest_is_extended=True,
     ),
     ids=str,
 )
@@ -77,7 +81,7 @@ def test_products_of_few_rows_agree_with_the_reference(
         assert_near(got, expected, dtype)
 
 
-@pytest.mark.parametrize("cut", ["by default", "parts"])
+@pytest.mark.parametrize("cut", ["parts", *extended("by default")])
 def test_product_of_a_row_is_the_same_beside_other_rows(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = (torch.randn(size).half() for size in ((16, 264), (96, 264), (96,)))
     quantized, scale = reference.quantize_rows(weight, 1)

@@ -48,11 +48,13 @@ def test_awaited_ids_become_the_latest_tokens_of_their_rows(num_tokens: int) -> 
     assert found.tolist() == expected
 
 
-@pytest.mark.parametrize("awaits", [True, False])
-@pytest.mark.parametrize("slots", [True, False])
 @pytest.mark.parametrize(
-    ("tokens", "rows", "width", "all_tokens", "all_rows", "max_blocks"),
-    [(1, 1, 1, 1, 1, 1), (3, 3, 5, 8, 8, 70), (70, 4, 66, 130, 9, 66), (100, 90, 3, 100, 90, 200)],
+    ("tokens", "rows", "width", "all_tokens", "all_rows", "max_blocks", "slots", "awaits"),
+    covering(
+        [(1, 1, 1, 1, 1, 1), (3, 3, 5, 8, 8, 70), (70, 4, 66, 130, 9, 66), (100, 90, 3, 100, 90, 200)],
+        [True, False],
+        [True, False],
+    ),
 )
 def test_copied_step_agrees_with_the_reference(
     tokens: int, rows: int, width: int, all_tokens: int, all_rows: int, max_blocks: int, slots: bool, awaits: bool

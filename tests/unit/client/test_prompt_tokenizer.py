@@ -60,7 +60,9 @@ def ids(tokenizer: Any, texts: list[str], options: dict[str, Any], max_tokens: i
         prompt_tokenizer.close()
 
 
-@pytest.mark.parametrize(("name", "options", "side"), covering([*BACKENDS], OPTIONS, ["right", "left"]), ids=str)
+@pytest.mark.parametrize(
+    ("name", "options", "side"), covering([*BACKENDS], OPTIONS, ["right", "left"], rest_is_extended=True), ids=str
+)
 def test_token_ids_are_those_of_a_call_of_the_tokenizer(name: str, options: dict[str, Any], side: str) -> None:
     tokenizer = transformers_tokenizer(BACKENDS[name])
     tokenizer.truncation_side = side

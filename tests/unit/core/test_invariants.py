@@ -114,7 +114,7 @@ def test_no_request_row_or_block_is_lost_in_any_interleaving_of_events(data):
 
 
 @pytest.mark.slow
-@settings(max_examples=500, derandomize=False)
+@settings(max_examples=200, derandomize=False)
 @given(data=st.data())
 def test_no_request_row_or_block_is_lost_in_many_interleavings_of_events(data):
     let_events_happen(data)

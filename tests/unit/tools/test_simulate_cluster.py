@@ -381,6 +381,7 @@ def test_the_tool_prints_a_table_or_json():
     assert table(records) in run_tool().stdout
 
 
+@pytest.mark.extended
 def test_the_tool_refuses_what_it_cannot_simulate(tmp_path):
     file = tmp_path / "azure.csv"
     file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,3000,44\n")
