@@ -115,6 +115,7 @@ def test_gpt2_reads_its_own_field_names() -> None:
     )
     assert (arch.rope, arch.tie_word_embeddings, arch.activation) == (None, True, "gelu_new")
     assert arch.attention_scale == pytest.approx((1 / 4, 1 / 8, 1 / 12))
+    assert [read(GPT2, **fields).norm_eps for fields in ({}, {"layer_norm_epsilon": 1e-3})] == [1e-5, 1e-3]
 
 
 def test_kv_bytes_count_keys_and_values_of_all_layers() -> None:
