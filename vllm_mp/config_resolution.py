@@ -28,7 +28,8 @@ from vllm_mp.config import (
 from vllm_mp.host_cpus import parse_cpus
 from vllm_mp.lora_request import parse_adapter
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
-from vllm_mp.model_config.generation import default_sampling_params, eos_token_ids, read_generation_config
+from vllm_mp.model_config.end_tokens import end_token_ids
+from vllm_mp.model_config.generation import default_sampling_params, read_generation_config
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.pipeline_parallel import check_pipeline_parallel
 from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
@@ -97,7 +98,14 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
             quantization=_quantization(args, architecture),
             max_model_len=max_model_len,
             hf_config=hf_config,
-            eos_token_ids=eos_token_ids(folder, generation, hf_config, architecture.vocab_size),
+            eos_token_ids=end_token_ids(
+                folder,
+                None if args.skip_tokenizer_init else tokenizer,
+                generation,
+                hf_config,
+                overrides.get("eos_token_id"),
+                architecture.vocab_size,
+            ),
             logits_processors=list(args.logits_processors or ()),
             logits_processor_folders=import_folders(args.logits_processors or ()),
             default_sampling_params=default_sampling_params(generation, overrides),

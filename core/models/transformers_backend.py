@@ -7,11 +7,13 @@ whether that computes the same.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hub_logging
@@ -38,6 +40,8 @@ from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import Architecture
+
+logger = logging.getLogger(__name__)
 
 
 class TransformersForCausalLM(AttentionLayer):
@@ -171,7 +175,16 @@ def _find_class(arch: Architecture, folder: Path) -> tuple[Any, Any]:
         raise cannot_run(
             arch.name, f"transformers has no decoder-only language model of model_type {hub_config.model_type!r}"
         )
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(hub_config)], hub_config
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(hub_config)]
+    if not hasattr(transformers, arch.name):
+        logger.warning(
+            "config.json names the architecture %r, which transformers does not have; by its model_type %r the model "
+            "runs as %s",
+            arch.name,
+            hub_config.model_type,
+            model_class.__name__,
+        )
+    return model_class, hub_config
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ JSON = {"Content-Type": "application/json"}
         (b'{"prompt": [1, "x"]}', 400, "prompt", "mixes token ids"),
         (b'{"prompt": [' + b"1," * 2**19 + b"1,1]}", 413, None, "too many values"),
         (b'{"prompt": ["x", null]}', 400, "prompt[1]", "got `null`"),
-        (b'{"prompt": "x", "stream_options": {"include_usage": 1}}', 400, "stream_options.include_usage", "got `int`"),
+        (b'{"prompt": "x", "stream_options": {"include_usage": 2}}', 400, "stream_options.include_usage", "got `int`"),
         (b'{"prompt": "x", "temprature": 1}', 400, "temprature", "did you mean 'temperature'"),
         (b'{"prompt": "x", "stream_options": {"usage": true}}', 400, "stream_options.usage", "no field"),
         (b'{"prompt": "x", "stream_options": {}}', 400, "stream_options", "needs stream=true"),

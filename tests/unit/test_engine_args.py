@@ -637,14 +637,14 @@ def test_without_chunked_prefill_a_step_must_fit_a_whole_context(model):
         (None, [2]),
         ({}, [2]),
         ({"eos_token_id": None}, [2]),
-        ({"eos_token_id": 7}, [7]),
-        ({"eos_token_id": 0}, [0]),
+        ({"eos_token_id": 7}, [7, 2]),
+        ({"eos_token_id": 0}, [0, 2]),
         ({"eos_token_id": [7, 2, 9]}, [7, 2, 9]),
-        ({"eos_token_id": []}, []),
+        ({"eos_token_id": []}, [2]),
     ],
     ids=str,
 )
-def test_end_of_sequence_comes_from_generation_config_before_config(model, caplog, generation, ids):
+def test_end_of_sequence_comes_from_generation_config_and_config(model, caplog, generation, ids):
     assert config_of(model(generation=generation)).model_config.eos_token_ids == ids
     assert not caplog.messages
 
@@ -660,7 +660,7 @@ def test_generation_config_can_come_from_another_folder(model, tmp_path):
     other.mkdir()
     (other / "generation_config.json").write_text('{"eos_token_id": [8]}')
     folder = model(generation={"eos_token_id": 7})
-    assert config_of(folder, generation_config=str(other)).model_config.eos_token_ids == [8]
+    assert config_of(folder, generation_config=str(other)).model_config.eos_token_ids == [8, 2]
     (other / "generation_config.json").unlink()
     for missing in (other, tmp_path / "nowhere"):
         with pytest.raises(ValueError, match=rf"generation_config=.*{missing.name}.*no generation_config\.json"):
@@ -684,7 +684,8 @@ def test_generation_config_can_come_from_another_folder(model, tmp_path):
 )
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_end_of_sequence_outside_the_vocabulary_is_ignored_with_a_warning(model, caplog, eos, ids, file):
-    folder = model(eos_token_id=eos) if file == "config.json" else model(generation={"eos_token_id": eos})
+    in_config, in_generation = (eos, None) if file == "config.json" else (None, eos)
+    folder = model(eos_token_id=in_config, generation={"eos_token_id": in_generation})
     assert config_of(folder).model_config.eos_token_ids == ids
     (warning,) = caplog.messages
     assert "eos_token_id" in warning

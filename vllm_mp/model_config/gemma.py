@@ -35,14 +35,18 @@ def read_gemma2(name: str, config: Config) -> NativeArchitecture:
     layers = integer(config, "num_hidden_layers")
     return _gemma_family(
         name,
-        {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config},
+        {"final_logit_softcapping": 30.0, **config},
         max_position=8192,
+        attention_soft_cap=optional_number({"attn_logit_softcapping": 50.0, **config}, "attn_logit_softcapping"),
         sliding_window=_windows(config, layers, period=2),
     )
 
 
 def read_gemma3(name: str, config: Config) -> NativeArchitecture:
-    """Read Gemma 3; `text_config` has the fields of a model of text and images."""
+    """Read Gemma 3; `text_config` has the fields of a model of text and images.
+
+    As in transformers, `attn_logit_softcapping`, a field of Gemma 2 that some files keep, has no effect.
+    """
     text = config.get("text_config", {})
     if not isinstance(text, dict):
         raise ValueError(f"config field 'text_config' is {shorten(text)}; it must be an object")
@@ -78,7 +82,6 @@ def _gemma_family(name: str, config: Config, **variations: Any) -> NativeArchite
         attention_bias=bias,
         attention_output_bias=bias,
         attention_scale=(scale,) * integer(config, "num_hidden_layers"),
-        attention_soft_cap=optional_number(config, "attn_logit_softcapping"),
         logits_soft_cap=optional_number(config, "final_logit_softcapping"),
         embedding_scale=integer(config, "hidden_size") ** 0.5,
         norm_place="around",

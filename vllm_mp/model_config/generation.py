@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says: where completions end, and the defaults of sampling parameters."""
+"""What a model's generation_config.json says: the defaults of sampling parameters."""
 
 import logging
 from pathlib import Path
@@ -34,23 +34,6 @@ def read_generation_config(setting: str, folder: Path) -> dict[str, Any]:
             "a folder that holds one"
         )
     return content or {}
-
-
-def eos_token_ids(folder: Path, generation: dict[str, Any], hf_config: dict[str, Any], vocab_size: int) -> list[int]:
-    """Return the end-of-sequence ids of generation_config.json, which may name several, or else of config.json.
-
-    Ids outside the vocabulary are ignored with a warning.
-    """
-    ids = generation.get("eos_token_id")
-    if ids is None:
-        ids = hf_config.get("eos_token_id")
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    known = [token_id for token_id in ids if type(token_id) is int and 0 <= token_id < vocab_size]
-    if len(known) < len(ids):
-        logger.warning(
-            "%s: eos_token_id %s has ids outside the vocabulary of %d, which are ignored", folder, ids, vocab_size
-        )
-    return known
 
 
 def default_sampling_params(generation: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

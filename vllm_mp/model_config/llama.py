@@ -33,9 +33,12 @@ def read_llama(name: str, config: Config) -> NativeArchitecture:
 
 
 def read_mistral(name: str, config: Config) -> NativeArchitecture:
+    """Read Mistral, and Ministral, whose files say which layers have a window."""
     layers = integer(config, "num_hidden_layers")
     window = optional_integer(config, "sliding_window", 4096)
-    return llama_family(name, config, max_position=131_072, num_kv_heads=8, sliding_window=(window,) * layers)
+    types = layer_types(config, layers) or ["sliding_attention"] * layers
+    windows = tuple(window if kind == "sliding_attention" else None for kind in types)
+    return llama_family(name, config, max_position=131_072, num_kv_heads=8, sliding_window=windows)
 
 
 def read_qwen2(name: str, config: Config) -> NativeArchitecture:

@@ -94,6 +94,7 @@ def read_architecture(config: Config) -> Architecture:
     and for fields that are missing, ill-typed, contradictory or unsupported.
     """
     name = architecture_name(config)
+    _check_is_causal(name, config)
     scales = read_fp8_scales(name, config, FP8_ARCHITECTURES)
     four_bits = read_four_bits(name, config, _FOUR_BIT_ARCHITECTURES)
     if name in NATIVE_MODELS:
@@ -106,6 +107,19 @@ def read_architecture(config: Config) -> Architecture:
         raise ValueError(
             f"architecture {name!r} cannot run here: {error}. Native implementations: {', '.join(NATIVE_ARCHITECTURES)}"
         ) from None
+
+
+def _check_is_causal(name: str, config: Config) -> None:
+    """Raise ValueError for a decoder in which every token sees the whole text, as some embedding models need it."""
+    if name in NATIVE_MODELS and NATIVE_MODELS[name].model.startswith("bert:"):
+        return
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        if part.get("is_causal") is False:
+            raise ValueError(
+                "config field 'is_causal' is false; only causal attention is supported in decoders: use a model with "
+                "causal attention, or an encoder"
+            )
 
 
 def architecture_name(config: Config) -> str:

@@ -1,6 +1,7 @@
 """The body of a request: read with a bound, and decoded into a struct with errors that name the field."""
 
 import asyncio
+import codecs
 import difflib
 import re
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -103,18 +104,33 @@ def decode_body(content: bytes, kind: type[Body]) -> Body:
     if content.count(b",") > _MAX_SEPARATORS:
         message = f"the body has too many values: the limit is {_MAX_SEPARATORS} commas; split it into several requests"
         raise ApiError(413, message, code="body_too_large")
+    content = content.removeprefix(codecs.BOM_UTF8)
     try:
-        return msgspec.json.decode(content, type=kind)
-    except msgspec.ValidationError as error:
-        raise _wrong_field(str(error), kind) from None
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.ValidationError as error:
+            wrong = _wrong_field(str(error), kind)
+        try:
+            # 2.0 for an integer, "0.5" for a number: clients in languages without these types send them.
+            return msgspec.json.decode(content, type=kind, strict=False)
+        except msgspec.ValidationError:
+            raise wrong from None
     except msgspec.DecodeError as error:
         hint = "; half of a surrogate pair is no character" if _SURROGATE.search(content) else ""
         raise ApiError(400, f"the body is no valid JSON: {error}{hint}", code="invalid_json") from None
-    except UnicodeDecodeError as error:
-        message = f"the body is no valid UTF-8: {error.reason} at byte {error.start}"
-        raise ApiError(400, message, code="invalid_json") from None
+    except UnicodeDecodeError:  # its offset is one in a text of the body
+        raise ApiError(400, _not_utf8(content), code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply; nest it less", code="invalid_json") from None
+
+
+def _not_utf8(content: bytes) -> str:
+    """Return where `content` is no UTF-8, as an error says it."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        return f"the body is no valid UTF-8: {error.reason} at byte {error.start}"
+    return "the body is no valid UTF-8"
 
 
 def _wrong_field(message: str, kind: type[msgspec.Struct]) -> ApiError:

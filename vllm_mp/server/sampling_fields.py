@@ -83,7 +83,18 @@ def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) 
     try:
         return SamplingParams(**{"output_kind": kind, **defaults, **given, **own})
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise as_refusal(error, (*_FIELDS, "extra_args")) from None
+        refusal = as_refusal(error, (*_FIELDS, "extra_args"))
+        if refusal.param == "max_tokens":
+            name = _name_of_max_tokens(body)
+            message = refusal.message.replace("max_tokens", name, 1)
+            raise ApiError(refusal.status, message, param=name, code=refusal.code) from None
+        raise refusal from None
+
+
+def _name_of_max_tokens(body: SamplingFields) -> str:
+    """Return the name that the request gives to `max_tokens`."""
+    names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    return next((name for name in names if getattr(body, name, None) is not None), "max_tokens")
 
 
 def refused_parameters(error: Exception, prompt_path: str) -> ApiError:

@@ -90,6 +90,20 @@ def test_mistral_has_the_window_of_its_field_or_4096(changes: dict[str, Any], wi
     assert arch.sliding_window == (window,) * 3
 
 
+def test_ministral_has_windows_in_the_layers_that_its_file_names() -> None:
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    arch = as_class("MistralForCausalLM", num_key_value_heads=2, sliding_window=7, layer_types=types)
+    assert arch.sliding_window == (None, 7, 7)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"])
+def test_decoder_whose_tokens_see_the_whole_text_is_refused_by_name(name: str) -> None:
+    as_class(name, num_key_value_heads=2, n_embd=64, n_layer=2, n_head=4, is_causal=True)
+    for changes in ({"is_causal": False}, {"text_config": {"is_causal": False}}):
+        with pytest.raises(ValueError, match=r"^config field 'is_causal' is false; only causal attention"):
+            as_class(name, num_key_value_heads=2, n_embd=64, n_layer=2, n_head=4, **changes)
+
+
 def test_qwen_windows_follow_max_window_layers_and_layer_types() -> None:
     qwen: dict[str, Any] = {"num_key_value_heads": 2, "sliding_window": 8}
     assert as_class("Qwen2ForCausalLM", **qwen).sliding_window == (None, None, None)
@@ -240,6 +254,11 @@ def test_gemma_2_alternates_windows_and_caps_scores() -> None:
     assert (arch.norm_place, arch.norm_offset, arch.embedding_scale) == ("around", 1.0, 8.0)
     uncapped = as_class("Gemma2ForCausalLM", **GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None)
     assert (uncapped.attention_soft_cap, uncapped.logits_soft_cap) == (None, None)
+
+
+def test_gemma_3_ignores_the_cap_of_scores_of_gemma_2_as_transformers_does() -> None:
+    arch = as_class("Gemma3ForCausalLM", **GEMMA, attn_logit_softcapping=50.0, final_logit_softcapping=20.0)
+    assert (arch.attention_soft_cap, arch.logits_soft_cap) == (None, 20.0)
 
 
 def test_both_generations_of_the_format_of_gemma_3_give_the_same_result() -> None:
