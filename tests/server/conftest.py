@@ -1,5 +1,6 @@
 """Fixtures with servers: a real `vllm-mp serve` process, and the parts of a server over a core that needs no model."""
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 import pytest
+from support.engine_fixtures import starting_from
 from support.server_process import ServedModel, served
 
 from vllm_mp import AsyncLLM
@@ -26,10 +28,12 @@ FLAGS = (
 
 
 @pytest.fixture(scope="session")
-def server(default_model, tmp_path_factory) -> Iterator[ServedModel]:
+def server(default_model, core_template, tmp_path_factory) -> Iterator[ServedModel]:
     """A server of the default model, ready. Its core may die (it is started again), but nothing may stop the server."""
     folder = tmp_path_factory.mktemp("server")
-    with served(DEFAULT_MODEL, folder, TMPDIR=str(folder)) as process:
+    with contextlib.ExitStack() as stack:
+        with starting_from(core_template):
+            process = stack.enter_context(served(DEFAULT_MODEL, folder, TMPDIR=str(folder)))
         process.wait_until_ready()
         yield process
         children = psutil.Process(process.pid).children(recursive=True)

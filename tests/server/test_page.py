@@ -15,6 +15,8 @@ pytest.importorskip("playwright", reason="needs the packages of tools/setup-venv
 
 from playwright.sync_api import Page, Route, expect
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True, "device_scale_factor": 2}
 KEY = "the-key-of-the-page"
 RESTART_MS = 60_000
