@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.engine_fixtures import PLAIN_POPEN, SLOW_STEPS, starting_from
+from support.forked_cores import TEMPLATE_NAME
 
 from vllm_mp import AsyncLLM, __version__, cli, cpu_info
 from vllm_mp.cli.generate import chat_prompt
@@ -25,6 +27,8 @@ from vllm_mp.cli.running_engines import running_engines
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 from vllm_mp.testing.terminal import Terminal
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 PROGRAM = [sys.executable, "-m", "vllm_mp.cli"]
 LIGHT = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27), "--num-threads", "1"]
@@ -59,11 +63,16 @@ def running(*arguments):
 def core_of(process):
     """Wait for the core of a running command and return its process."""
     deadline = time.monotonic() + 60
-    while not (children := psutil.Process(process.pid).children()):
+    while not (cores := children(process)):
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline, "no core was started"
-    (core,) = children
+    (core,) = cores
     return core
+
+
+def children(process):
+    """Return the children of a running command that it would have without the fixture `forked_programs`."""
+    return [child for child in psutil.Process(process.pid).children() if child.name() != TEMPLATE_NAME]
 
 
 @pytest.fixture
@@ -80,10 +89,19 @@ def options(default_model):
 
 
 @pytest.fixture(scope="module")
+def small_options(small_model):
+    """Options of an engine whose streams last long enough for a signal."""
+    return ["--model", str(small_model), *LIGHT, "--fault-injection", SLOW_STEPS]
+
+
+@pytest.fixture(scope="module")
 def core(options, tmp_path_factory):
     """A client of a stand-alone core, for tests that need not start a core."""
     address = f"ipc://{tmp_path_factory.mktemp('core')}/core.sock"
-    with running("engine", "--listen", address, *options, "--max-model-len", "256") as process:
+    with contextlib.ExitStack() as stack:
+        with starting_from(PLAIN_POPEN):  # `vllm-mp ps` knows processes by their command lines
+            command = running("engine", "--listen", address, *options, "--max-model-len", "256")
+            process = stack.enter_context(command)
         client = AsyncLLM.connect(address, timeout=120)
         yield client
         asyncio.run(eventually(lambda: is_empty(client)))
@@ -245,8 +263,8 @@ def test_bad_environment_variable_is_named_and_exit_code_is_2():
     assert "Traceback" not in done.stderr
 
 
-def test_core_that_does_not_start_gives_its_reason_and_exit_code_1(options):
-    done = run("generate", "x", *options, "--kv-cache-memory-bytes", "1000")
+def test_core_that_does_not_start_gives_its_reason_and_exit_code_1(small_options):
+    done = run("generate", "x", *small_options, "--kv-cache-memory-bytes", "1000")
     assert (done.returncode, done.stdout) == (1, "")
     assert "no space for the cache" in done.stderr
     assert "Traceback" not in done.stderr
@@ -307,7 +325,12 @@ def test_ps_lists_a_shared_core_with_its_clients_and_load(core, address, default
 
 
 def test_rm_refuses_a_model_that_an_engine_uses(core, default_model, capsys, monkeypatch):
+    def refuse(entry):
+        raise AssertionError(f"{entry} would have been removed")
+
+    monkeypatch.setattr("vllm_mp.model_store.entries.remove_entry", refuse)  # all tests share the model
     own = [engine for engine in running_engines() if engine.pid == asyncio.run(core.core_status())["pid"]]
+    assert len(own) == 1
     monkeypatch.setattr("vllm_mp.cli.running_engines.running_engines", lambda: own)
     assert cli.main(["rm", "--yes", DEFAULT_MODEL]) == 2
     assert f"in use by the core process {own[0].pid}" in capsys.readouterr().err
@@ -345,9 +368,9 @@ def test_generate_reads_the_prompt_from_stdin_and_uses_the_chat_template(core, o
     assert done.stdout != greedy_text(core, question, 8) + "\n", "the template changes the answer"
 
 
-def test_generate_ends_without_a_message_when_its_reader_closes_the_pipe(options, temporary):
+def test_generate_ends_without_a_message_when_its_reader_closes_the_pipe(small_options, temporary):
     pipeline = '"$@" | head -c 10; exit "${PIPESTATUS[0]}"'
-    command = [*PROGRAM, "generate", "Once upon a time", "--ignore-eos", *options]
+    command = [*PROGRAM, "generate", "Once upon a time", "--ignore-eos", *small_options]
     done = subprocess.run(
         ["bash", "-c", pipeline, "-", *command], capture_output=True, text=True, timeout=120, check=False
     )
@@ -356,8 +379,8 @@ def test_generate_ends_without_a_message_when_its_reader_closes_the_pipe(options
     assert not list(temporary.iterdir())
 
 
-def test_ctrl_c_during_the_answer_ends_generate_with_130_and_leaves_no_core(options, temporary):
-    with running("generate", "Once upon a time", "--ignore-eos", *options) as process:
+def test_ctrl_c_during_the_answer_ends_generate_with_130_and_leaves_no_core(small_options, temporary):
+    with running("generate", "Once upon a time", "--ignore-eos", *small_options) as process:
         child = core_of(process)
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
@@ -370,11 +393,11 @@ def test_ctrl_c_during_the_answer_ends_generate_with_130_and_leaves_no_core(opti
 
 
 @pytest.mark.parametrize("pattern", ["vllm_mp-*", "vllm_mp-*/core-1.status"], ids=["begins", "loads"])
-def test_ctrl_c_while_the_core_starts_ends_generate_with_130_and_leaves_no_core(options, temporary, pattern):
+def test_ctrl_c_while_the_core_starts_ends_generate_with_130_and_leaves_no_core(small_options, temporary, pattern):
     async def file_exists():
         return bool(list(temporary.glob(pattern)))
 
-    with running("generate", "x", *options) as process:
+    with running("generate", "x", *small_options) as process:
         child = core_of(process)
         asyncio.run(eventually(file_exists))
         process.send_signal(signal.SIGINT)
@@ -388,11 +411,12 @@ def test_ctrl_c_while_the_core_starts_ends_generate_with_130_and_leaves_no_core(
 
 
 @pytest.mark.slow
-def test_generate_continues_after_core_is_killed(options, temporary):
-    arguments = ("generate", "Once upon a time", "--ignore-eos", "--max-tokens", "60", "--temperature", "0", *options)
+def test_generate_continues_after_core_is_killed(small_options, temporary):
+    flags = ("--ignore-eos", "--max-tokens", "60", "--temperature", "0")
+    arguments = ("generate", "Once upon a time", *flags, *small_options)
     undisturbed = run(*arguments)
     with running(*arguments) as process:
-        beginning = process.stdout.read(1)
+        beginning = os.read(process.stdout.fileno(), 1)  # communicate() ignores what is buffered
         core_of(process).kill()
         rest, stderr = process.communicate(timeout=60)
         assert process.returncode == 0
@@ -401,8 +425,8 @@ def test_generate_continues_after_core_is_killed(options, temporary):
     assert not list(temporary.iterdir())
 
 
-def test_without_recovery_generate_ends_with_1_and_the_cause_of_the_death(options, temporary):
-    with running("generate", "Once upon a time", "--ignore-eos", "--no-recovery", *options) as process:
+def test_without_recovery_generate_ends_with_1_and_the_cause_of_the_death(small_options, temporary):
+    with running("generate", "Once upon a time", "--ignore-eos", "--no-recovery", *small_options) as process:
         assert process.stdout.read(1)
         core_of(process).kill()
         _, stderr = process.communicate(timeout=60)
@@ -474,7 +498,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_but_not_the_program(core, options
         greeting = terminal.until_prompt()
         assert "/help" in greeting
         assert "Ctrl-C" in greeting
-        (child,) = psutil.Process(terminal.process.pid).children()
+        (child,) = children(terminal.process)
 
         terminal.ask(LONG_STORY)
         terminal.until(r"\w+ \w+")
@@ -515,7 +539,7 @@ def test_chat_continues_after_core_is_killed(options):
         undisturbed = terminal.until_prompt()
         terminal.ask("/clear")
         terminal.until_prompt()
-        (child,) = psutil.Process(terminal.process.pid).children()
+        (child,) = children(terminal.process)
         terminal.ask(LONG_STORY)
         beginning = terminal.until(r"\w+")
         child.kill()
@@ -530,7 +554,7 @@ def test_chat_continues_after_core_is_killed(options):
 def test_without_recovery_chat_ends_with_1_and_the_cause_of_the_death(options):
     with PlainTerminal("chat", "--no-recovery", *options) as terminal:
         terminal.until_prompt()
-        (child,) = psutil.Process(terminal.process.pid).children()
+        (child,) = children(terminal.process)
         terminal.ask(LONG_STORY)
         terminal.until(r"\w+")
         child.kill()
@@ -541,12 +565,12 @@ def test_without_recovery_chat_ends_with_1_and_the_cause_of_the_death(options):
 
 
 @pytest.mark.slow
-def test_bench_startup_prints_and_writes_its_figures(default_model, options, tmp_path):
+def test_bench_startup_prints_and_writes_its_figures(small_model, small_options, tmp_path):
     file = tmp_path / "figures.json"
-    done = run("bench", "startup", "--rounds", "1", "--idle-seconds", "0.2", "--json", str(file), *options)
+    done = run("bench", "startup", "--rounds", "1", "--idle-seconds", "0.2", "--json", str(file), *small_options)
     assert (done.returncode, done.stderr) == (0, "")
     figures = json.loads(file.read_text())
-    assert figures.pop("model") == str(default_model)
+    assert figures.pop("model") == str(small_model)
     assert figures.pop("cores") == os.cpu_count()
     assert len(figures) == 5
     for name, value in figures.items():
@@ -558,9 +582,9 @@ def test_bench_startup_prints_and_writes_its_figures(default_model, options, tmp
 
 
 @pytest.mark.slow
-def test_bench_recovery_prints_and_writes_its_figures(options, tmp_path):
+def test_bench_recovery_prints_and_writes_its_figures(small_options, tmp_path):
     file = tmp_path / "figures.json"
-    done = run("bench", "recovery", "--kills", "1", "--streams", "2", "--json", str(file), *options)
+    done = run("bench", "recovery", "--kills", "1", "--streams", "2", "--json", str(file), *small_options)
     assert done.returncode == 0, done.stderr
     figures = json.loads(file.read_text())
     assert (figures["kills"], figures["warm_standby"]) == (1, False)
@@ -570,10 +594,10 @@ def test_bench_recovery_prints_and_writes_its_figures(options, tmp_path):
 
 
 @pytest.mark.slow
-def test_bench_latency_prints_and_writes_its_figures(options, tmp_path):
+def test_bench_latency_prints_and_writes_its_figures(small_options, tmp_path):
     file = tmp_path / "figures.json"
     sizes = ("--batch-size", "2", "--input-len", "20", "--output-len", "12", "--rounds", "2")
-    done = run("bench", "latency", *sizes, "--json", str(file), *options)
+    done = run("bench", "latency", *sizes, "--json", str(file), *small_options)
     assert (done.returncode, done.stderr) == (0, "")
     figures = json.loads(file.read_text())
     assert (figures["batch_size"], figures["input_len"], figures["output_len"]) == (2, 20, 12)
@@ -585,10 +609,10 @@ def test_bench_latency_prints_and_writes_its_figures(options, tmp_path):
 
 
 @pytest.mark.slow
-def test_bench_throughput_prints_and_writes_its_figures(options, tmp_path):
+def test_bench_throughput_prints_and_writes_its_figures(small_options, tmp_path):
     file = tmp_path / "figures.json"
     sizes = ("--num-prompts", "5", "--input-len", "8:20", "--output-len", "6", "--request-rate", "50")
-    done = run("bench", "throughput", *sizes, "--json", str(file), *options)
+    done = run("bench", "throughput", *sizes, "--json", str(file), *small_options)
     assert (done.returncode, done.stderr) == (0, "")
     figures = json.loads(file.read_text())
     assert figures["tokens_out"] == 30

@@ -15,6 +15,8 @@ from vllm_mp.outputs import CompletionOutput
 from vllm_mp.replay_core.answers import Answers
 from vllm_mp.testing.engines import replay_core
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.fixture(scope="module")
 def address(default_model, tmp_path_factory):

@@ -30,6 +30,8 @@ from vllm_mp import (
 )
 from vllm_mp.testing.engines import ENGINE, eventually, is_empty
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 MAX_NUM_SEQS = 4
 MAX_LIVE = 2 * MAX_NUM_SEQS
 PROMPTS = ["Once upon a time", "The sea is", "One, two,", "Paris"]

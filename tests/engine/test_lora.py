@@ -13,6 +13,8 @@ from support.lora_engines import ADAPTERS, LORA, PROMPT, save_adapters, tokens, 
 from vllm_mp import EngineError, EngineGenerateError, LoRARequest, PoolingParams, SamplingParams
 from vllm_mp.testing import answer, greedy, running_engine
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PARAMS = greedy(8, ignore_eos=True)
 
 

@@ -20,7 +20,7 @@ from vllm_mp.testing import (
     standalone_core,
 )
 
-pytestmark = pytest.mark.usefixtures("forked_cores")
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 PROMPT = "The quick brown fox"
 

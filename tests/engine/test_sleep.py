@@ -22,7 +22,7 @@ from vllm_mp.testing import (
 )
 from vllm_mp.testing.random_models import save_config
 
-pytestmark = pytest.mark.usefixtures("forked_cores")
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 PROMPT = "The quick brown fox"
 MIB = 2**20

@@ -12,6 +12,8 @@ from support.engine_fixtures import SLOW_STEPS
 from vllm_mp import EngineGenerateError, SamplingParams, StructuredOutputsParams
 from vllm_mp.testing.engines import answer, eventually, running_engine
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 PROMPT = "Describe a person as JSON:"
 PERSON = {
     "type": "object",

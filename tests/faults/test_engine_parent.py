@@ -8,11 +8,14 @@ import time
 
 import psutil
 import pytest
+from support.forked_cores import TEMPLATE_NAME
 
 from vllm_mp import AsyncLLM, EngineError
 from vllm_mp.client.engine import supervisor
 from vllm_mp.testing import answer, eventually, greedy, make_keys, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 PROMPTS = [{"prompt_token_ids": list(range(first, first + 20))} for first in (20, 40)]
 FLAGS = (
@@ -75,7 +78,7 @@ def are_under_way(clients):
 
 def core_of(process):
     """Return the core process of a parent."""
-    [core] = psutil.Process(process.pid).children()
+    [core] = [child for child in psutil.Process(process.pid).children() if child.name() != TEMPLATE_NAME]
     return core
 
 

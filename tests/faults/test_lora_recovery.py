@@ -14,7 +14,7 @@ from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineGenerateError, LoRARequest,
 from vllm_mp.operator_key import ensure_operator_key
 from vllm_mp.testing import eventually, greedy, running_engine, standalone_core
 
-pytestmark = pytest.mark.usefixtures("forked_cores")
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 PARAMS = greedy(24, ignore_eos=True)
 NUM_STREAMS = 16

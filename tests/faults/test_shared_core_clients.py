@@ -24,6 +24,8 @@ from vllm_mp.core_launch import CoreLaunch
 from vllm_mp.testing.engines import answer, eventually, greedy, make_keys, replay_core, rest, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 LONG = SamplingParams(max_tokens=10_000, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 LIMIT_UNREAD = """
 from vllm_mp.core.ipc import clients

@@ -12,6 +12,8 @@ from vllm_mp import AsyncLLM, SamplingParams
 from vllm_mp.testing import answer, greedy, rest, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, SIZES, random_prompts, save_random_model
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 FLAGS = ("--skip-tokenizer-init", "--max-model-len", "128", "--num-threads", "1", "--scheduling-policy", "priority")
 NAMED = ("--enable-prompt-embeds", "--logits-processors", "count=support.logits_processors:CountUp")
 PROMPTS = random_prompts((40, 12))

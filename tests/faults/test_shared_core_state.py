@@ -13,6 +13,8 @@ from vllm_mp.operator_key import ensure_operator_key
 from vllm_mp.testing import answer, eventually, greedy, is_empty, num_waiting_is, rest, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_config
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8]}
 FLAGS = (
     *("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "128", "--kv-cache-memory-bytes"),

@@ -12,15 +12,24 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.engine_fixtures import SHORT_STEPS
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams
 from vllm_mp.curve_keys import make_client_key, read_server_key
-from vllm_mp.testing import answer, eventually, greedy, is_empty, make_keys, standalone_core
+from vllm_mp.testing import answer, engines, eventually, greedy, is_empty, make_keys
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 
-def test_clients_share_a_core_and_leave_independently(default_model, tmp_path):
+def standalone_core(model, address, *flags):
+    """Run a core whose streams last long enough for a fault."""
+    return engines.standalone_core(model, address, "--num-threads", "1", "--fault-injection", SHORT_STEPS, *flags)
+
+
+@pytest.mark.essential
+def test_clients_share_a_core_and_leave_independently(small_model, tmp_path):
     address = f"ipc://{tmp_path}/a core.sock"
-    with standalone_core(default_model, address) as process:
+    with standalone_core(small_model, address) as process:
         first = AsyncLLM.connect(address)
         second = AsyncLLM.connect(address)
 
@@ -51,9 +60,9 @@ def test_clients_share_a_core_and_leave_independently(default_model, tmp_path):
     assert not list(Path(tmp_path).iterdir())
 
 
-def test_core_drops_the_requests_of_a_killed_client_and_serves_the_others(default_model, tmp_path):
+def test_core_drops_the_requests_of_a_killed_client_and_serves_the_others(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(default_model, address):
+    with standalone_core(small_model, address):
         survivor = AsyncLLM.connect(address)
         code = (
             "import asyncio, os\nfrom vllm_mp import AsyncLLM, SamplingParams\n"
@@ -75,9 +84,9 @@ def test_core_drops_the_requests_of_a_killed_client_and_serves_the_others(defaul
         survivor.shutdown()
 
 
-def test_clients_with_short_reconnect_timeout_fail_when_the_core_is_killed(default_model, tmp_path):
+def test_clients_with_short_reconnect_timeout_fail_when_the_core_is_killed(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(default_model, address) as process:
+    with standalone_core(small_model, address) as process:
         clients = [AsyncLLM.connect(address, reconnect_timeout=timeout) for timeout in (0, 0.5)]
 
         async def run():
@@ -95,7 +104,8 @@ def test_clients_with_short_reconnect_timeout_fail_when_the_core_is_killed(defau
             client.shutdown()
 
 
-def test_streams_of_all_clients_continue_with_the_next_core_at_the_address(default_model, tmp_path):
+@pytest.mark.essential
+def test_streams_of_all_clients_continue_with_the_next_core_at_the_address(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     prompts = ["The first", "The second one", "Another"]
 
@@ -105,7 +115,7 @@ def test_streams_of_all_clients_continue_with_the_next_core_at_the_address(defau
         )
 
     with contextlib.ExitStack() as stack:
-        process = stack.enter_context(standalone_core(default_model, address))
+        process = stack.enter_context(standalone_core(small_model, address))
         clients = [AsyncLLM.connect(address) for _ in range(2)]
 
         async def run():
@@ -119,7 +129,7 @@ def test_streams_of_all_clients_continue_with_the_next_core_at_the_address(defau
             await eventually(all_under_way)
             process.kill()
             process.wait()
-            stack.enter_context(standalone_core(default_model, address))
+            stack.enter_context(standalone_core(small_model, address))
             outputs = await asyncio.wait_for(task, 60)
             assert [output.outputs[0].token_ids for output in outputs] == [
                 output.outputs[0].token_ids for output in expected
@@ -154,11 +164,11 @@ def test_client_refuses_a_successor_with_other_weights_of_the_same_configuration
         client.shutdown()
 
 
-def test_second_core_at_an_address_is_refused_and_the_first_continues(default_model, tmp_path):
+def test_second_core_at_an_address_is_refused_and_the_first_continues(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(default_model, address) as process:
+    with standalone_core(small_model, address) as process:
         client = AsyncLLM.connect(address)
-        with standalone_core(default_model, address) as second:
+        with standalone_core(small_model, address) as second:
             _, stderr = second.communicate(timeout=60)
             assert second.returncode == 1
             assert f"served by process {process.pid}" in stderr
@@ -166,21 +176,21 @@ def test_second_core_at_an_address_is_refused_and_the_first_continues(default_mo
         client.shutdown()
 
 
-def test_address_of_a_killed_core_can_be_used_again(default_model, tmp_path):
+def test_address_of_a_killed_core_can_be_used_again(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(default_model, address) as process:
+    with standalone_core(small_model, address) as process:
         AsyncLLM.connect(address).shutdown()
         process.kill()
         process.wait()
-    with standalone_core(default_model, address):
+    with standalone_core(small_model, address):
         client = AsyncLLM.connect(address)
         assert asyncio.run(answer(client, "Hello", greedy(3))).finished
         client.shutdown()
 
 
-def test_ctrl_c_lets_running_requests_finish_and_ends_the_core(default_model, tmp_path):
+def test_ctrl_c_lets_running_requests_finish_and_ends_the_core(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
-    with standalone_core(default_model, address) as process:
+    with standalone_core(small_model, address) as process:
         client = AsyncLLM.connect(address)
 
         async def run():
@@ -203,18 +213,18 @@ def _exists(path):
     return condition
 
 
-def test_tcp_client_needs_a_key_that_the_core_allows(default_model, tmp_path):
+def test_tcp_client_needs_a_key_that_the_core_allows(small_model, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    with standalone_core(default_model, address) as process:
+    with standalone_core(small_model, address) as process:
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 2
         assert "vllm-mp keys server" in stderr
     server, own = make_keys(tmp_path)
     other = tmp_path / "other"
     make_client_key(other, read_server_key(server).public)
-    with standalone_core(default_model, address, "--key-file", server) as process:
+    with standalone_core(small_model, address, "--key-file", server) as process:
         client = AsyncLLM.connect(address, key_file=own)
         assert asyncio.run(answer(client, "Hello", greedy(3))).finished
         with pytest.raises(EngineStartError, match="vllm-mp keys allow"):

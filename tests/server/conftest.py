@@ -1,11 +1,13 @@
 """Fixtures with servers: a real `vllm-mp serve` process, and the parts of a server over a core that needs no model."""
 
+import contextlib
 from collections.abc import Iterator
 
 import httpx
 import psutil
 import pytest
 from support.chromium import running_chromium
+from support.engine_fixtures import starting_from
 from support.server_process import ServedModel, served
 
 from vllm_mp import AsyncLLM
@@ -16,10 +18,12 @@ from vllm_mp.testing.engines import replay_core
 
 
 @pytest.fixture(scope="session")
-def server(default_model, tmp_path_factory) -> Iterator[ServedModel]:
+def server(default_model, core_template, tmp_path_factory) -> Iterator[ServedModel]:
     """A server of the default model, ready. Its core may die (it is started again), but nothing may stop the server."""
     folder = tmp_path_factory.mktemp("server")
-    with served(DEFAULT_MODEL, folder, TMPDIR=str(folder)) as process:
+    with contextlib.ExitStack() as stack:
+        with starting_from(core_template):
+            process = stack.enter_context(served(DEFAULT_MODEL, folder, TMPDIR=str(folder)))
         process.wait_until_ready()
         yield process
         children = psutil.Process(process.pid).children(recursive=True)

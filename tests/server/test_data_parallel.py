@@ -14,6 +14,8 @@ from vllm_mp.server.app import build_app
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.testing.engines import replay_core
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 RANK = "X-data-parallel-rank"
 
 

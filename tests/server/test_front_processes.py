@@ -8,19 +8,21 @@ import urllib.request
 
 import psutil
 import pytest
+from support.engine_fixtures import SLOW_STEPS
 from support.server_process import StreamedAnswers, served
 
-from vllm_mp.model_store import DEFAULT_MODEL
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
+_FLAGS = ("--api-server-count", "2", "--num-threads", "1", "--fault-injection", SLOW_STEPS)
 _NUM_STREAMS = 16
 _TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def fronts(default_model, tmp_path_factory):
+def fronts(small_model, tmp_path_factory):
     """A server with two front processes, ready."""
     folder = tmp_path_factory.mktemp("fronts")
-    with served(DEFAULT_MODEL, folder, "--api-server-count", "2", TMPDIR=str(folder)) as server:
+    with served(small_model, folder, *_FLAGS, TMPDIR=str(folder)) as server:
         server.wait_until_ready()
         yield server
         server.process.terminate()
@@ -92,8 +94,8 @@ def test_metrics_of_all_front_processes_are_added_up(fronts):
 
 
 @pytest.mark.slow
-def test_no_process_outlives_a_server_that_is_killed(default_model, tmp_path):
-    with served(DEFAULT_MODEL, tmp_path, "--api-server-count", "2", TMPDIR=str(tmp_path)) as server:
+def test_no_process_outlives_a_server_that_is_killed(small_model, tmp_path):
+    with served(small_model, tmp_path, *_FLAGS, TMPDIR=str(tmp_path)) as server:
         server.wait_until_ready()
         children = psutil.Process(server.pid).children(recursive=True)
         server.process.kill()
@@ -103,9 +105,9 @@ def test_no_process_outlives_a_server_that_is_killed(default_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_request_that_kills_every_core_fails_alone(default_model, tmp_path):
-    flags = ("--api-server-count", "2", "--fault-injection", "segv@request=poison")
-    with served(DEFAULT_MODEL, tmp_path, *flags) as server:
+def test_request_that_kills_every_core_fails_alone(small_model, tmp_path):
+    flags = ("--fault-injection", f"{SLOW_STEPS};segv@request=poison")
+    with served(small_model, tmp_path, *_FLAGS, *flags) as server:
         server.wait_until_ready()
 
         async def run():

@@ -12,6 +12,8 @@ from support.server_process import served
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.testing.engines import replay_core
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 _HEADER_BYTES = 4096
 _LIMITS = {
     "--header-timeout": "0.5",

@@ -16,7 +16,8 @@ from vllm_mp.model_store import DEFAULT_MODEL
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
 
-pytestmark = pytest.mark.extended  # needs Playwright
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True, "device_scale_factor": 2}
 KEY = "the-key-of-the-page"
 RESTART_MS = 60_000

@@ -5,9 +5,10 @@ import os
 import signal
 
 import pytest
+from support.engine_fixtures import SHORT_STEPS
 from support.server_process import StreamedAnswers, served
 
-from vllm_mp.model_store import DEFAULT_MODEL
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 _NUM_STREAMS = 100
 _TOKENS = 16
@@ -32,17 +33,19 @@ def _signal_during_streams(server, number):
     return expected, texts, ends
 
 
-def test_kill_of_the_core_during_100_streams_ends_with_100_complete_answers(server):
-    expected, texts, ends = _signal_during_streams(server, signal.SIGKILL)
-    assert ends == ["length"] * _NUM_STREAMS
-    assert texts == expected
-    assert server.get("/health")[0] == server.get("/ready")[0] == 200
-
-
-@pytest.mark.slow
-def test_core_that_hangs_during_100_streams_is_replaced_and_all_answers_are_complete(default_model, tmp_path):
-    with served(DEFAULT_MODEL, tmp_path, "--engine-iteration-timeout-s", "10") as server:
+@pytest.fixture(scope="module")
+def small_server(small_model, tmp_path_factory):
+    flags = ("--num-threads", "1", "--fault-injection", SHORT_STEPS, "--engine-iteration-timeout-s", "5")
+    with served(small_model, tmp_path_factory.mktemp("small"), *flags) as server:
         server.wait_until_ready()
-        expected, texts, ends = _signal_during_streams(server, signal.SIGSTOP)
+        yield server
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.essential), signal.SIGSTOP], ids=["killed", "hangs"]
+)
+def test_death_of_the_core_during_100_streams_ends_with_100_complete_answers(small_server, number):
+    expected, texts, ends = _signal_during_streams(small_server, number)
     assert ends == ["length"] * _NUM_STREAMS
     assert texts == expected
+    assert small_server.get("/health")[0] == small_server.get("/ready")[0] == 200

@@ -12,6 +12,8 @@ from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.security import read_api_keys, tls_context
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 _KEYS = ("first-key", "second-key")
 _ORIGIN = "https://app.example"
 

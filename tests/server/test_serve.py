@@ -11,6 +11,7 @@ import sys
 import httpx
 import psutil
 import pytest
+from support.engine_fixtures import SLOW_STEPS
 from support.server_process import StreamedAnswers, served
 
 from vllm_mp.model_store import DEFAULT_MODEL
@@ -21,14 +22,16 @@ from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.run import ServerProcess
 from vllm_mp.testing.engines import eventually, replay_core
 
-_TOKENS = 80
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
+_TOKENS = 40
 _ENDLESS = 4000
 """Tokens of a stream that only a signal ends."""
 
 
 @pytest.fixture(scope="module")
 def slow_core(default_model, tmp_path_factory):
-    """The address of a core that streams 20 tokens per second, so that a stream of `_TOKENS` takes 4 seconds."""
+    """The address of a core that streams 20 tokens per second, so that a stream of `_TOKENS` takes 2 seconds."""
     with replay_core(tmp_path_factory.mktemp("slow"), "--rate", "20") as address:
         yield address
 
@@ -162,9 +165,9 @@ def test_drain_of_several_front_processes_completes_their_streams(slow_core, tmp
 
 
 @pytest.mark.parametrize("count", ["1", pytest.param("2", marks=pytest.mark.slow)])
-def test_server_ends_with_code_1_when_its_core_is_gone_for_good(default_model, tmp_path, count):
-    flags = ("--max-core-restarts", "0", "--api-server-count", count)
-    with served(DEFAULT_MODEL, tmp_path, *flags, TMPDIR=str(tmp_path)) as server:
+def test_server_ends_with_code_1_when_its_core_is_gone_for_good(small_model, tmp_path, count):
+    flags = ("--max-core-restarts", "0", "--api-server-count", count, "--fault-injection", SLOW_STEPS)
+    with served(small_model, tmp_path, *flags, TMPDIR=str(tmp_path)) as server:
         server.wait_until_ready()
 
         async def run():
@@ -185,8 +188,8 @@ def test_server_ends_with_code_1_when_its_core_is_gone_for_good(default_model, t
 
 
 @pytest.mark.slow
-def test_core_ends_with_a_server_that_is_killed(default_model, tmp_path):
-    with served(DEFAULT_MODEL, tmp_path, TMPDIR=str(tmp_path)) as server:
+def test_core_ends_with_a_server_that_is_killed(small_model, tmp_path):
+    with served(small_model, tmp_path, TMPDIR=str(tmp_path)) as server:
         server.wait_until_ready()
         children = psutil.Process(server.pid).children(recursive=True)
         server.process.kill()

@@ -10,6 +10,8 @@ import pydantic
 import pytest
 from support.server_process import served
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TEMPLATE = Path(__file__).parents[1] / "support" / "tool_template.jinja"
 MODEL = "model"
 MESSAGES = [{"role": "user", "content": "How is the weather in Bern?"}]

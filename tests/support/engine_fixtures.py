@@ -17,7 +17,7 @@ from vllm_mp.testing.engines import ENGINE, running_engine
 @pytest.fixture(scope="session")
 def llm(small_model, core_template):
     """An engine of `small_model` for all tests that neither configure nor harm it, with steps of at least 5 ms."""
-    with _forked_from(core_template):
+    with starting_from(core_template):
         engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(model=str(small_model), **ENGINE, fault_injection=SHORT_STEPS, num_threads=1)
         )
@@ -78,9 +78,20 @@ def core_template():
         yield forked_core
 
 
+PLAIN_POPEN = subprocess.Popen
+
+
 @contextlib.contextmanager
-def _forked_from(core_template):
-    """Start cores in this block with `core_template` in place of `subprocess.Popen`."""
+def starting_from(popen):
+    """Start processes in this block with the class `popen` in place of `subprocess.Popen`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", popen)
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_cores(core_template):
+    """Fork the cores that this process starts for the tests of a module, so that they need not import torch."""
     patched = types.SimpleNamespace(**{**vars(subprocess), "Popen": core_template})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm_mp.client.engine.process.subprocess", patched)
@@ -88,9 +99,12 @@ def _forked_from(core_template):
 
 
 @pytest.fixture(scope="module")
-def forked_cores(core_template):
-    """Fork the cores that this process starts for the tests of a module, so that they need not import torch."""
-    with _forked_from(core_template):
+def forked_programs(core_template):
+    """Fork the `vllm-mp` commands of a module too, and their cores.
+
+    Such a command has imported torch, and has one child more than usual, whose name is `TEMPLATE_NAME`.
+    """
+    with starting_from(core_template):
         yield
 
 

@@ -1,141 +1,261 @@
-"""Cores that are forked from a process which has imported all modules of a core, for tests that start many cores.
+"""Cores and `vllm-mp` commands that are forked from a process which has imported all their modules.
 
 A core is the same process otherwise: a child of its client, with its own pipe, log and process group, which reads its
-launch line and runs `python -m vllm_mp.core`. The imports, of torch above all, take most of the start of a small core.
+launch line and runs `python -m vllm_mp.core`. So is a command, `python -m vllm_mp.cli`, whose own cores are forked too.
+The imports, of torch above all, take most of the start of a small core.
 
-The template process runs this file. For each request, which comes with the core's standard input, output and error, it
-forks an intermediate process that forks the core and ends. So the core is an orphan, which the system gives to the
-nearest ancestor that asks for orphans: the client.
+The template process runs this file. For each request, which comes with the descriptors of the new process, it forks an
+intermediate process that forks the new process and ends. So the new process is an orphan, which the system gives to the
+nearest ancestor that asks for orphans: the process that sent the request. A forked command first forks a template for
+its own cores, a child called `TEMPLATE_NAME` that ends with the command.
 """
 
+import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
+import json
 import os
 import runpy
 import socket
 import subprocess
 import sys
+import tempfile
+import termios
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
-_COMMAND: Final = ["-P", "-m", "vllm_mp.core"]
+from vllm_mp.testing.terminal import TAKE_TERMINAL
+
+TEMPLATE_NAME: Final = "core-template"
+"""Name of the process from which a forked command forks its cores, as psutil.Process.name() returns it."""
+_CORE: Final = ["-P", "-m", "vllm_mp.core"]
+_COMMAND: Final = ["-m", "vllm_mp.cli"]
+_PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_WITHOUT_EFFECT: Final = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-"""Variables that pytest and torch change while the tests run, and no core reads."""
+_WITHOUT_EFFECT: Final = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TERM", "TMPDIR", "VLLM_MP_CACHE"}
+"""Variables that pytest and torch change while the tests run, and those that no module reads when it is imported."""
+_FIRST_FREE_DESCRIPTOR: Final = 500
+_libc = ctypes.CDLL(None)
+
+
+class _Request(NamedTuple):
+    """A process to fork. Descriptors come beside it: standard input, output and error, then those in `inherited`."""
+
+    arguments: list[str]
+    """Those of the Python interpreter."""
+    folder: str
+    environment: dict[str, str]
+    inherited: list[int]
+    """Numbers that further descriptors have in the new process."""
+    leads: str
+    """What the new process leads: "nothing", "group", or "session", whose terminal is then its standard input."""
 
 
 class _Template:
-    """The template process, as its clients see it."""
+    """A template process, as the process that sends it requests sees it."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        """Start the process, whose cores have this environment."""
-        self.environment = environment
+    def __init__(self, control: socket.socket, core_environment: Mapping[str, str]) -> None:
+        """`core_environment`: the environment in which the template imported its modules."""
+        self._control = control
+        self._core_environment = core_environment
+        self._environment = dict(os.environ)
         self._lock = threading.Lock()
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno())],
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
 
-    def fork(self, folder: str, descriptors: list[int]) -> int:
-        """Return the process id of a new core with this working folder and these standard descriptors."""
+    def can_fork(self, arguments: list[str], environment: Mapping[str, str]) -> bool:
+        """Return whether the template's modules are those that a new interpreter would import."""
+        if arguments == _CORE:
+            return _comparable(environment) == _comparable(self._core_environment)
+        return arguments[:2] == _COMMAND and _comparable(environment) == _comparable(self._environment)
+
+    def fork(self, request: _Request, descriptors: list[int]) -> int:
+        """Return the process id of a new child of this process."""
         with self._lock:
             _adopt_orphans(True)
             try:
-                socket.send_fds(self._control, [folder.encode()], descriptors)
+                socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
                 return int(self._control.recv(20))
             finally:
                 _adopt_orphans(False)
 
     def close(self) -> None:
         self._control.close()
-        assert self._process.wait(30) == 0
 
 
 def _adopt_orphans(adopts: bool) -> None:
     """Let this process become the parent of descendants whose parent has ended, or no longer."""
-    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0) == 0
+    assert _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0) == 0
 
 
-def _comparable(environment: dict[str, str]) -> dict[str, str]:
+def _set_name(name: str) -> None:
+    """Set the name of this process."""
+    assert _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0) == 0
+
+
+def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in _WITHOUT_EFFECT}
 
 
-@contextlib.contextmanager
-def forking(environment: dict[str, str]) -> Iterator[type[subprocess.Popen[bytes]]]:
-    """Run a template process; yield a class in place of `subprocess.Popen`, which forks cores from it.
+def _forking_class(template: _Template) -> type["subprocess.Popen[Any]"]:
+    """Return a class in place of `subprocess.Popen`, which forks cores and commands from `template`.
 
-    It starts all other processes as usual, also standbys and cores with another environment or a public address.
+    It starts all other processes as usual, also standbys, and cores and commands with another environment.
     """
-    template = _Template(environment)
 
-    class ForkedCore(subprocess.Popen[bytes]):
+    class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
         def _execute_child(self, command: Any, *others: Any) -> None:
-            _, _, _, pass_fds, folder, its_environment, _, _, _, stdin, _, _, stdout, _, stderr, *_ = others
-            if command[1:] != _COMMAND or pass_fds or _comparable(its_environment) != _comparable(template.environment):
+            _, preexec, _, pass_fds, folder, environment, _, _, shell, stdin, _, _, stdout, _, stderr, *rest = others
+            _, _, _, _, _, new_session, group = rest
+            environment = os.environ if environment is None else environment
+            interpreter, *arguments = [""] if shell or isinstance(command, str) else map(os.fspath, command)
+            leads = "session" if new_session else {-1: "nothing", 0: "group"}.get(group)
+            if (arguments[:2] == ["-c", TAKE_TERMINAL]) == bool(new_session):
+                arguments = arguments[2:] if new_session else arguments
+            else:
+                leads = None
+            is_plain = interpreter == sys.executable and preexec is None and leads is not None
+            if not is_plain or not template.can_fork(arguments, environment):
                 super()._execute_child(command, *others)  # type: ignore[misc]
                 return
-            outputs = [own if given == -1 else given for own, given in ((1, stdout), (2, stderr))]
-            self.pid = template.fork(folder or os.getcwd(), [stdin, *outputs])
+            standard = [own if given == -1 else given for own, given in enumerate((stdin, stdout, stderr))]
+            request = _Request(arguments, folder or os.getcwd(), dict(environment), list(pass_fds), leads)
+            self.pid = template.fork(request, [*standard, *pass_fds])
             self._child_created = True
             self._close_pipe_fds(*others[9:15])  # type: ignore[attr-defined]
 
+    return ForkingPopen
+
+
+@contextlib.contextmanager
+def forking(environment: dict[str, str]) -> Iterator[type["subprocess.Popen[Any]"]]:
+    """Run a template process in the `environment` of cores; yield a class in place of `subprocess.Popen`."""
+    control, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(theirs.fileno())],
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            process_group=0,
+        )
+    template = _Template(control, environment)
     try:
-        yield ForkedCore
+        yield _forking_class(template)
     finally:
         template.close()
+        assert process.wait(30) == 0
 
 
-def _wait_for_fork(control: socket.socket) -> None:
-    """Fork a core for each request; return in the core. Ends this process when the client closes its end."""
-    client = os.getppid()
+def _wait_for_fork(control: socket.socket) -> _Request:
+    """Fork a process for each request; return the request in the new process.
+
+    Ends this process when the sender of requests closes its end.
+    """
+    sender = os.getppid()
     while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 65_536, 3)
-        if not request:
+        data, descriptors, _, _ = socket.recv_fds(control, 2**18, 20)
+        if not data:
             os._exit(0)
         reader, writer = os.pipe()
         intermediate = os.fork()
         if intermediate == 0:
-            core = os.fork()
-            if core == 0:
+            forked = os.fork()
+            if forked == 0:
                 break
-            os.write(writer, str(core).encode())
+            os.write(writer, str(forked).encode())
             os._exit(0)
-        os.waitpid(intermediate, 0)  # afterwards the core is the client's
+        os.waitpid(intermediate, 0)  # afterwards the new process is the sender's child
         control.send(os.read(reader, 20))
         for descriptor in (reader, writer, *descriptors):
             os.close(descriptor)
     control.close()
     os.close(reader)
     os.close(writer)
-    while os.getppid() != client:
+    while os.getppid() != sender:
         time.sleep(0.0005)
-    os.setpgid(0, 0)
-    os.chdir(request.decode())
-    for number, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, number)
+    request = _Request(*json.loads(data))
+    _adopt(request, descriptors, sender)
+    return request
+
+
+def _adopt(request: _Request, descriptors: list[int], parent: int) -> None:
+    """Take on the descriptors, the folder, the environment and the process group of `request`."""
+    _set_name(os.path.basename(sys.executable))
+    if request.leads == "session":
+        os.setsid()
+    else:
+        os.setpgid(0, 0 if request.leads == "group" else os.getpgid(parent))
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    tempfile.tempdir = None  # read TMPDIR again
+    # No number may be overwritten before it is copied.
+    copies = [os.dup2(each, _FIRST_FREE_DESCRIPTOR + i) for i, each in enumerate(descriptors)]
+    for descriptor in descriptors:
         os.close(descriptor)
+    for copy, number in zip(copies, [0, 1, 2, *request.inherited], strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
+    if request.leads == "session":
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    sys.orig_argv = [sys.executable, *request.arguments]
+
+
+def _fork_own_cores(core_environment: Mapping[str, str]) -> _Request | None:
+    """Make a template for the cores of this command. Return None in this process, and the request in each core."""
+    control, theirs = socket.socketpair()
+    process = os.fork()
+    if process == 0:
+        control.close()
+        os.setpgid(0, 0)
+        _set_name(TEMPLATE_NAME)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(nothing, number)
+        os.close(nothing)
+        return _wait_for_fork(theirs)
+    theirs.close()
+    template = _Template(control, core_environment)
+    subprocess.Popen = _forking_class(template)  # type: ignore[misc]
+
+    def close() -> None:
+        template.close()
+        os.waitpid(process, 0)
+
+    atexit.register(close)
+    return None
 
 
 def _run_template(control: socket.socket) -> None:
     gc.disable()  # as in a core, until it has imported everything
+    import vllm_mp.cli
+    import vllm_mp.client.async_llm
     import vllm_mp.core.engine_core
     import vllm_mp.core.parallel.followers
     import vllm_mp.core.worker.model_runner
-    import vllm_mp.fault_injection.hooks  # noqa: F401
+    import vllm_mp.fault_injection.hooks
+    import vllm_mp.server.app  # noqa: F401
     from vllm_mp.core.models import import_native_models
 
     import_native_models()
     gc.freeze()
-    _wait_for_fork(control)
-    sys.argv = ["vllm_mp.core"]
-    runpy.run_module("vllm_mp.core", run_name="__main__", alter_sys=True)
+    environment = dict(os.environ)
+    request = _wait_for_fork(control)
+    if request.arguments[:2] == _COMMAND:
+        core_request = _fork_own_cores(environment)
+        if core_request is None:
+            gc.enable()
+            sys.path.insert(0, os.getcwd())
+        else:
+            request = core_request
+    start = request.arguments.index("-m") + 1
+    sys.argv = request.arguments[start:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

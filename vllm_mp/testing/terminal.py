@@ -12,11 +12,12 @@ from typing import Self
 
 import pyte
 
-_TAKE_TERMINAL = (
+TAKE_TERMINAL = (
     "import fcntl, os, sys, termios\n"
     "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
 )
+"""Code that makes standard input the terminal of this session, and becomes the command."""
 
 
 class Terminal:
@@ -27,7 +28,7 @@ class Terminal:
         self.master, terminal = pty.openpty()
         termios.tcsetwinsize(terminal, size)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _TAKE_TERMINAL, "-m", "vllm_mp.cli", *arguments],
+            [sys.executable, "-c", TAKE_TERMINAL, "-m", "vllm_mp.cli", *arguments],
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
