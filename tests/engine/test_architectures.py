@@ -67,7 +67,6 @@ def random_model(request, tmp_path_factory):
         yield config, folder, save_random_model(config, folder)
 
 
-@pytest.mark.slow
 def test_answers_to_whole_prompts_equal_those_of_transformers(random_model):
     _, folder, reference = random_model
     with running(folder, **WHOLE_PROMPTS) as engine:

@@ -20,6 +20,8 @@ from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.operator_key import ensure_operator_key
 from vllm_mp.testing.engines import standalone_core
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 _RUN = ("bash", "python")
 _STARTS_ENGINES = (
     "docs/getting_started.md",

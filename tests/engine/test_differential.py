@@ -10,6 +10,8 @@ from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import num_preemptions
 from vllm_mp.testing.random_models import save_small_model
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 
 @pytest.fixture(
     scope="module",

@@ -16,6 +16,8 @@ import pytest
 
 from vllm_mp import LLM, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TESTED = {"batch", "concurrent_requests", "embeddings", "http_server", "lora", "recovery", "shared_core", "streaming"}
 TESTED |= {"ray_serve", "stand_in_engine", "timeout", "weight_update"}

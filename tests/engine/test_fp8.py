@@ -1,11 +1,14 @@
 """A real engine with weights and KV cache in 8-bit floats."""
 
+import pytest
 from support.float8_reference import in_float8
 
 from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model, scarce_blocks
+
+pytestmark = pytest.mark.usefixtures("forked_cores")
 
 NEAR_TIE = 0.2
 """How far logits may differ: the last bit of a float32 decides how a value between two 8-bit floats is rounded."""

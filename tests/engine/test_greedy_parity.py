@@ -13,9 +13,9 @@ from vllm_mp.testing.prompts import PROMPTS
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
 
-NUM_TOKENS = 40
-FEW_TOKENS = 16
-"""Length of the answers in tests of how prompts are read."""
+NUM_TOKENS = 32
+FEW_TOKENS = 12
+"""Length of the answers in tests of builds of the kernels."""
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +38,6 @@ def test_answers_are_greedy_with_all_prompts_in_one_batch(real_llm, reference):
         assert_greedy(reference, output)
 
 
-def test_answers_are_greedy_with_each_prompt_alone(real_llm, reference):
-    for output in generate_all(real_llm, PROMPTS[::2], FEW_TOKENS, concurrent=False):
-        assert_greedy(reference, output)
-
-
-def test_answers_are_greedy_with_prompts_read_in_small_chunks(make_engine, reference):
-    engine = make_engine(max_num_batched_tokens=24, max_num_seqs=16, max_num_partial_prefills=3)
-    for output in generate_all(engine, PROMPTS[1::2], FEW_TOKENS):
-        assert_greedy(reference, output)
-
-
 @pytest.mark.parametrize(
     "kernels", [*(pytest.param(build, marks=pytest.mark.slow) for build in runnable_builds()), "none"]
 )
@@ -58,16 +47,14 @@ def test_answers_are_greedy_with_each_build_of_the_kernels(make_engine, referenc
         assert_greedy(reference, output)
 
 
-def test_answers_are_greedy_without_chunked_prefill(make_engine, reference):
-    for output in generate_all(make_engine(enable_chunked_prefill=False), PROMPTS[1::2], FEW_TOKENS):
-        assert_greedy(reference, output)
-
-
-def test_answers_are_greedy_when_requests_are_preempted_for_lack_of_blocks(make_engine, reference):
+def test_answers_are_greedy_with_chunks_and_preemption(make_engine, reference):
     # Enough blocks for all prompts, and for half of the tokens of the answers.
+    prompts = PROMPTS[::2]
     block_bytes = 16 * 30 * 2 * 3 * 64 * 4
-    engine = make_engine(max_model_len=512, kv_cache_memory_bytes=100 * block_bytes)
-    outputs = generate_all(engine, PROMPTS, NUM_TOKENS)
+    engine = make_engine(
+        max_model_len=512, kv_cache_memory_bytes=50 * block_bytes, max_num_batched_tokens=24, max_num_seqs=16
+    )
+    outputs = generate_all(engine, prompts, NUM_TOKENS)
     assert num_preemptions(engine) > 0
     for output in outputs:
         assert_greedy(reference, output)

@@ -10,6 +10,8 @@ from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model, scarce_blocks
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 BAD = 13
 LENGTHS = (37, 5, 22, 1, 13, 40)
 PROMPTS = [[token if token != BAD else BAD + 1 for token in prompt] for prompt in random_prompts(LENGTHS)]

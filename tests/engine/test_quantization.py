@@ -14,6 +14,8 @@ from vllm_mp.testing.engines import answer, greedy
 from vllm_mp.testing.prompts import PROMPTS
 from vllm_mp.testing.random_models import save_config
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "perplexity.py"
 
 

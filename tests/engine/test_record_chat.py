@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "record_chat.py"
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "recovery_cost.py"
 
 

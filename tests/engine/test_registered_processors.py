@@ -8,6 +8,8 @@ from vllm_mp import EngineGenerateError, EngineStartError, SamplingParams
 from vllm_mp.testing.engines import answer, greedy, running_engine
 from vllm_mp.testing.random_models import CONFIGS, SIZES, random_prompts, save_config, scarce_blocks
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 VOCAB = SIZES["vocab_size"]
 MODULE = "support.logits_processors"
 PROMPTS = random_prompts((40, 5, 33, 12, 1, 20))

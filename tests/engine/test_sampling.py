@@ -19,6 +19,8 @@ from vllm_mp.testing.greedy_parity import NEAR_TIE, num_preemptions
 from vllm_mp.testing.prompts import PROMPTS
 from vllm_mp.testing.sampling_cases import CASES
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 PROMPT = "Once upon a time, in a village by the sea,"
 LONG_PROMPT = "The engine has two halves, which run apart and talk over a socket. " * 20

@@ -18,6 +18,8 @@ from vllm_mp.server.app import build_app
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.testing.engines import ENGINE, answer, replay_core
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 PROMPT = {"prompt_token_ids": [1, 2, 3, 4, 5]}
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 

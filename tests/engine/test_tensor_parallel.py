@@ -20,7 +20,7 @@ from vllm_mp.testing.random_models import (
     save_random_model,
 )
 
-pytestmark = pytest.mark.usefixtures("forked_cores")
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 RANKS = {
     "tensor": {"tensor_parallel_size": 2},

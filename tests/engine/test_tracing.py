@@ -11,7 +11,8 @@ from vllm_mp.server.app import build_app
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.testing.engines import answer, running_engine
 
-pytestmark = pytest.mark.extended  # needs OpenTelemetry
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 HEADERS = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}

@@ -25,6 +25,8 @@ from vllm_mp import (
 from vllm_mp.testing.engines import answer, eventually, greedy, rest
 from vllm_mp.worker_arguments import pack_arguments
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 PROMPT = "The capital of France is"
 LAST = ["trace_headers", "priority", "data_parallel_rank", "session_id"]
 POSITIONAL = {

@@ -95,10 +95,10 @@ class Core(NamedTuple):
 
 
 @contextlib.contextmanager
-def core_process(output, before="", wrapper=(), arguments=()):
+def core_process(output, before="", wrapper=(), arguments=(), popen=subprocess.Popen):
     """Run a core that waits for its launch line. Kill it at the end of the block."""
     command = [*wrapper, sys.executable, "-c", before + START, *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
+    process = popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
     try:
         yield process
     finally:
@@ -114,11 +114,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def start(folder, tmp_path):
-    """A function that starts cores. They are killed after the test."""
+def start(folder, tmp_path, core_template):
+    """A function that starts cores. They are killed after the test.
+
+    A core without arguments is forked from a process that has imported its modules, unless `imports` is true.
+    """
     with contextlib.ExitStack() as stack:
 
-        def start(before="", output=None, wrapper=(), arguments=()):
+        def start(before="", output=None, wrapper=(), arguments=(), imports=False):
             options = {"skip_tokenizer_init": True, "device": "cpu", "num_threads": 1, "check_invariants": True}
             args = AsyncEngineArgs(str(folder), dtype="float32", kv_cache_memory_bytes=2**22, **options)
             launch = CoreLaunch(
@@ -131,7 +134,8 @@ def start(folder, tmp_path):
             )
             (tmp_path / "run").mkdir(exist_ok=True)
             output = output or stack.enter_context((tmp_path / "log").open("wb"))
-            process = stack.enter_context(core_process(output, before, wrapper, arguments))
+            popen = subprocess.Popen if imports or arguments else core_template
+            process = stack.enter_context(core_process(output, before, wrapper, arguments, popen))
             process.stdin.write(msgspec.json.encode(launch) + b"\n")
             process.stdin.flush()
             client = stack.enter_context(contextlib.closing(CoreConnection(launch.address, operator_key=b"key")))
@@ -252,7 +256,7 @@ def test_standby_becomes_a_core_that_serves(start):
 @pytest.mark.parametrize("arguments", [[], ["--standby"]], ids=["cold", "standby"])
 def test_failed_import_is_reported_at_the_launch(start, tmp_path, arguments):
     with pytest.raises(EngineStartError, match="import of torch halted"):
-        start("import sys\nsys.modules['torch'] = None\n", arguments=arguments)
+        start("import sys\nsys.modules['torch'] = None\n", arguments=arguments, imports=True)
     assert "import of torch halted" in (tmp_path / "log").read_text()
 
 

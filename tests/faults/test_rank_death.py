@@ -13,7 +13,7 @@ from support.rank_streams import ended, expected_tokens, rank_pids, streamed, to
 from vllm_mp import EngineDeadError, EngineError
 from vllm_mp.testing.engines import eventually
 
-pytestmark = pytest.mark.usefixtures("forked_cores")
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 OPTIONS = {"num_threads": 1, "max_model_len": 256}
 RANKS = {"tensor_parallel_size": 2, **OPTIONS}

@@ -11,6 +11,8 @@ from vllm_mp.server.app import build_app
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.testing.engines import eventually, running_engine
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 MODEL = "base"
 
 

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from support.forked_cores import forking
+from support.forked_cores import FORKS_RANKS, forking
 from vllm_mp import AsyncEngineArgs, AsyncLLM
 from vllm_mp.core_launch import core_environment, package_path
 from vllm_mp.model_store import resolve_model
@@ -99,10 +99,18 @@ def forked_cores(core_template):
 
 
 @pytest.fixture(scope="module")
-def forked_programs(core_template):
-    """Fork the `vllm-mp` commands of a module too, and their cores.
+def forked_ranks(forked_cores):
+    """Fork all ranks of the cores of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FORKS_RANKS, "1")
+        yield
 
-    Such a command has imported torch, and has one child more than usual, whose name is `TEMPLATE_NAME`.
+
+@pytest.fixture(scope="module")
+def forked_programs(core_template):
+    """Fork the `vllm-mp` commands and Python programs of a module too, and their cores.
+
+    Such a process has imported torch, and has one child more than usual, whose name is `TEMPLATE_NAME`.
     """
     with starting_from(core_template):
         yield

@@ -1,13 +1,13 @@
-"""Cores and `vllm-mp` commands that are forked from a process which has imported all their modules.
+"""Cores, `vllm-mp` commands and programs that are forked from a process which has imported all their modules.
 
 A core is the same process otherwise: a child of its client, with its own pipe, log and process group, which reads its
-launch line and runs `python -m vllm_mp.core`. So is a command, `python -m vllm_mp.cli`, whose own cores are forked too.
-The imports, of torch above all, take most of the start of a small core.
+launch line and runs `python -m vllm_mp.core`. So is a command, `python -m vllm_mp.cli`, or a program, `python FILE.py`,
+whose own cores are forked too. The imports, of torch above all, take most of the start of a small core.
 
 The template process runs this file. For each request, which comes with the descriptors of the new process, it forks an
 intermediate process that forks the new process and ends. So the new process is an orphan, which the system gives to the
-nearest ancestor that asks for orphans: the process that sent the request. A forked command first forks a template for
-its own cores, a child called `TEMPLATE_NAME` that ends with the command.
+nearest ancestor that asks for orphans: the process that sent the request. A forked command or
+program first forks a template for its own cores, a child called `TEMPLATE_NAME` that ends with it.
 """
 
 import atexit
@@ -26,17 +26,27 @@ import termios
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from vllm_mp.testing.terminal import TAKE_TERMINAL
 
 TEMPLATE_NAME: Final = "core-template"
 """Name of the process from which a forked command forks its cores, as psutil.Process.name() returns it."""
+FORKS_RANKS: Final = "VLLM_MP_TESTS_FORK_RANKS"
+"""Variable in whose presence a forked core forks its other ranks too."""
 _CORE: Final = ["-P", "-m", "vllm_mp.core"]
+_RANK: Final = [*_CORE, "--worker"]
 _COMMAND: Final = ["-m", "vllm_mp.cli"]
+_CORE_IN_CODE: Final = "runpy.run_module('vllm_mp.core'"
+"""Code of `python -c` that becomes a core."""
+_ROOT: Final = str(Path(__file__).resolve().parents[2])
 _PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_WITHOUT_EFFECT: Final = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TERM", "TMPDIR", "VLLM_MP_CACHE"}
+_WITHOUT_EFFECT: Final = {
+    *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TERM", "TMPDIR", "VLLM_MP_CACHE"),
+    FORKS_RANKS,
+}
 """Variables that pytest and torch change while the tests run, and those that no module reads when it is imported."""
 _FIRST_FREE_DESCRIPTOR: Final = 500
 _libc = ctypes.CDLL(None)
@@ -67,9 +77,11 @@ class _Template:
 
     def can_fork(self, arguments: list[str], environment: Mapping[str, str]) -> bool:
         """Return whether the template's modules are those that a new interpreter would import."""
-        if arguments == _CORE:
+        if arguments in (_CORE, _RANK):
             return _comparable(environment) == _comparable(self._core_environment)
-        return arguments[:2] == _COMMAND and _comparable(environment) == _comparable(self._environment)
+        is_known = arguments[:2] == _COMMAND or (arguments[:1] == ["-c"] and _CORE_IN_CODE in arguments[1])
+        is_known = is_known or (arguments[:1] != [] and arguments[0].endswith(".py"))
+        return is_known and _comparable(environment) == _comparable(self._environment)
 
     def fork(self, request: _Request, descriptors: list[int]) -> int:
         """Return the process id of a new child of this process."""
@@ -96,7 +108,9 @@ def _set_name(name: str) -> None:
 
 
 def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in _WITHOUT_EFFECT}
+    kept = {name: value for name, value in environment.items() if name not in _WITHOUT_EFFECT}
+    others = [folder for folder in kept.pop("PYTHONPATH", "").split(os.pathsep) if folder not in ("", _ROOT)]
+    return kept | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(others))}
 
 
 def _forking_class(template: _Template) -> type["subprocess.Popen[Any]"]:
@@ -206,8 +220,8 @@ def _adopt(request: _Request, descriptors: list[int], parent: int) -> None:
     sys.orig_argv = [sys.executable, *request.arguments]
 
 
-def _fork_own_cores(core_environment: Mapping[str, str]) -> _Request | None:
-    """Make a template for the cores of this command. Return None in this process, and the request in each core."""
+def _fork_template(core_environment: Mapping[str, str]) -> _Request | None:
+    """Make a template for the children of this process. Return None in this process, and the request in each child."""
     control, theirs = socket.socketpair()
     process = os.fork()
     if process == 0:
@@ -246,16 +260,31 @@ def _run_template(control: socket.socket) -> None:
     gc.freeze()
     environment = dict(os.environ)
     request = _wait_for_fork(control)
-    if request.arguments[:2] == _COMMAND:
-        core_request = _fork_own_cores(environment)
-        if core_request is None:
-            gc.enable()
-            sys.path.insert(0, os.getcwd())
-        else:
-            request = core_request
-    start = request.arguments.index("-m") + 1
-    sys.argv = request.arguments[start:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    while request.arguments not in (_CORE, _RANK) or (request.arguments == _CORE and FORKS_RANKS in os.environ):
+        of_child = _fork_template(environment)
+        if of_child is None:
+            break
+        request = of_child
+    _run(request.arguments)
+
+
+def _run(arguments: list[str]) -> None:
+    """Do what the Python interpreter does with `arguments`."""
+    if arguments[:1] == ["-P"]:
+        arguments = arguments[1:]
+    else:
+        gc.enable()
+        sys.path.insert(0, os.getcwd())
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = arguments
+        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":
