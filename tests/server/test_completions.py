@@ -72,6 +72,16 @@ def test_n_completions_with_a_seed_are_repeatable(client):
     assert runs[0].usage.completion_tokens == 18
 
 
+def test_n_completions_of_several_prompts_are_numbered_in_the_order_of_the_prompts(client):
+    request = {"model": MODEL, "prompt": [PROMPT, "1 2 3 4"], "n": 2, "max_tokens": 4, "temperature": 1, "seed": 7}
+    whole = client.completions.create(**request)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    pieces = [""] * 4
+    for chunk in client.completions.create(stream=True, **request):
+        pieces[chunk.choices[0].index] += chunk.choices[0].text
+    assert pieces == [choice.text for choice in whole.choices]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_repeats_the_prompt_with_the_logprobs_of_its_tokens(client, stream):
     request = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 2, **GREEDY}
