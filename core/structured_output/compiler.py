@@ -3,6 +3,7 @@
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -30,6 +31,8 @@ _MAX_PLAIN: dict[ConstraintKind, int] = {"json_object": 0, "json": 4096, "regex"
 """Maximum length of a constraint that is plain, in characters; constraints of other kinds never are."""
 _COSTLY_KEYWORDS = ('"pattern', '"allOf"', '"multipleOf"', '"x-guidance"')
 """What stands in schemas that are short and take long to compile."""
+_EXTREME_NUMBER = re.compile(r"\d{16}|\d[eE]\+?\d")
+"""Numbers that may be beyond 2**53: with bounds near -2**63, llguidance ends its process."""
 _FAILURE_S = 30.0
 """Time for which the error of a constraint is kept, so that its requests do not have it compiled again and again."""
 
@@ -222,4 +225,8 @@ def is_suspicious(constraint: Constraint) -> bool:
         return True
     if len(constraint.text) > _MAX_PLAIN.get(constraint.kind, -1):
         return True
-    return constraint.kind == "json" and any(keyword in constraint.text for keyword in _COSTLY_KEYWORDS)
+    if constraint.kind != "json":
+        return False
+    return any(keyword in constraint.text for keyword in _COSTLY_KEYWORDS) or bool(
+        _EXTREME_NUMBER.search(constraint.text)
+    )

@@ -146,5 +146,8 @@ class TrialProcess:
         if code == -signal.SIGABRT:
             return f"compiling takes more than {MAX_MEMORY >> 20} MiB of memory"
         if code == -signal.SIGSEGV:
-            return "compiling needs more stack than there is: definitions refer to one another in too long a chain"
+            return (
+                "compiling crashes the library: definitions refer to one another in too long a chain, which needs more "
+                "stack than there is, or bounds of numbers are near -2**63"
+            )
         return f"compiling ended its process with exit code {code}"

@@ -160,6 +160,10 @@ def test_hostile_constraints_fail_alone_and_say_why(real):
         "stack": Constraint("json", chain(20_000)),
         "many": Constraint("json", json.dumps({"anyOf": [{"properties": {f"p{i}": {}}} for i in range(20_000)]})),
         "nested": Constraint("regex", "(" * 100_000 + "a" + ")" * 100_000),
+        "bounds": Constraint(
+            "json", '{"type":"integer","minimum":-9223372036854775808,"maximum":-9223372036854775808}'
+        ),
+        "exponent": Constraint("json", '{"type":"integer","exclusiveMinimum":-1e19,"exclusiveMaximum":-9.3e18}'),
         "ambiguous": Constraint("grammar", 'start: (("a"?){1,100000}){1,100000}'),
     }
     names = {constraint.text: name for name, constraint in hostile.items()}
@@ -173,6 +177,8 @@ def test_hostile_constraints_fail_alone_and_say_why(real):
     messages = {names[text]: str(result) for text, result in ended.items() if isinstance(result, GrammarError)}
     assert messages.keys() == hostile.keys()
     assert "needs more stack than there is" in messages["stack"]
+    for name in ("bounds", "exponent"):
+        assert "bounds of numbers are near -2**63" in messages[name]
     assert "too large" in messages["many"]
     assert all(len(message) < 1200 for message in messages.values())
 
