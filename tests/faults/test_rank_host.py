@@ -13,6 +13,8 @@ from vllm_mp import AsyncLLM, EngineDeadError
 from vllm_mp.testing.engines import eventually, running_engine, standalone_core
 from vllm_mp.testing.machines import OtherMachine, running_on_two_machines
 
+pytestmark = pytest.mark.usefixtures("forked_programs", "forked_ranks")
+
 OPTIONS = {
     "tensor_parallel_size": 2,
     "num_threads": 1,

@@ -5,7 +5,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +20,10 @@ from vllm_mp.testing import answer, engines, eventually, greedy, is_empty, make_
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 
-def standalone_core(model, address, *flags):
+def standalone_core(model, address, *flags, **options):
     """Run a core whose streams last long enough for a fault."""
-    return engines.standalone_core(model, address, "--num-threads", "1", "--fault-injection", SHORT_STEPS, *flags)
+    flags = ("--num-threads", "1", "--fault-injection", SHORT_STEPS, *flags)
+    return engines.standalone_core(model, address, *flags, **options)
 
 
 @pytest.mark.essential
@@ -214,17 +214,25 @@ def _exists(path):
 
 
 def test_tcp_client_needs_a_key_that_the_core_allows(small_model, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    with standalone_core(small_model, address) as process:
+    with standalone_core(small_model, "tcp://127.0.0.1:1") as process:
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 2
         assert "vllm-mp keys server" in stderr
     server, own = make_keys(tmp_path)
     other = tmp_path / "other"
     make_client_key(other, read_server_key(server).public)
-    with standalone_core(small_model, address, "--key-file", server) as process:
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as stderr,
+        standalone_core(small_model, "tcp://127.0.0.1:0", "--key-file", server, stderr=stderr) as process,
+    ):
+
+        async def listens():
+            assert process.poll() is None, log.read_text()
+            return re.search(r"listening on (\S+)\n", log.read_text())
+
+        asyncio.run(eventually(listens))
+        address = re.search(r"listening on (\S+)\n", log.read_text())[1]
         client = AsyncLLM.connect(address, key_file=own)
         assert asyncio.run(answer(client, "Hello", greedy(3))).finished
         with pytest.raises(EngineStartError, match="vllm-mp keys allow"):
@@ -233,7 +241,8 @@ def test_tcp_client_needs_a_key_that_the_core_allows(small_model, tmp_path):
             AsyncLLM.connect(address)
         client.shutdown()
         process.terminate()
-        assert re.search(r"client \d+ \(127\.0\.0\.1:\d+\) has connected\n", process.stderr.read())
+        process.wait(30)
+        assert re.search(r"client \d+ \(127\.0\.0\.1:\d+\) has connected\n", log.read_text())
 
 
 def test_connect_to_an_unserved_address_fails_at_the_timeout_and_names_it(tmp_path):

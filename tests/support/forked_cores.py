@@ -242,6 +242,16 @@ def _fork_template(core_environment: Mapping[str, str]) -> _Request | None:
         os.waitpid(process, 0)
 
     atexit.register(close)
+    execve = os.execve
+
+    def become(path: Any, command: Any, others: Mapping[str, str]) -> None:
+        """Run a rank host in this process, which has imported its modules."""
+        if command[1 : len(_CORE) + 1] != _CORE or not template.can_fork(_CORE, others):
+            execve(path, command, others)
+        os.environ.update(others)
+        _run(command[1:])
+
+    os.execve = become  # type: ignore[assignment]
     return None
 
 
