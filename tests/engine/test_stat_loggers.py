@@ -169,7 +169,7 @@ def test_a_registry_of_an_app_has_the_metrics_of_the_server(connect):
         engine.add_logger("prometheus", PrometheusStatLogger(engine.vllm_config, registry=registry))
         await answer(engine, PROMPT, PARAMS)
         app = build_app(engine, ServerOptions())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             of_server = (await client.get("/metrics")).text
         return of_server, generate_latest(registry).decode()
 

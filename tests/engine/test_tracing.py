@@ -30,7 +30,7 @@ def spans(small_model):
         async for _ in engine.encode("Hello", request_id="vector", trace_headers=HEADERS):
             pass
         transport = httpx.ASGITransport(build_app(engine, ServerOptions()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             response = await client.post("/v1/embeddings", json={"input": "Hello"}, headers=HEADERS)
             assert response.status_code == 200, response.text
 
