@@ -75,7 +75,7 @@ def test_signals_that_other_processes_send_blame_no_request(make_small_engine, s
     engine._core_client._suspects.record = lambda death, live: deaths.append(death) or record(death, live)
 
     async def run():
-        tasks = [asyncio.create_task(outcome(engine, name, name, 8)) for name in ("one", "two")]
+        tasks = [asyncio.create_task(outcome(engine, name, name, 24)) for name in ("one", "two")]
         for incarnation in (1, 2):
 
             async def is_in_a_step(incarnation=incarnation):
@@ -84,7 +84,7 @@ def test_signals_that_other_processes_send_blame_no_request(make_small_engine, s
 
             await eventually(is_in_a_step)
             os.kill(engine._supervisor.core.process.pid, signum)
-        assert await asyncio.gather(*tasks) == [8, 8]
+        assert await asyncio.gather(*tasks) == [24, 24]
 
     asyncio.run(run())
     assert [death.is_from_outside for death in deaths] == [True] * 2
