@@ -10,15 +10,18 @@ import concurrent.futures
 import copy
 import functools
 import glob
+import math
 import os
 import platform
 import runpy
 import subprocess
+import threading
+import time
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = "kernels/cpu/csrc"
+FOLDER = "kernels/cpu/csrc"
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 # Builds that are loaded in one process would share the static variables of inline functions, whose types differ.
 FLAGS += ["-fno-gnu-unique"]
@@ -28,31 +31,76 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     BUILDS["avx512"] = ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"]
     BUILDS["amx"] = [*BUILDS["avx512"], "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 BUILDS["amx_model"] = ["-march=native", "-DVMP_TILE_MODEL"]
+PROCESSORS = {
+    "portable": "any processor",
+    "avx2": "AVX2",
+    "avx512": "AVX-512, BF16 and VNNI",
+    "amx": "AVX-512 and AMX",
+    "amx_model": "any processor, for tests",
+}
 BUILDS_VARIABLE = "VLLM_MP_BUILDS"
+KERNELS = "vllm_mp.kernels.cpu"
+# Those that take the longest come first.
+SOURCES = ("blocks", "attention", "decoder", "kernels", "experts", "lora", "linear")
+# What g++ 12 takes for a build on a server of 2023.
+CPU_SECONDS_OF_BUILD = 30
 
 
 class ParallelBuild(build_ext):
-    """Compiles the extensions, and the sources of each, in parallel."""
+    """Compiles the sources of all extensions in parallel, one on each processor, and says what it does.
+
+    pip shows what this prints with `-v` only.
+    """
 
     def finalize_options(self):
         super().finalize_options()
         self.parallel = self.parallel or len(os.sched_getaffinity(0))
+        self.slots = threading.Semaphore(self.parallel)
+        self.started = time.monotonic()
+
+    def build_extensions(self):
+        builds = [name for extension in self.extensions if (name := build_of(extension))]
+        seconds = len(builds) * CPU_SECONDS_OF_BUILD / self.parallel
+        text = f"compiling the CPU kernels: {', '.join(f'{name} ({PROCESSORS[name]})' for name in builds)}; "
+        text += f"about {math.ceil(seconds / 10) * 10} s on {self.parallel} processors"
+        if builds != [native := native_build()]:
+            text += f"; {BUILDS_VARIABLE}=native compiles only {native}, the fastest that this processor runs"
+        report(text)
+        super().build_extensions()
 
     def build_extension(self, extension):
         # Builds of the same source need different places for its object file.
         command = copy.copy(self)
         command.build_temp = os.path.join(self.build_temp, extension.name)
         command.compiler = copy.copy(self.compiler)
-        command.compiler.compile = functools.partial(compile_in_parallel, self.compiler.compile)
+        command.compiler.compile = functools.partial(compile_in_parallel, self.slots, self.compiler.compile)
         build_ext.build_extension(command, extension)
+        if name := build_of(extension):
+            report(f"{name} is compiled, after {time.monotonic() - self.started:.0f} s")
 
 
-def compile_in_parallel(compile_files, sources, **options):
-    """Compile each of `sources` in a thread of its own; return the object files, in the order of the sources."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        return [
-            file for files in pool.map(lambda source: compile_files([source], **options), sources) for file in files
-        ]
+def report(text):
+    print(f"vllm-mp: {text}", flush=True)
+
+
+def build_of(extension):
+    """Return the name of the build of the kernels that an extension is; None for another extension."""
+    package, _, name = extension.name.rpartition("._")
+    return name if package == KERNELS else None
+
+
+def compile_in_parallel(slots, compile_files, sources, **options):
+    """Compile each of `sources` in a thread of its own; return the object files, in the order of the sources.
+
+    At most as many sources of all extensions are compiled at a time as `slots` has slots.
+    """
+
+    def compile_file(source):
+        with slots:
+            return compile_files([source], **options)
+
+    with concurrent.futures.ThreadPoolExecutor(len(sources)) as pool:
+        return [file for files in pool.map(compile_file, sources) for file in files]
 
 
 def chosen_builds(choice):
@@ -90,9 +138,9 @@ setup(
     cmdclass={"build_ext": ParallelBuild},
     ext_modules=[
         Extension(
-            f"vllm_mp.kernels.cpu._{name}",
-            [f"{SOURCES}/kernels.cpp", f"{SOURCES}/blocks.cpp"],
-            depends=glob.glob(f"{SOURCES}/*.h"),
+            f"{KERNELS}._{name}",
+            [f"{FOLDER}/{source}.cpp" for source in SOURCES],
+            depends=glob.glob(f"{FOLDER}/*.h"),
             extra_compile_args=[*FLAGS, *BUILDS[name]],
             extra_link_args=["-fopenmp"],
             optional=True,  # without a compiler, torch computes

@@ -4,7 +4,8 @@
     python tools/check_wheel.py --wheel FILE        # a wheel that is built already
 
 The server must answer a completion, the page at / with its files, and /metrics. The wheel must have the C++ kernels,
-the output path in C and the recorded answers of the replay core. The exit code is 1 if anything is missing.
+the output path in C and the recorded answers of the replay core. The exit code is 1 if anything is missing. The size of
+the wheel and the time that its build took are printed.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,8 +55,11 @@ def check(wheel: Path | None, folder: Path) -> None:
     """Install `wheel`, or a new one, in `folder`, and serve. Raises an exception that says what is wrong."""
     if wheel is None:
         print("building the wheel …", flush=True)
+        begun = time.monotonic()
         _run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT)
+        print(f"built in {time.monotonic() - begun:.0f} s")
         [wheel] = folder.glob("*.whl")
+    print(f"the wheel has {wheel.stat().st_size / 1e6:.1f} MB")
     print(f"installing {wheel.name} in an empty environment …", flush=True)
     _run(sys.executable, "-m", "venv", folder / "venv")
     programs = folder / "venv/bin"

@@ -1,6 +1,7 @@
 """The wheel, installed in an empty environment outside the repository."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,3 +18,4 @@ def test_wheel_serves_from_an_empty_environment():
     done = subprocess.run([sys.executable, TOOL], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "the wheel serves"
+    assert re.search(r"^built in \d+ s\nthe wheel has \d+\.\d MB$", done.stdout, re.MULTILINE)

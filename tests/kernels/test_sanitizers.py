@@ -66,7 +66,7 @@ def compile_builds(set_up: dict[str, Any], folder: Path) -> None:
         flags = [*set_up["FLAGS"], *set_up["BUILDS"][name], *SANITIZERS, include]
         subprocess.run(["g++", *flags, "-c", source, "-o", folder / f"{name}-{source.stem}.o"], check=True)
 
-    sources = sorted((ROOT / set_up["SOURCES"]).glob("*.cpp"))
+    sources = sorted((ROOT / set_up["FOLDER"]).glob("*.cpp"))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(compile_source, [(source, name) for source in sources for name in BUILDS]))
     for name in BUILDS:

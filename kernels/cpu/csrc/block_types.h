@@ -8,13 +8,20 @@
 
 #include "simd.h"
 
+// For functions that take so many instructions with vectors of 4 elements that a call costs nothing. Inlined, they would be
+// several times as much code.
+#if defined(__AVX2__)
+#define INLINE_IF_WIDE ALWAYS_INLINE
+#else
+#define INLINE_IF_WIDE inline __attribute__((noinline))
+#endif
+
 namespace vmp {
 
 // Returns element i of each 128 bits of `a` and `b`, in turns: the first two, or the last two.
 template <bool LAST>
 ALWAYS_INLINE vi zipped(vi a, vi b) {
-    vi index;
-    for (int i = 0; i < W; ++i) index[i] = i / 4 * 4 + i % 4 / 2 + (LAST ? 2 : 0) + i % 2 * W;
+    constexpr vi index = vector_of<vi>([](int i) { return i / 4 * 4 + i % 4 / 2 + (LAST ? 2 : 0) + i % 2 * W; });
     return __builtin_shuffle(a, b, index);
 }
 
@@ -23,8 +30,7 @@ typedef int64_t vl __attribute__((vector_size(4 * W)));
 // Returns the first, or the last, two elements of each 128 bits of `a`, and then of `b`.
 template <bool LAST>
 ALWAYS_INLINE vi joined(vi a, vi b) {
-    vl index;
-    for (int i = 0; i < W / 2; ++i) index[i] = i / 2 * 2 + (LAST ? 1 : 0) + i % 2 * (W / 2);
+    constexpr vl index = vector_of<vl>([](int i) { return i / 2 * 2 + (LAST ? 1 : 0) + i % 2 * (W / 2); });
     return (vi)__builtin_shuffle((vl)a, (vl)b, index);
 }
 
@@ -183,8 +189,7 @@ ALWAYS_INLINE void add_fifth_bits(vi bits, vi (&words)[8]) {
     for (int i = 0; i < 8; ++i) {
         const vi four = (vi)((vu)bits >> (4 * i)) & 15;
 #if defined(__AVX512F__)
-        vi spread;
-        for (int n = 0; n < 16; ++n) spread[n] = (n * 0x02040810) & 0x10101010;
+        constexpr vi spread = vector_of<vi>([](int n) { return (n * 0x02040810) & 0x10101010; });
         words[i] |= __builtin_shuffle(spread, four);
 #else
         // The product puts copies of the four bits 7 places apart, so that each byte has its bit in a copy.
@@ -193,18 +198,22 @@ ALWAYS_INLINE void add_fifth_bits(vi bits, vi (&words)[8]) {
     }
 }
 
-// Returns 128 more than the values of the 4-bit codes of IQ4_NL and IQ4_XS.
-ALWAYS_INLINE vi iq4_values(vi codes) {
+// Replaces the 4-bit codes of IQ4_NL and IQ4_XS by 128 more than their values.
+INLINE_IF_WIDE void to_iq4_values(vi (&words)[8]) {
     static constexpr uint8_t VALUES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 #if defined(__AVX512BW__)
-    return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(read<__m128i>(VALUES)), (__m512i)codes);
+    const __m512i values = _mm512_broadcast_i32x4(read<__m128i>(VALUES));
+#pragma GCC unroll 8
+    for (vi& some : words) some = (vi)_mm512_shuffle_epi8(values, (__m512i)some);
 #elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)
-    return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(read<__m128i>(VALUES)), (__m256i)codes);
+    const __m256i values = _mm256_broadcastsi128_si256(read<__m128i>(VALUES));
+#pragma GCC unroll 8
+    for (vi& some : words) some = (vi)_mm256_shuffle_epi8(values, (__m256i)some);
 #else
-    uint8_t bytes[4 * W];
-    write(bytes, codes);
+    uint8_t bytes[sizeof words];
+    std::memcpy(bytes, words, sizeof words);
     for (uint8_t& byte : bytes) byte = VALUES[byte];
-    return read<vi>(bytes);
+    std::memcpy(words, bytes, sizeof words);
 #endif
 }
 
@@ -278,8 +287,7 @@ struct IQ4_NL : BlockLayout<32, 18, 32, 8, false> {
         const auto head = block.template part<0>();
         vi words[8];
         nibbles(block, 2, words);
-#pragma GCC unroll 8
-        for (vi& some : words) some = iq4_values(some);
+        to_iq4_values(words);
         take(words, float16_of(head.half(0)), vf{});
     }
 };
@@ -294,8 +302,7 @@ struct IQ4_XS : BlockLayout<256, 136, 32, 8, false> {
         for (int i = 0; i < 8; ++i) {
             vi words[8];
             nibbles(block, 8 + 16 * i, words);
-#pragma GCC unroll 8
-            for (vi& some : words) some = iq4_values(some);
+            to_iq4_values(words);
             const vi scale = ((low >> (4 * i)) & 15) | ((high >> (2 * i)) & 3) << 4;
             take(words, d * to_floats(scale - 32), vf{});
         }

@@ -70,9 +70,14 @@ struct BlockKind {
 };
 
 constexpr int MOST_VECTORS = BlockKind<16, true, false>::VECTORS;
+constexpr int MOST_WEIGHTS = 256;  // of a block
 
 template <class Type>
 using KindOf = BlockKind<Type::GROUP, Type::HAS_MINIMUM, Type::BITS == 8, words_in_16_bits(Type::BITS)>;
+
+// The words of a group that are multiplied without a loop. With vectors of 4 elements, each word takes so many
+// instructions that the loop costs nothing, and the code without it is large.
+constexpr int WORDS_AT_ONCE = W == 4 ? 1 : 8;
 
 // Adds to `total` the product of a group with inputs of a row; `part` is the half of the 32 inputs, or 2 for all.
 template <class Kind>
@@ -96,6 +101,15 @@ ALWAYS_INLINE vf add_group(vf total, const vi* words, vf scale, vf minimum, int 
             sum = dot<Kind::IS_WIDE>(sum, words[i], read<int32_t>(values + 4 * i));
     }
     return add_scaled<Kind::HAS_MINIMUM>(total, sum, scale, minimum, x, part);
+}
+
+// Does the same for ROWS rows, `x_stride` blocks apart.
+template <class Kind, int ROWS>
+INLINE_IF_WIDE void add_group_to_rows(vf (&totals)[ROWS], const vi* words, vf scale, vf minimum, int offset,
+                                      const RowBlock* x, int64_t x_stride, int part) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+        totals[r] = add_group<Kind>(totals[r], words, scale, minimum, offset, x[r * x_stride], part);
 }
 
 // W rows of a matrix, where they lie. They are prefetched while they are multiplied, and then the rows that come `next`.
@@ -161,10 +175,8 @@ void multiply_blocks(const RowBlock* x, int64_t x_stride, vf* out, const uint8_t
             source.ask(k, place);
             const int group = int(group_at<Type::GROUP>(place++));
             const int64_t block = k + group * Type::GROUP / 32;
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r)
-                totals[r] = add_group<KindOf<Type>>(totals[r], words, scale, minimum, Type::OFFSET,
-                                                    x[r * x_stride + block], Type::GROUP == 32 ? 2 : group % 2);
+            add_group_to_rows<KindOf<Type>, ROWS>(totals, words, scale, minimum, Type::OFFSET, x + block, x_stride,
+                                                  Type::GROUP == 32 ? 2 : group % 2);
         });
     }
     std::memcpy(out, totals, sizeof totals);
@@ -247,7 +259,7 @@ void multiply_unpacked(int64_t rows, const vf* const* panels, int64_t inputs, in
         } else
 #endif
         {
-#pragma GCC unroll 8
+#pragma GCC unroll WORDS_AT_ONCE
             for (int i = 0; i < GROUP / 4; ++i)
                 each_word(i, [&](int r, int c, vi weights, int32_t four) __attribute__((always_inline)) {
                     sums[r][c] = dot<Kind::IS_WIDE>(sums[r][c], weights, four);
@@ -500,19 +512,30 @@ void write_strips(const BlockMatrix& w, uint8_t* out, BlockStrip* strips, int th
 }
 
 void dequantize(const BlockPart& weight, int64_t row, int64_t inputs, float* out) {
+    const BlockFunctions& functions = block_functions(weight.type, false);
+    const int words = functions.group / 4;
+    const bool has_minimum = functions.offset < 0, is_signed = HAS_TILES && !has_minimum;
+    // With its highest bit flipped, a signed byte is 128 more.
+    const uint8_t flipped = is_signed ? 128 : 0;
+    const int zero = is_signed ? 128 : has_minimum ? 0 : 1 << functions.offset;
     const uint8_t* at = weight.data + row * weight.row_bytes;
-    with_block_type(weight.type, [&](auto type) {
-        using Type = decltype(type);
-        constexpr int GROUP = Type::GROUP, ZERO = Type::OFFSET < 0 ? 0 : 1 << Type::OFFSET;
-        int64_t place = 0;
-        // Each element of a vector reads the same row.
-        for (int64_t k = 0; k < inputs; k += Type::WEIGHTS, at += Type::BYTES)
-            Type::unpack(RowsBlock{at, 0}, [&](const auto& words, vf scale, vf minimum) {
-                float* to = out + group_at<GROUP>(place++) * GROUP;
-                for (int i = 0; i < GROUP; ++i)
-                    to[i] = scale[0] * float((words[i / 4][0] >> (i % 4 * 8) & 255) - ZERO) - minimum[0];
-            });
-    });
+    vf unpacked[MOST_WEIGHTS / 16 * MOST_VECTORS];
+    for (int64_t k = 0; k < inputs; k += functions.weights, at += functions.bytes) {
+        functions.unpack(unpacked, at, 0, functions.weights, at);  // each element of a vector gets the same row
+        const vf* group = unpacked;
+        for (int64_t place = 0; place < functions.weights / functions.group; ++place) {
+            float* to = out + k + functions.group * (words == 8 ? group_at<32>(place) : group_at<16>(place));
+            const float scale = group[words][0], minimum = has_minimum ? group[words + 1][0] : 0;
+            for (int word = 0; word < words; word += 4, to += 16) {
+                typedef int32_t Four __attribute__((vector_size(16)));
+                auto first = [&](int i) { return ((vi)group[word + i])[0]; };
+                uint8_t bytes[16];
+                write(bytes, Four{first(0), first(1), first(2), first(3)});
+                for (int i = 0; i < 16; ++i) to[i] = scale * float((bytes[i] ^ flipped) - zero) - minimum;
+            }
+            group += words + 1 + has_minimum;
+        }
+    }
 }
 
 }  // namespace vmp

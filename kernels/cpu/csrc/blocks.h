@@ -168,6 +168,7 @@ template <class T>
 struct BlockLinear : BlockMatrix {
     using Value = T;
     using Buffer = RowBlocks<T>;
+    using Rows = BlockRows<T>;
 
     bool quantizes() const { return true; }
 

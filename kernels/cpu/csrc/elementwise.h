@@ -50,13 +50,8 @@ inline void rotate_pairs(T* head, const T* cos_sin, int64_t dim) {
     const int64_t half = dim / 2;
     int64_t i = 0;
     for (; i + W <= half; i += W) {
-        vi even, odd, lows, highs;
-        for (int n = 0; n < W; ++n) {
-            even[n] = 2 * n;
-            odd[n] = 2 * n + 1;
-            lows[n] = n / 2 + n % 2 * W;
-            highs[n] = n / 2 + n % 2 * W + W / 2;
-        }
+        constexpr vi even = LANES * 2, odd = even + 1;
+        constexpr vi lows = vector_of<vi>([](int n) { return n / 2 + n % 2 * W; }), highs = lows + W / 2;
         const vf cos = load(cos_sin + i), sin = load(cos_sin + half + i);
         const vf first = load(head + 2 * i), second = load(head + 2 * i + W);
         const vf x = __builtin_shuffle(first, second, even), y = __builtin_shuffle(first, second, odd);

@@ -4,6 +4,9 @@
 // on the other rows of an expert, and a token adds its choices in their order, so results are batch-invariant.
 #pragma once
 
+#include <functional>
+#include <vector>
+
 #include "blocks.h"
 #include "elementwise.h"
 #include "linear.h"
@@ -97,130 +100,35 @@ struct ExpertBuffers {
     }
 };
 
-// Computes the experts of all tokens with all members of a team, and for each token calls `take(token, sum_at)`, in which
-// `sum_at(column, count)` returns some of the weighted sums of its experts' outputs; then the outputs of the shared
-// expert are complete too. `x` has the rows in the form in which they are multiplied, and `b` fits them. `ids`, in range,
-// and `router_weights` [num_tokens, chosen].
-template <class Weight, class Input, class Take>
-void compute_experts(Member& member, const Experts<Weight>& experts, const Input& x, const int64_t* ids,
-                     const float* router_weights, int64_t chosen, const SharedExpert<Weight>& shared,
-                     ExpertBuffers<Weight>& b, Take&& take) {
-    using T = typename Weight::Value;
-    const Weight &gate_up = experts.gate_up[0], &down = experts.down[0];
-    const int64_t hidden = gate_up.inputs, inner = down.inputs, most = tokens_together(chosen);
-    const int64_t shared_inner = shared.down ? shared.down->inputs : 0;
-    thread_local Choices choices;
-    for (int64_t first = 0; first < x.count; first += most) {
-        const int64_t num_tokens = std::min(most, x.count - first), count = num_tokens * chosen;
-        const Input given = gate_up.part(x, first, num_tokens);
-        T* const shared_rows = shared.inner + first * shared_inner;
-        choices.sort(ids + first * chosen, num_tokens, chosen, experts.num_experts);
+// The weighted sums of the outputs of one token's experts.
+struct ExpertSums {
+    const float* outputs;   // of all choices, by place
+    int64_t size;           // of an output
+    const int64_t* places;  // of the token's choices
+    const float* weights;   // of the same
+    int64_t chosen;
 
-        // Multiplies the rows of each expert with its matrix, and all tokens with that of the shared expert: calls
-        // `put(place, panel, first, second)` and `put_shared(token, panel, first, second)`.
-        auto multiply = [&](const Weight* weights, const Input& rows, bool are_by_place, const Weight* of_shared,
-                            const Input& rows_of_shared, auto&& put, auto&& put_shared) {
-            const int64_t panels = weights->panels(), active = choices.experts.size();
-            const int64_t shared_panels = of_shared ? of_shared->panels() : 0;
-            member.each_guided(shared_panels + active * panels, [&](int64_t i) {
-                if (i < shared_panels)
-                    return products(*of_shared, i, rows_of_shared,
-                                    [&](int64_t row, vf v0, vf v1) { put_shared(row, i, v0, v1); });
-                const int64_t which = (i - shared_panels) / panels, panel = (i - shared_panels) % panels;
-                const int64_t place = choices.firsts[which], end = choices.firsts[which + 1];
-                const Weight& w = weights[choices.experts[which]];
-                products(w, panel, w.part(rows, are_by_place ? place : 0, end - place),
-                         [&](int64_t row, vf v0, vf v1) { put(place + row, panel, v0, v1); });
-            });
-        };
-        auto store_gated = [&](T* row, int64_t size, int64_t panel, vf gate, vf up) {
-            const int64_t column = panel * W;
-            store_some(row + column, gated<T>(gate, up, experts.is_gelu), int(std::min<int64_t>(W, size - column)));
-        };
-        auto store_panel = [&](auto* row, int64_t panel, vf first_half, vf second_half) {
-            const int64_t column = panel * NR, size = hidden - column;
-            store_some(row + column, first_half, int(std::min<int64_t>(W, size)));
-            if (size > W) store_some(row + column + W, second_half, int(std::min<int64_t>(W, size - W)));
-        };
-
-        // All experts of a single token multiply the same row.
-        const bool gathers = num_tokens > 1;
-        if (gathers)
-            member.each(count, [&](int64_t place) {
-                const int64_t token = choices.tokens[place];
-                if (gate_up.quantizes())
-                    b.gathered_quantized.copy_row(given, token, hidden, place);
-                else
-                    std::memcpy(b.gathered.data() + place * hidden, given.values + token * hidden, sizeof(T) * hidden);
-            });
-        const Input gathered = gathers ? b.gathered_quantized.rows(b.gathered.data(), count) : given;
-        multiply(
-            experts.gate_up, gathered, gathers, shared.gate_up, given,
-            [&](int64_t place, int64_t panel, vf gate, vf up) {
-                store_gated(b.inner.data() + place * inner, inner, panel, gate, up);
-            },
-            [&](int64_t token, int64_t panel, vf gate, vf up) {
-                store_gated(shared_rows + token * shared_inner, shared_inner, panel, gate, up);
-            });
-        const int64_t quantized = down.quantizes() ? count : 0;
-        const int64_t shared_quantized = shared.down && shared.down->quantizes() ? num_tokens : 0;
-        if (quantized + shared_quantized)
-            member.each(quantized + shared_quantized, [&](int64_t i) {
-                const int64_t token = i - quantized;
-                if (i < quantized)
-                    b.inner_quantized.quantize_row(b.inner.data() + i * inner, inner, i);
-                else
-                    b.shared_quantized.quantize_row(shared_rows + token * shared_inner, shared_inner, token);
-            });
-        multiply(
-            experts.down, b.inner_quantized.rows(b.inner.data(), count), true, shared.down,
-            b.shared_quantized.rows(shared_rows, num_tokens),
-            [&](int64_t place, int64_t panel, vf v0, vf v1) {
-                store_panel(b.outputs.data() + place * hidden, panel, v0, v1);
-            },
-            [&](int64_t token, int64_t panel, vf v0, vf v1) {
-                store_panel(shared.out + (first + token) * hidden, panel, v0, v1);
-            });
-        member.each(num_tokens, [&](int64_t token) {
-            take(first + token, [&](int64_t column, int size) {
-                vf total = {};
-                for (int64_t i = token * chosen; i < (token + 1) * chosen; ++i)
-                    total += load_some(b.outputs.data() + choices.places[i] * hidden + column, size) *
-                             router_weights[first * chosen + i];
-                return total;
-            });
-        });
+    // Returns `count` sums from `column` on.
+    vf at(int64_t column, int count) const {
+        vf total = {};
+        for (int64_t i = 0; i < chosen; ++i)
+            total += load_some(outputs + places[i] * size + column, count) * weights[i];
+        return total;
     }
-}
+};
+
+// Computes the experts of all tokens with all members of a team, and calls `take` for each token; then the outputs of
+// the shared expert are complete too. `x` has the rows in the form in which they are multiplied, and `b` fits them.
+// `ids`, in range, and `router_weights` [num_tokens, chosen].
+template <class Weight>
+void compute_experts(Member& member, const Experts<Weight>& experts, const typename Weight::Rows& x, const int64_t* ids,
+                     const float* router_weights, int64_t chosen, const SharedExpert<Weight>& shared,
+                     ExpertBuffers<Weight>& b, const std::function<void(int64_t token, const ExpertSums&)>& take);
 
 // Writes the weighted sums of the outputs of each token's experts to `out`, which has the shape of `x` [num_tokens,
 // hidden]. `ids`, in range, and `router_weights` [num_tokens, chosen].
 template <class Weight, class T = typename Weight::Value>
 void run_experts(const Experts<Weight>& experts, const T* x, int64_t num_tokens, const int64_t* ids,
-                 const float* router_weights, int64_t chosen, T* out, int threads) {
-    static ExpertBuffers<Weight> b;
-    static typename Weight::Buffer quantized;
-    const Weight& gate_up = experts.gate_up[0];
-    const int64_t hidden = gate_up.inputs, most = tokens_together(chosen);
-    b.fit(experts, nullptr, num_tokens, chosen);
-    if (gate_up.quantizes()) quantized.fit(std::min(num_tokens, most), hidden);
-    for (int64_t first = 0; first < num_tokens; first += most) {
-        const int64_t tokens = std::min(most, num_tokens - first);
-        const T* rows = x + first * hidden;
-        T* sums = out + first * hidden;
-        team().run(threads, [&](Member& member) {
-            if (gate_up.quantizes())
-                member.each(tokens, [&](int64_t i) { quantized.quantize_row(rows + i * hidden, hidden, i); });
-            compute_experts(member, experts, quantized.rows(rows, tokens), ids + first * chosen,
-                            router_weights + first * chosen, chosen, SharedExpert<Weight>{}, b,
-                            [&](int64_t token, auto&& sum_at) {
-                                for (int64_t column = 0; column < hidden; column += W) {
-                                    const int size = int(std::min<int64_t>(W, hidden - column));
-                                    store_some(sums + token * hidden + column, sum_at(column, size), size);
-                                }
-                            });
-        });
-    }
-}
+                 const float* router_weights, int64_t chosen, T* out, int threads);
 
 }  // namespace vmp

@@ -81,14 +81,12 @@ void argmax(const Weight& w, const T* x, int64_t rows, int64_t* places, const To
         thread_local std::vector<Best> best;
         const vf none = splat(-std::numeric_limits<float>::infinity());
         best.assign(rows, {{none, none}, {}});
-        vi lane;
-        for (int i = 0; i < W; ++i) lane[i] = i;
         const auto given = input(member, w, x, rows, buffer);
         each_panel(member, w, rows, [&](int64_t i) {
             products(w, i, given, [&](int64_t row, vf first, vf second) {
                 const uint32_t* const mask = mask_of_row[row];
                 auto take = [&](int half, vf value) {
-                    const vi column = lane + int32_t(i * NR + half * W);
+                    const vi column = LANES + int32_t(i * NR + half * W);
                     Best& so_far = best[row];
                     vi is_new = ((value > so_far.value[half]) | (value != value)) & (column < int32_t(w.outputs));
                     if (mask) is_new &= allowed(mask, i * NR + half * W);

@@ -74,6 +74,7 @@ template <class T>
 struct Linear {
     using Value = T;
     using Buffer = ByteRows<T>;
+    using Rows = vmp::Rows<T>;
 
     const void* weight;
     const T* bias;        // or null
@@ -87,7 +88,7 @@ struct Linear {
     int64_t panels() const { return (outputs + NR - 1) / NR; }
 
     // Returns `count` rows of those to multiply with this matrix, from row `first` on.
-    Rows<T> part(const Rows<T>& x, int64_t first, int64_t count) const {
+    Rows part(const Rows& x, int64_t first, int64_t count) const {
         if (quantizes()) return {nullptr, x.bytes + first * inputs, x.scales + first, count};
         return {x.values + first * inputs, nullptr, nullptr, count};
     }
@@ -104,12 +105,8 @@ constexpr int64_t MOST_ROTATED = 512;
 // The last steps of the Hadamard transform of a vector: sums and differences of elements whose places differ by HALF.
 template <int HALF = 1>
 ALWAYS_INLINE vf hadamard_lanes(vf x) {
-    vi others;
-    vf signs;
-    for (int i = 0; i < W; ++i) {
-        others[i] = i ^ HALF;
-        signs[i] = i & HALF ? -1.0f : 1.0f;
-    }
+    constexpr vi others = vector_of<vi>([](int i) { return i ^ HALF; });
+    constexpr vf signs = vector_of<vf>([](int i) { return i & HALF ? -1.0f : 1.0f; });
     x = __builtin_shuffle(x, others) + x * signs;
     if constexpr (2 * HALF < W) return hadamard_lanes<2 * HALF>(x);
     return x;
@@ -244,170 +241,52 @@ inline void pack_panel(const T* const columns[NR], int64_t inputs, int8_t* panel
     }
 }
 
+// The type of a sum of products with rows of T, and of a vector of such sums.
+template <class T>
+using Element = std::conditional_t<std::is_same_v<T, uint8_t>, int32_t, float>;
 template <class T>
 using Sum = std::conditional_t<std::is_same_v<T, uint8_t>, vi, vf>;
 
-// One or more panels in memory, `size` bytes each. A step is one 32-bit word of each row; `get` of any kind of panel
-// returns the vectors that the columns have for a step.
-struct Packed {
-    const void* at;
-    int64_t size = 0;
+// Multiplies `rows` rows, at most MOST_ROWS<T>, with a panel. Writes the NR sums of each row to `out`, `out_stride`
+// elements apart, or adds them to those in `out` if `adds`. Not inlined: the code for every number of rows is large, and
+// would be compiled again for each use of the sums.
+template <class T>
+void multiply_some(int rows, const T* x, int64_t stride, const void* panel, int64_t inputs, Soon soon, Element<T>* out,
+                   int64_t out_stride, bool adds);
 
-    template <int VECTORS>
-    ALWAYS_INLINE void get(int64_t step, vi (&words)[VECTORS]) const {
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v)
-            words[v] = read<vi>((const char*)at + v / 2 * size + step * STEP + v % 2 * (STEP / 2));
-    }
-};
-
-// Multiplies ROWS rows of x with the columns of `panel`, whose weights have the type of x, or int8 for rows of
-// bytes. The sums are local variables until the end, or the compiler would keep them in memory.
-template <int ROWS, int VECTORS, class Panel, class Ask>
-inline void multiply(const float* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
-                     vf (&out)[ROWS][VECTORS]) {
-    vf c[ROWS][VECTORS] = {};
-    for (int64_t k = 0; k < inputs; ++k) {
-        soon.ask();
-        vi b[VECTORS];
-        panel.get(k, b);
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-            const vf a = splat(x[r * stride + k]);
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v) c[r][v] += a * (vf)b[v];
-        }
-    }
-    std::memcpy(out, c, sizeof c);
-}
-
-template <int ROWS, int VECTORS, class Panel, class Ask>
-inline void multiply(const bf16* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
-                     vf (&out)[ROWS][VECTORS]) {
-    vf c[ROWS][VECTORS] = {};
-    for (int64_t k = 0; k < inputs; k += 2) {
-        soon.ask();
-        vi b[VECTORS];
-        panel.get(k / 2, b);
-#if defined(__AVX512BF16__)
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-            auto a = (__m512bh)_mm512_set1_epi32(read<int32_t>(x + r * stride + k));
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v)
-                c[r][v] = (vf)_mm512_dpbf16_ps((__m512)c[r][v], a, (__m512bh)b[v]);
-        }
-#else
-        vf even[VECTORS], odd[VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) {
-            even[v] = (vf)(b[v] << 16);
-            odd[v] = (vf)((vu)b[v] & 0xffff0000u);
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-            const vf a0 = splat(to_float(x[r * stride + k])), a1 = splat(to_float(x[r * stride + k + 1]));
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v) c[r][v] = c[r][v] + a0 * even[v] + a1 * odd[v];
-        }
-#endif
-    }
-    std::memcpy(out, c, sizeof c);
-}
-
-template <int ROWS, int VECTORS, class Panel, class Ask>
-inline void multiply(const uint8_t* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
-                     vi (&out)[ROWS][VECTORS]) {
-    vi c[ROWS][VECTORS] = {};
-    for (int64_t k = 0; k < inputs; k += 4) {
-        soon.ask();
-        vi b[VECTORS];
-        panel.get(k / 4, b);
-#if defined(__AVX512VNNI__)
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-            const auto a = _mm512_set1_epi32(read<int32_t>(x + r * stride + k));
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v) c[r][v] = (vi)_mm512_dpbusd_epi32((__m512i)c[r][v], a, (__m512i)b[v]);
-        }
-#else
-        // The first and third of each four weights, and the second and fourth, widened to 16 bits.
-        vs even[VECTORS], odd[VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) {
-            even[v] = (vs)b[v] << 8 >> 8;
-            odd[v] = (vs)b[v] >> 8;
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-            const uint32_t four = read<uint32_t>(x + r * stride + k);
-            const vs a0 = (vs)(vu{} + (four & 0x00ff00ff)), a1 = (vs)(vu{} + (four >> 8 & 0x00ff00ff));
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v) c[r][v] += multiply_pairs(a0, even[v]) + multiply_pairs(a1, odd[v]);
-        }
-#endif
-    }
-    std::memcpy(out, c, sizeof c);
-}
-
-// Multiplies `rows` rows, at most ROWS, and calls `take(row, vectors)` for each.
-template <int ROWS, int VECTORS, class T, class Panel, class Ask, class Take>
-inline void multiply_rows(int rows, const T* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
-                          Take&& take) {
-    if constexpr (ROWS > 0) {
-        if (rows < ROWS) return multiply_rows<ROWS - 1, VECTORS>(rows, x, stride, panel, inputs, soon, take);
-        Sum<T> c[ROWS][VECTORS];
-        multiply<ROWS, VECTORS>(x, stride, panel, inputs, soon, c);
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) take(r, c[r]);
-    }
-}
-
-// Does the same for `columns` columns, a multiple of NR: calls `take(row, column, vector)`. Few rows take more columns
-// at once, as many as the registers allow, because their sums wait for one another. `panel_at(column)` begins at a
-// column.
-template <class T, class PanelAt, class Ask, class Take>
-inline void multiply_few(int rows, const T* x, int64_t stride, PanelAt&& panel_at, int64_t columns, int64_t inputs,
-                         Ask soon, Take&& take) {
-    for (int64_t column = 0; column < columns;) {
-        auto take_all = [&](int r, const auto& sums) {
-            int64_t at = column;
-            for (Sum<T> some : sums) {
-                take(r, at, some);
-                at += W;
-            }
-        };
-        if (rows <= MR / 2 && column + 2 * NR <= columns) {
-            multiply_rows<MR / 2, 4>(rows, x, stride, panel_at(column), inputs, soon, take_all);
-            column += 2 * NR;
-        } else {
-            multiply_rows<MR, 2>(rows, x, stride, panel_at(column), inputs, soon, take_all);
-            column += NR;
-        }
-    }
-}
-
-// Does the same for one panel and any number of rows, in blocks of about the same height. With more than one block, the
-// later blocks read the weights from a cache, and meanwhile the next panel is prefetched.
-template <class T, class Weight, class Take>
-inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, Take&& take) {
+// Divides any number of rows into blocks of about the same height for `multiply_some`: calls `f(first, end, soon)` for
+// each. With more than one block, the later blocks read the weights from a cache, and meanwhile the next panel is
+// prefetched.
+template <class T, class F>
+inline void each_block(int64_t rows, const void* panel, int64_t panel_bytes, F&& f) {
     const int64_t blocks = (rows + MOST_ROWS<T> - 1) / MOST_ROWS<T>;
     const char* bytes = (const char*)panel;
-    const int64_t size = inputs * NR * int64_t(sizeof(Weight));
     for (int64_t i = 0, row = 0; i < blocks; ++i) {
         const int64_t end = rows * (i + 1) / blocks;
-        Soon soon = blocks > 1 ? Soon{bytes + size + size * i / blocks, (STEP + blocks - 1) / blocks}
-                               : Soon{bytes + AHEAD, STEP};
-        auto take_row = [&](int r, const Sum<T>(&sums)[2]) { take(row + r, sums[0], sums[1]); };
-        if constexpr (ON_TILES<T>) {
-            Sum<T> sums[BLOCK_ROWS][2];
-            multiply_block(int(end - row), x + row * stride, stride, panel, inputs, soon, sums, NR, false);
-            for (int r = 0; r < end - row; ++r) take_row(r, sums[r]);
-        } else {
-            multiply_rows<MR, 2>(int(end - row), x + row * stride, stride, Packed{panel}, inputs, soon, take_row);
-        }
+        f(row, end, blocks > 1 ? Soon{bytes + panel_bytes + panel_bytes * i / blocks, (STEP + blocks - 1) / blocks}
+                               : Soon{bytes + AHEAD, STEP});
         row = end;
     }
+}
+
+// Multiplies any number of rows with a panel: calls `take(row, first, second)` with the two vectors of each row.
+template <class T, class Weight, class Take>
+inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, Take&& take) {
+    each_block<T>(rows, panel, inputs * NR * int64_t(sizeof(Weight)), [&](int64_t first, int64_t end, Soon soon) {
+        Sum<T> sums[MOST_ROWS<T>][2];
+        multiply_some(int(end - first), x + first * stride, stride, panel, inputs, soon, (Element<T>*)sums, NR, false);
+        for (int64_t r = first; r < end; ++r) take(r, sums[r - first][0], sums[r - first][1]);
+    });
+}
+
+// Multiplies any number of rows of T with a panel, and writes or adds the sums as `multiply_some` does.
+template <class T>
+inline void multiply_into(int64_t rows, const T* x, int64_t stride, const T* panel, int64_t inputs, float* out,
+                          int64_t out_stride, bool adds) {
+    each_block<T>(rows, panel, inputs * NR * int64_t(sizeof(T)), [&](int64_t first, int64_t end, Soon soon) {
+        multiply_some(int(end - first), x + first * stride, stride, panel, inputs, soon, out + first * out_stride,
+                      out_stride, adds);
+    });
 }
 
 // Multiplies all rows with panel `i` and adds the bias: calls `take(row, first, second)` with the panel's two vectors.

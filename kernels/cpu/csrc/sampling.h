@@ -17,12 +17,11 @@ template <class T>
 inline int64_t argmax_of_row(const T* scores, int64_t size) {
     constexpr float LOWEST = -std::numeric_limits<float>::infinity();
     vf best = splat(LOWEST);
-    vi place = {}, lane;
-    for (int i = 0; i < W; ++i) lane[i] = i;
+    vi place = {};
     auto take = [&](vf value, int64_t at) {
         const vi is_new = (value > best) | (value != value);
         best = select(is_new, value, best);
-        place = ((lane + int32_t(at)) & is_new) | (place & ~is_new);
+        place = ((LANES + int32_t(at)) & is_new) | (place & ~is_new);
     };
     int64_t at = 0;
     for (; at + W <= size; at += W) take(load(scores + at), at);

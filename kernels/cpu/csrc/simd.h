@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -35,6 +36,24 @@ typedef int16_t vs __attribute__((vector_size(4 * W)));
 struct bf16 {
     uint16_t bits;
 };
+
+template <class V>
+using ElementOf = std::decay_t<decltype(V{}[0])>;
+
+template <class V, class F, int... I>
+constexpr V vector_of(F f, std::integer_sequence<int, I...>) {
+    return V{ElementOf<V>(f(I))...};
+}
+
+// Returns the vector whose element i is `f(i)`. A constant takes far less time to compile than a loop that sets the
+// elements, wherever a function with such a loop is inlined.
+template <class V, class F>
+constexpr V vector_of(F f) {
+    return vector_of<V>(f, std::make_integer_sequence<int, sizeof(V) / sizeof(ElementOf<V>)>{});
+}
+
+// The numbers of the elements.
+constexpr vi LANES = vector_of<vi>([](int i) { return i; });
 
 inline vf splat(float x) { return x - vf{}; }
 
@@ -116,28 +135,37 @@ inline vf rounded(vf x) {
     }
 }
 
-// Loads the first `count` of W values, and fills the others with `rest`; memory past `count` is not read.
+// Do what `load_some` and `store_some` do, for fewer than W values. They are not inlined, because they are called
+// seldom and would be much of the code of their callers.
 template <class T>
-inline vf load_some(const T* p, int count, float rest = 0) {
-    if (count >= W) return load(p);
+__attribute__((noinline)) vf load_few(const T* p, int count, float rest) {
     float some[W];
     for (int i = 0; i < W; ++i) some[i] = i < count ? to_float(p[i]) : rest;
     return load(some);
 }
 
 template <class T>
-inline void store_some(T* p, vf x, int count) {
-    if (count >= W) return store(p, x);
+__attribute__((noinline)) void store_few(T* p, vf x, int count) {
     T some[W];
     store(some, x);
     std::memcpy(p, some, sizeof(T) * count);
 }
 
+// Loads the first `count` of W values, and fills the others with `rest`; memory past `count` is not read.
+template <class T>
+inline vf load_some(const T* p, int count, float rest = 0) {
+    return count >= W ? load(p) : load_few(p, count, rest);
+}
+
+template <class T>
+inline void store_some(T* p, vf x, int count) {
+    count >= W ? store(p, x) : store_few(p, x, count);
+}
+
 // Reduces a vector to one value by halves; `f(x, y)` combines two vectors.
 template <int HALF = W / 2, class F>
 inline float reduce(vf x, F&& f) {
-    vi others;
-    for (int i = 0; i < W; ++i) others[i] = i ^ HALF;
+    constexpr vi others = vector_of<vi>([](int i) { return i ^ HALF; });
     x = f(x, __builtin_shuffle(x, others));
     if constexpr (HALF > 1) return reduce<HALF / 2>(x, f);
     return x[0];

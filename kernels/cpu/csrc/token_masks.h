@@ -25,8 +25,7 @@ inline void mask_word(T* logits, uint32_t word, int64_t count) {
         return;
     }
     const Vector infinity = Vector{} + Bits(0xff800000u >> (32 - 8 * sizeof(T)));
-    Vector lanes;
-    for (int i = 0; i < W; ++i) lanes[i] = Bits(1u << i);
+    constexpr Vector lanes = vector_of<Vector>([](int i) { return 1u << i; });
     for (int64_t i = 0; i < MASK_WORD; i += W) {
         const Bits bits = Bits(word >> i);
         const Vector is_allowed = (Vector)(((Vector{} + bits) & lanes) != Vector{});
@@ -51,8 +50,7 @@ struct TokenMasks {
 
 // Returns which of the W tokens from `token` on are allowed; W divides `token`.
 inline vi allowed(const uint32_t* mask, int64_t token) {
-    vu lanes;
-    for (int i = 0; i < W; ++i) lanes[i] = 1u << i;
+    constexpr vu lanes = vector_of<vu>([](int i) { return 1u << i; });
     return (vi)((((vu{} + (mask[token / MASK_WORD] >> token % MASK_WORD)) & lanes) != vu{}));
 }
 

@@ -8,8 +8,10 @@ import runpy
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from runpy import run_path
+from typing import Any
 
 import pytest
 import setuptools
@@ -30,8 +32,10 @@ esac
 ALL_BUILDS = {"portable", "avx2", "avx512", "amx"}
 
 
-def kernel_builds(monkeypatch: pytest.MonkeyPatch, choice: str, runnable: list[str], **environment: str) -> set[str]:
-    """Return the names of the builds that setup.py compiles for VLLM_MP_BUILDS=`choice`.
+def set_up_with(
+    monkeypatch: pytest.MonkeyPatch, choice: str, runnable: list[str], **environment: str
+) -> tuple[dict[str, Any], list[setuptools.Extension]]:
+    """Return the names in setup.py, and the extensions that it compiles for VLLM_MP_BUILDS=`choice`.
 
     The processor runs the builds `runnable`, the fastest first.
     """
@@ -42,9 +46,13 @@ def kernel_builds(monkeypatch: pytest.MonkeyPatch, choice: str, runnable: list[s
     monkeypatch.setattr(runpy, "run_path", lambda path: {"runnable_builds": lambda: runnable})
     for name, value in {"VLLM_MP_BUILDS": choice, **environment}.items():
         monkeypatch.setenv(name, value)
-    run_path("setup.py")
-    prefix = "vllm_mp.kernels.cpu._"
-    return {module.name.removeprefix(prefix) for module in found if module.name.startswith(prefix)}
+    return run_path("setup.py"), found
+
+
+def kernel_builds(monkeypatch: pytest.MonkeyPatch, choice: str, runnable: list[str], **environment: str) -> set[str]:
+    """Return the names of the builds that setup.py compiles."""
+    names, extensions = set_up_with(monkeypatch, choice, runnable, **environment)
+    return {name for extension in extensions if (name := names["build_of"](extension))}
 
 
 @pytest.fixture
@@ -131,6 +139,23 @@ def test_setup_venv_says_on_one_line_of_80_columns_what_it_does(clone, tmp_path)
     assert line.endswith("s · downloading torch (178.7 MB) · compiling C++ · fetching the model")
     assert len(line) < 80
     assert (clone / ".venv/.installed").exists()
+
+
+@pytest.mark.parametrize("choice", ["native", "avx2,portable"])
+def test_compilation_says_what_it_compiles_and_how_to_choose(monkeypatch, capsys, choice):
+    names, extensions = set_up_with(monkeypatch, choice, ["avx2", "portable"], CXX="true")
+    monkeypatch.setattr(names["build_ext"], "build_extension", lambda *_: None)
+    command = names["ParallelBuild"](setuptools.Distribution({"ext_modules": extensions}))
+    command.compiler = types.SimpleNamespace(compile=None)
+    command.parallel = 2
+    command.finalize_options()
+    command.build_extensions()
+    announced, *compiled = capsys.readouterr().out.splitlines()
+    assert "avx2 (AVX2)" in announced
+    assert re.search(r"about \d0 s on 2 processors", announced)
+    assert ("VLLM_MP_BUILDS=native compiles only avx2" in announced) == (choice != "native")
+    builds = {"native": ["avx2"], "avx2,portable": ["avx2", "portable"]}[choice]
+    assert sorted(re.findall(r"vllm-mp: (\w+) is compiled, after \d+ s", "\n".join(compiled))) == builds
 
 
 @pytest.fixture

@@ -1,0 +1,547 @@
+// The functions that attention.h declares, compiled for each type of queries.
+
+#include "attention.h"
+
+#include <cmath>
+#include <limits>
+
+#include "multiply.h"
+
+namespace vmp {
+namespace {
+
+constexpr int KEYS = 64;       // keys of a tile
+constexpr int PART = 512;      // keys of a part
+constexpr int TILE_ROWS = 48;  // the most rows of a tile of queries: query tokens times heads that share a KV head
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+// Positions of a row, from `begin` up to but without `end`.
+struct Span {
+    int32_t row;
+    int64_t begin, end;
+};
+
+// The positions that the queries of a tile see: all, or those of its part.
+inline Span keys_of(const AttentionMetadata& step, const Heads& heads, const QueryTile& tile) {
+    const int64_t end = step.seq_lens[tile.row] - (step.query_start[tile.row + 1] - int64_t(tile.first)) + tile.count;
+    const int64_t begin = heads.window ? std::max<int64_t>(0, end - tile.count + 1 - heads.window) : 0;
+    if (tile.part < 0) return {tile.row, begin, end};
+    const int64_t start = (begin / PART + tile.part) * PART;
+    return {tile.row, std::max(begin, start), std::min(end, start + PART)};
+}
+
+// The cache cells of KEYS positions from `start` on; only those from index `from` up to `to` exist.
+struct KeyTile {
+    int64_t start;
+    int from, to;
+    const int64_t* cells;
+};
+
+// The tile of `span` that contains position `at`; `cells` are those of the span, from the start of its first tile on.
+inline KeyTile tile_at(const Span& span, int64_t at, const int64_t* cells) {
+    const int64_t first = span.begin / KEYS * KEYS, start = at / KEYS * KEYS;
+    return {start, int(std::max<int64_t>(0, span.begin - start)), int(std::min<int64_t>(KEYS, span.end - start)),
+            cells + (start - first)};
+}
+
+// The span with all positions of its groups of W keys; their cells exist where keys lie in groups.
+inline Span in_groups(const Span& span) { return {span.row, span.begin / W * W, (span.end + W - 1) / W * W}; }
+
+// Writes the cell of each position of `span` to `cells`, which begins at the first tile of the span.
+inline void find_cells(const AttentionMetadata& step, const Span& span, int64_t* cells) {
+    const int32_t* blocks = step.block_table + span.row * step.block_table_stride;
+    cells += span.begin % KEYS;
+    for (int64_t position = span.begin; position < span.end;) {
+        const uint32_t at = uint32_t(position), size = uint32_t(step.block_size);
+        const int64_t first = int64_t(blocks[at / size]) * size;
+        for (uint32_t offset = at % size; offset < size && position < span.end; ++offset, ++position)
+            *cells++ = first + offset;
+    }
+}
+
+// Keys or values of one head: `dim` elements for each cell, and `stride` elements from one group of 2^log_group cells to
+// the next. A group of one cell has the elements in their order; a group of W keys has their words side by side.
+template <class T>
+struct Cache {
+    const T* of_head;
+    int64_t stride;
+    int64_t dim;
+    int log_group = 0;
+
+    bool is_grouped() const { return log_group > 0; }
+    int group_size() const { return 1 << log_group; }
+    const T* group_of(int64_t cell) const { return of_head + (cell >> log_group) * stride; }
+
+    // Returns the elements of a cell or, of a group, the part of its memory that has the same place there.
+    const T* at(int64_t cell) const { return group_of(cell) + (cell & (group_size() - 1)) * dim; }
+
+    // Points `out` to the rows of a tile's first `count` keys, and to `zeros` for keys that do not exist.
+    void rows(const KeyTile& tile, int count, const T* zeros, const T** out) const {
+        for (int i = 0; i < count; ++i) out[i] = i >= tile.from && i < tile.to ? at(tile.cells[i]) : zeros;
+    }
+
+    // Points `out` to the groups of a tile's first `count` keys, and to `zeros` [W, dim] for groups without a key.
+    void groups(const KeyTile& tile, int count, const T* zeros, const T** out) const {
+        for (int i = 0; i < count; i += W) *out++ = i + W > tile.from && i < tile.to ? group_of(tile.cells[i]) : zeros;
+    }
+};
+
+// The keys of one head.
+template <class T>
+Cache<T> keys_in(const Caches<T>& caches, const Heads& heads, int64_t head) {
+    const int log_group = caches.groups_keys ? LOG_W : 0;
+    const int64_t size = heads.key_dim << log_group;
+    return {caches.k + head * size, heads.keys * size, heads.key_dim, log_group};
+}
+
+// The values of one head.
+template <class T>
+Cache<T> values_in(const Caches<T>& caches, const Heads& heads, int64_t head) {
+    return {caches.v + head * heads.value_dim, heads.keys * heads.value_dim, heads.value_dim};
+}
+
+// Rows of the cache to prefetch while other rows are multiplied, ROWS_A_STEP with each step.
+template <class T>
+struct SoonRows {
+    Cache<T> cache;
+    const int64_t* cells;
+    int at, end;
+
+    SoonRows(const Cache<T>& cache, const KeyTile& tile)
+        : cache(cache),
+          cells(tile.cells),
+          at(tile.from & -cache.group_size()),
+          end((tile.to + cache.group_size() - 1) & -cache.group_size()) {}
+
+    ALWAYS_INLINE void ask() {
+        for (int n = 0; n < ROWS_A_STEP; ++n)
+            if (at < end) prefetch(at++);
+    }
+
+    ALWAYS_INLINE void ask(int64_t steps) {
+        const int until = int(std::min<int64_t>(end, at + steps * ROWS_A_STEP));
+        while (at < until) prefetch(at++);
+    }
+
+    // Prefetches the rows that are left after `steps` steps.
+    ALWAYS_INLINE void ask_rest(int64_t steps) const {
+        for (int64_t i = at + steps * ROWS_A_STEP; i < end; ++i) prefetch(int(i));
+    }
+
+   private:
+    static constexpr int ROWS_A_STEP = 2;
+
+    ALWAYS_INLINE void prefetch(int i) const {
+        const T* row = cache.at(cells[i]);
+        for (int64_t n = 0; n < cache.dim; n += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + n);
+    }
+};
+
+// The scratch memory of one thread.
+template <class T>
+struct Scratch {
+    std::vector<T> q, k, v, p, zeros;
+    std::vector<float> scores, part, total, highest, sums, total_highest, total_sums;
+
+    // Makes room for `rows` rows of each of `num_heads` KV heads.
+    void fit(int64_t rows, int64_t num_heads, const Heads& heads) {
+        const int64_t dim = heads.padded_value_dim(), all = rows * num_heads;
+        q.resize(all * heads.key_dim);
+        k.resize(KEYS * heads.key_dim);
+        v.resize(KEYS * dim);
+        zeros.resize(std::max(W * heads.key_dim, heads.value_dim));
+        p.resize(rows * KEYS);
+        scores.resize(rows * KEYS);
+        part.resize(all * dim);
+        total.resize(all * dim);
+        highest.resize(all);
+        sums.resize(all);
+        total_highest.resize(all);
+        total_sums.resize(all);
+    }
+};
+
+// Transposes a W x W matrix of 32-bit values in place, by log2(W) perfect shuffles.
+inline void transpose(vi (&m)[W]) {
+    constexpr vi low = vector_of<vi>([](int i) { return i / 2 + i % 2 * W; }), high = low + W / 2;
+    for (int width = 1; width < W; width *= 2) {
+        vi next[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W / 2; ++i) {
+            next[2 * i] = __builtin_shuffle(m[i], m[i + W / 2], low);
+            next[2 * i + 1] = __builtin_shuffle(m[i], m[i + W / 2], high);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) m[i] = next[i];
+    }
+}
+
+// Packs `count` keys into panels of NR columns, a column for each key.
+template <class T>
+inline void pack_keys(const T* const* keys, int count, int64_t dim, T* panels) {
+    const int64_t words = dim / KP<T>;
+    for (int first = 0; first < count; first += W) {
+        auto key = [&](int i) { return (const int32_t*)keys[first + i]; };
+        int32_t* out = (int32_t*)panels + first / NR * NR * words + first % NR;
+        int64_t word = 0;
+        for (; word + W <= words; word += W) {
+            vi block[W];
+            for (int i = 0; i < W; ++i) block[i] = read<vi>(key(i) + word);
+            transpose(block);
+            for (int i = 0; i < W; ++i) write(out + (word + i) * NR, block[i]);
+        }
+        for (; word < words; ++word)
+            for (int i = 0; i < W; ++i) out[word * NR + i] = key(i)[word];
+    }
+}
+
+// Keys in groups, as panels: each group is a vector of columns.
+template <class T>
+struct KeyGroups {
+    const T* const* groups;
+
+    template <int VECTORS>
+    ALWAYS_INLINE void get(int64_t step, vi (&words)[VECTORS]) const {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) words[v] = read<vi>(groups[v] + step * W * KP<T>);
+    }
+};
+
+// Does what `pack_keys` does, for keys in groups.
+template <class T>
+inline void pack_groups(const T* const* groups, int count, int64_t dim, T* panels) {
+    for (int panel = 0; panel < count / NR; ++panel)
+        for (int64_t step = 0; step < dim / KP<T>; ++step, panels += NR * KP<T>) {
+            vi words[2];
+            KeyGroups<T>{groups + 2 * panel}.get(step, words);
+            write(panels, words[0]);
+            write(panels + W * KP<T>, words[1]);
+        }
+}
+
+// Values as a panel whose columns are their dimensions, from `column` on, and whose inputs are the keys.
+// `part(key, column)` gives one vector of dimensions.
+template <class T, class Part>
+struct Values {
+    const Part& part;
+    int64_t column;
+
+    template <int VECTORS>
+    ALWAYS_INLINE void get(int64_t step, vi (&words)[VECTORS]) const {
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v += 2) {
+            const int64_t from = column + v * W;
+            if constexpr (std::is_same_v<T, float>) {
+                words[v] = part(step, from);
+                words[v + 1] = part(step, from + W);
+            } else {
+                // The shuffles interleave two vectors of 16-bit values: a0 b0 a1 b1 ...
+                constexpr vs low = vector_of<vs>([](int i) { return i / 2 + i % 2 * NR; });
+                constexpr vs high = low + int16_t(NR / 2);
+                const vs even = (vs)part(2 * step, from), odd = (vs)part(2 * step + 1, from);
+                words[v] = (vi)__builtin_shuffle(even, odd, low);
+                words[v + 1] = (vi)__builtin_shuffle(even, odd, high);
+            }
+        }
+    }
+};
+
+// Packs the values into panels of that form; dimensions that only fill a vector are zeros.
+template <class T>
+inline void pack_values(const T* const* values, int count, int64_t dim, int64_t padded_dim, T* panels) {
+    constexpr int64_t IN_VECTOR = 4 * W / int64_t(sizeof(T));
+    auto part = [&](int64_t key, int64_t from) {
+        if (from + IN_VECTOR <= dim) return read<vi>(values[key] + from);
+        T some[IN_VECTOR] = {};
+        if (from < dim) std::memcpy(some, values[key] + from, sizeof(T) * (dim - from));
+        return read<vi>(some);
+    };
+    for (int64_t column = 0; column < padded_dim; column += NR)
+        for (int64_t step = 0; step < count / KP<T>; ++step, panels += NR * KP<T>) {
+            vi words[2];
+            Values<T, decltype(part)>{part, column}.get(step, words);
+            write(panels, words[0]);
+            write(panels + NR * KP<T> / 2, words[1]);
+        }
+}
+
+// Merges the result over other keys, whose highest score is `other_highest`, into a running result.
+inline void merge(float* total, float& total_highest, float& total_sum, const float* other, float other_highest,
+                  float other_sum, int64_t dim) {
+    const float most = std::max(total_highest, other_highest);
+    if (most == NONE && total_highest == total_highest && other_highest == other_highest) return;
+    auto weight = [&](float highest) { return exp(splat(highest == NONE ? -100.0f : highest - most))[0]; };
+    const float of_total = weight(total_highest), of_other = weight(other_highest);
+    for (int64_t i = 0; i < dim; i += W) store(total + i, load(total + i) * of_total + load(other + i) * of_other);
+    total_sum = total_sum * of_total + other_sum * of_other;
+    total_highest = most;
+}
+
+// The running result of the queries of one KV head: `part` [rows, padded value dim], `highest` and `sums` [rows].
+struct Running {
+    float* part;
+    float* highest;
+    float* sums;
+};
+
+// Adds a tile of keys to the result of the queries `q` [rows, key dim] of one KV head. Few queries read the values in
+// the cache; for many queries, packing the values is faster.
+template <class T>
+void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, const Cache<T>& v,
+                 const SoonRows<T>& soon_keys, const SoonRows<T>& soon_values, const T* q, int64_t rows,
+                 int64_t first_position, const Running& running, Scratch<T>& s) {
+    const int64_t group = heads.group(), dim = heads.padded_value_dim();
+    const int count = (keys.to + NR - 1) / NR * NR;
+    const T* rows_of_keys[KEYS];  // or groups
+    const bool reads_groups = k.is_grouped() && !ON_TILES<T> && rows <= MR;
+    if (k.is_grouped())
+        k.groups(keys, count, s.zeros.data(), rows_of_keys);
+    else
+        k.rows(keys, count, s.zeros.data(), rows_of_keys);
+    if (!k.is_grouped())
+        pack_keys(rows_of_keys, count, k.dim, s.k.data());
+    else if (!reads_groups)
+        pack_groups(rows_of_keys, count, k.dim, s.k.data());
+    auto put_scores = [&](int64_t row, int64_t column, vf some) { store(s.scores.data() + row * KEYS + column, some); };
+    if constexpr (ON_TILES<T>) {
+        SoonRows<T> soon = soon_keys;
+        for (int panel = 0; panel < count; panel += NR)
+            multiply_blocks(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, soon, s.scores.data() + panel, KEYS,
+                            false);
+        soon.ask_rest(0);
+    } else if (reads_groups) {
+        auto panel_at = [&](int64_t column) { return KeyGroups<T>{rows_of_keys + column / W}; };
+        multiply_few(int(rows), q, k.dim, panel_at, count, k.dim, soon_keys, put_scores);
+        soon_keys.ask_rest(k.dim / KP<T>);
+    } else if (rows <= MR) {
+        auto panel_at = [&](int64_t column) {
+            return Packed{s.k.data() + column * k.dim, NR * k.dim * int64_t(sizeof(T))};
+        };
+        multiply_few(int(rows), q, k.dim, panel_at, count, k.dim, soon_keys, put_scores);
+        soon_keys.ask_rest(k.dim / KP<T>);
+    } else {
+        for (int panel = 0; panel < count; panel += NR)
+            multiply_into(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, s.scores.data() + panel, KEYS, false);
+        soon_keys.ask_rest(0);
+    }
+    const bool masks = keys.from > 0 || keys.start + count > first_position + 1 || heads.window;
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t position = first_position + row / group;
+        float* scores = s.scores.data() + row * KEYS;
+        vf most = splat(NONE);
+        for (int i = 0; i < count; i += W) {
+            vf score = load(scores + i) * heads.scale;
+            if (heads.soft_cap > 0) {
+                vf twice = exp(score * (2 / heads.soft_cap));
+                score = heads.soft_cap * (1.0f - 2.0f / (twice + 1.0f));
+            }
+            if (masks) {
+                const int64_t lowest = heads.window ? position - heads.window + 1 - keys.start : 0;
+                const int32_t from = int32_t(std::max<int64_t>(keys.from, lowest));
+                const int32_t to = int32_t(std::min<int64_t>(keys.to, position + 1 - keys.start));
+                const vi at = LANES + i;
+                score = select((at >= from) & (at < to), score, splat(NONE));
+            }
+            store(scores + i, score);
+            most = select(score > most, score, select(score != score, score, most));
+        }
+        const float tile_highest = highest(most), before = running.highest[row];
+        const float now = tile_highest > before || tile_highest != tile_highest ? tile_highest : before;
+        running.highest[row] = now;
+        const vf shift = splat(now == NONE ? 0.0f : now);
+        vf sums = {};
+        for (int i = 0; i < count; i += W) {
+            vf weight = exp(load(scores + i) - shift);
+            sums += weight;
+            store(s.p.data() + row * KEYS + i, weight);
+        }
+        float kept = 1;
+        if (now != before) {
+            kept = before == NONE ? 0.0f : exp(splat(before - now))[0];
+            float* out = running.part + row * dim;
+            if (before != NONE)
+                for (int64_t i = 0; i < dim; i += W) store(out + i, load(out + i) * kept);
+        }
+        running.sums[row] = running.sums[row] * kept + sum(sums);
+    }
+    const T* values[KEYS];
+    v.rows(keys, count, s.zeros.data(), values);
+    if constexpr (ON_TILES<T>) {
+        pack_values(values, count, v.dim, dim, s.v.data());
+        SoonRows<T> soon = soon_values;
+        for (int64_t column = 0; column < dim; column += NR)
+            multiply_blocks(rows, s.p.data(), KEYS, s.v.data() + column * count, count, soon, running.part + column, dim,
+                            true);
+        soon.ask_rest(0);
+        return;
+    }
+    auto add = [&](int64_t row, int64_t column, vf some) {
+        float* out = running.part + row * dim + column;
+        store(out, load(out) + some);
+    };
+    if (rows <= MR && v.dim == dim) {
+        auto part = [&](int64_t key, int64_t from) { return read<vi>(values[key] + from); };
+        auto panel_at = [&](int64_t column) { return Values<T, decltype(part)>{part, column}; };
+        multiply_few(int(rows), s.p.data(), KEYS, panel_at, dim, count, soon_values, add);
+        soon_values.ask_rest(count / KP<T>);
+        return;
+    }
+    soon_values.ask_rest(0);
+    pack_values(values, count, v.dim, dim, s.v.data());
+    for (int64_t column = 0; column < dim; column += NR)
+        multiply_into(rows, s.p.data(), KEYS, s.v.data() + column * count, count, running.part + column, dim, true);
+}
+
+// Attends from the queries of a tile, for `num_heads` KV heads from `first_head` on, to the keys of `span`, which lie
+// in one part. The result goes to part, highest and sums of the scratch memory. The first keys of `next` are prefetched.
+template <class T>
+void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
+                 const QueryTile& tile, const Span& span, const Span& next, const Caches<T>& caches, Scratch<T>& s) {
+    const int64_t rows = tile.count * heads.group(), dim = heads.padded_value_dim();
+    const int64_t first_position =
+        step.seq_lens[tile.row] - (step.query_start[tile.row + 1] - int64_t(tile.first));
+    std::fill_n(s.part.begin(), num_heads * rows * dim, 0.0f);
+    std::fill_n(s.highest.begin(), num_heads * rows, NONE);
+    std::fill_n(s.sums.begin(), num_heads * rows, 0.0f);
+    int64_t cells[PART], next_cells[KEYS];
+    const Span first_of_next{next.row, next.begin, std::min(next.end, next.begin / KEYS * KEYS + KEYS)};
+    find_cells(step, caches.groups_keys ? in_groups(span) : span, cells);
+    find_cells(step, caches.groups_keys ? in_groups(first_of_next) : first_of_next, next_cells);
+    for (int64_t i = 0; i < num_heads; ++i) {
+        const int64_t head = first_head + i;
+        const Running running{s.part.data() + i * rows * dim, s.highest.data() + i * rows, s.sums.data() + i * rows};
+        for (int64_t at = span.begin / KEYS * KEYS; at < span.end; at += KEYS) {
+            // Prefetched meanwhile: the next keys of this head, or the first keys of the next head or of `next`.
+            const bool goes_on = at + KEYS < span.end, has_more_heads = i + 1 < num_heads;
+            const int64_t then_head = goes_on ? head : has_more_heads ? head + 1 : first_head;
+            const KeyTile then = goes_on          ? tile_at(span, at + KEYS, cells)
+                                 : has_more_heads ? tile_at(span, span.begin, cells)
+                                                  : tile_at(first_of_next, first_of_next.begin, next_cells);
+            attend_keys(heads, tile_at(span, at, cells), keys_in(caches, heads, head), values_in(caches, heads, head),
+                        SoonRows<T>(keys_in(caches, heads, then_head), then),
+                        SoonRows<T>(values_in(caches, heads, then_head), then),
+                        s.q.data() + i * rows * heads.key_dim, rows, first_position, running, s);
+        }
+    }
+}
+
+// Divides the weighted sum of values by the sum of weights.
+template <class T>
+inline void put_result(const float* total, float sum, int64_t dim, T* out) {
+    for (int64_t i = 0; i < dim; i += W) store_some(out + i, load(total + i) / sum, int(std::min<int64_t>(W, dim - i)));
+}
+
+// Computes the attention of one tile, for `num_heads` KV heads from `first_head` on. `q` and `out` have a row for each
+// query token, `q_stride` and `out_stride` elements apart. The first keys of `next` are prefetched.
+template <class T>
+void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
+            const QueryTile& tile, const Span& next, const T* q, int64_t q_stride, const Caches<T>& caches, T* out,
+            int64_t out_stride, float* partials, Scratch<T>& s) {
+    const int64_t group = heads.group(), head_rows = tile.count * group, rows = num_heads * head_rows;
+    const int64_t dim = heads.padded_value_dim();
+    s.fit(head_rows, num_heads, heads);
+    // The query head of a row of the scratch memory, and the query token.
+    auto head_of = [&](int64_t row) { return (first_head + row / head_rows) * group + row % group; };
+    auto token_of = [&](int64_t row) { return tile.first + row % head_rows / group; };
+    for (int64_t row = 0; row < rows; ++row)
+        std::memcpy(s.q.data() + row * heads.key_dim, q + token_of(row) * q_stride + head_of(row) * heads.key_dim,
+                    sizeof(T) * heads.key_dim);
+    const Span span = keys_of(step, heads, tile);
+    if (tile.part >= 0) {
+        attend_part(step, heads, first_head, num_heads, tile, span, next, caches, s);
+        for (int64_t row = 0; row < rows; ++row) {
+            float* partial = partials + (tile.partial * heads.queries + head_of(row)) * heads.partial_size();
+            std::memcpy(partial, s.part.data() + row * dim, sizeof(float) * dim);
+            partial[dim] = s.highest[row];
+            partial[dim + 1] = s.sums[row];
+        }
+        return;
+    }
+    std::fill_n(s.total.begin(), rows * dim, 0.0f);
+    std::fill_n(s.total_highest.begin(), rows, NONE);
+    std::fill_n(s.total_sums.begin(), rows, 0.0f);
+    for (int64_t start = span.begin / PART * PART; start < span.end; start += PART) {
+        const int64_t end = std::min(span.end, start + PART);
+        const Span part{span.row, std::max(span.begin, start), end};
+        const Span then = end < span.end ? Span{span.row, end, span.end} : next;
+        attend_part(step, heads, first_head, num_heads, tile, part, then, caches, s);
+        for (int64_t row = 0; row < rows; ++row)
+            merge(s.total.data() + row * dim, s.total_highest[row], s.total_sums[row], s.part.data() + row * dim,
+                  s.highest[row], s.sums[row], dim);
+    }
+    for (int64_t row = 0; row < rows; ++row)
+        put_result(s.total.data() + row * dim, s.total_sums[row], heads.value_dim,
+                   out + token_of(row) * out_stride + head_of(row) * heads.value_dim);
+}
+
+// Merges the results of a decode's parts, for one query head.
+template <class T>
+void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const float* partials, T* out,
+                 int64_t out_stride, Scratch<T>& s) {
+    const int64_t dim = heads.padded_value_dim();
+    s.fit(1, 1, heads);
+    std::fill_n(s.total.begin(), dim, 0.0f);
+    float most = NONE, sum = 0;
+    for (int64_t part = 0; part < tile.part; ++part) {
+        const float* partial = partials + ((tile.partial + part) * heads.queries + head) * heads.partial_size();
+        merge(s.total.data(), most, sum, partial, partial[dim], partial[dim + 1], dim);
+    }
+    put_result(s.total.data(), sum, heads.value_dim, out + tile.first * out_stride + head * heads.value_dim);
+}
+
+}  // namespace
+
+Attention plan(const AttentionMetadata& step, const Heads& heads) {
+    Attention done;
+    const int most = step.isolates ? 1 : int(std::max<int64_t>(1, TILE_ROWS / heads.group()));
+    for (int32_t row = 0; row < step.num_rows; ++row) {
+        const int32_t begin = step.query_start[row], end = step.query_start[row + 1];
+        const int64_t context = step.seq_lens[row];
+        if (end - begin == 1) {
+            const int64_t lowest = heads.window ? std::max<int64_t>(0, context - heads.window) : 0;
+            const int32_t parts = int32_t((context - 1) / PART - lowest / PART + 1);
+            if (parts > 1) {
+                done.merges.push_back({row, begin, 1, parts, done.partials});
+                for (int32_t part = 0; part < parts; ++part)
+                    done.tiles.push_back({row, begin, 1, part, done.partials++});
+                continue;
+            }
+        }
+        for (int32_t first = begin; first < end; first += most)
+            done.tiles.push_back({row, first, std::min(most, end - first), -1, 0});
+    }
+    return done;
+}
+
+template <class T>
+void attend_all(Member& member, const AttentionMetadata& step, const Heads& heads, const Attention& todo, const T* q,
+                int64_t q_stride, const Caches<T>& caches, T* out, int64_t out_stride, float* partials) {
+    thread_local Scratch<T> scratch;
+    const int64_t num_tiles = int64_t(todo.tiles.size());
+    // The heads of a tile lie side by side in the cache, so they stay together if there are enough tiles.
+    const bool together = num_tiles >= 16;
+    auto attend_heads = [&](int64_t i, int64_t first_head, int64_t num_heads) {
+        const Span next = i + 1 < num_tiles ? keys_of(step, heads, todo.tiles[i + 1]) : Span{};
+        attend(step, heads, first_head, num_heads, todo.tiles[i], next, q, q_stride, caches, out, out_stride, partials,
+               scratch);
+    };
+    if (together)
+        member.each_in_turn(num_tiles, 1, [&](int64_t i) {
+            const int64_t num_heads = todo.tiles[i].count == 1 ? heads.keys : 1;
+            for (int64_t head = 0; head < heads.keys; head += num_heads) attend_heads(i, head, num_heads);
+        });
+    else
+        member.each_in_turn(num_tiles * heads.keys, 1,
+                            [&](int64_t i) { attend_heads(i / heads.keys, i % heads.keys, 1); });
+    if (todo.merges.empty()) return;
+    member.each(int64_t(todo.merges.size()) * heads.queries, [&](int64_t i) {
+        merge_parts(heads, i % heads.queries, todo.merges[i / heads.queries], partials, out, out_stride, scratch);
+    });
+}
+
+template void attend_all(Member&, const AttentionMetadata&, const Heads&, const Attention&, const float*, int64_t,
+                         const Caches<float>&, float*, int64_t, float*);
+template void attend_all(Member&, const AttentionMetadata&, const Heads&, const Attention&, const bf16*, int64_t,
+                         const Caches<bf16>&, bf16*, int64_t, float*);
+
+}  // namespace vmp

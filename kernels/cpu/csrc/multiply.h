@@ -1,0 +1,148 @@
+// The innermost loops of products: a few rows, whose sums stay in registers, with panels of columns.
+#pragma once
+
+#include "linear.h"
+
+namespace vmp {
+
+// One or more panels in memory, `size` bytes each. A step is one 32-bit word of each row; `get` of any kind of panel
+// returns the vectors that the columns have for a step.
+struct Packed {
+    const void* at;
+    int64_t size = 0;
+
+    template <int VECTORS>
+    ALWAYS_INLINE void get(int64_t step, vi (&words)[VECTORS]) const {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v)
+            words[v] = read<vi>((const char*)at + v / 2 * size + step * STEP + v % 2 * (STEP / 2));
+    }
+};
+
+// Multiplies ROWS rows of x with the columns of `panel`, whose weights have the type of x, or int8 for rows of
+// bytes. The sums are local variables until the end, or the compiler would keep them in memory.
+template <int ROWS, int VECTORS, class Panel, class Ask>
+inline void multiply(const float* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
+                     vf (&out)[ROWS][VECTORS]) {
+    vf c[ROWS][VECTORS] = {};
+    for (int64_t k = 0; k < inputs; ++k) {
+        soon.ask();
+        vi b[VECTORS];
+        panel.get(k, b);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            const vf a = splat(x[r * stride + k]);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) c[r][v] += a * (vf)b[v];
+        }
+    }
+    std::memcpy(out, c, sizeof c);
+}
+
+template <int ROWS, int VECTORS, class Panel, class Ask>
+inline void multiply(const bf16* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
+                     vf (&out)[ROWS][VECTORS]) {
+    vf c[ROWS][VECTORS] = {};
+    for (int64_t k = 0; k < inputs; k += 2) {
+        soon.ask();
+        vi b[VECTORS];
+        panel.get(k / 2, b);
+#if defined(__AVX512BF16__)
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            auto a = (__m512bh)_mm512_set1_epi32(read<int32_t>(x + r * stride + k));
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v)
+                c[r][v] = (vf)_mm512_dpbf16_ps((__m512)c[r][v], a, (__m512bh)b[v]);
+        }
+#else
+        vf even[VECTORS], odd[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+            even[v] = (vf)(b[v] << 16);
+            odd[v] = (vf)((vu)b[v] & 0xffff0000u);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            const vf a0 = splat(to_float(x[r * stride + k])), a1 = splat(to_float(x[r * stride + k + 1]));
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) c[r][v] = c[r][v] + a0 * even[v] + a1 * odd[v];
+        }
+#endif
+    }
+    std::memcpy(out, c, sizeof c);
+}
+
+template <int ROWS, int VECTORS, class Panel, class Ask>
+inline void multiply(const uint8_t* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
+                     vi (&out)[ROWS][VECTORS]) {
+    vi c[ROWS][VECTORS] = {};
+    for (int64_t k = 0; k < inputs; k += 4) {
+        soon.ask();
+        vi b[VECTORS];
+        panel.get(k / 4, b);
+#if defined(__AVX512VNNI__)
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            const auto a = _mm512_set1_epi32(read<int32_t>(x + r * stride + k));
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) c[r][v] = (vi)_mm512_dpbusd_epi32((__m512i)c[r][v], a, (__m512i)b[v]);
+        }
+#else
+        // The first and third of each four weights, and the second and fourth, widened to 16 bits.
+        vs even[VECTORS], odd[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+            even[v] = (vs)b[v] << 8 >> 8;
+            odd[v] = (vs)b[v] >> 8;
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            const uint32_t four = read<uint32_t>(x + r * stride + k);
+            const vs a0 = (vs)(vu{} + (four & 0x00ff00ff)), a1 = (vs)(vu{} + (four >> 8 & 0x00ff00ff));
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) c[r][v] += multiply_pairs(a0, even[v]) + multiply_pairs(a1, odd[v]);
+        }
+#endif
+    }
+    std::memcpy(out, c, sizeof c);
+}
+
+// Multiplies `rows` rows, at most ROWS, and calls `take(row, vectors)` for each.
+template <int ROWS, int VECTORS, class T, class Panel, class Ask, class Take>
+inline void multiply_rows(int rows, const T* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
+                          Take&& take) {
+    if constexpr (ROWS > 0) {
+        if (rows < ROWS) return multiply_rows<ROWS - 1, VECTORS>(rows, x, stride, panel, inputs, soon, take);
+        Sum<T> c[ROWS][VECTORS];
+        multiply<ROWS, VECTORS>(x, stride, panel, inputs, soon, c);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) take(r, c[r]);
+    }
+}
+
+// Does the same for `columns` columns, a multiple of NR: calls `take(row, column, vector)`. Few rows take more columns
+// at once, as many as the registers allow, because their sums wait for one another. `panel_at(column)` begins at a
+// column.
+template <class T, class PanelAt, class Ask, class Take>
+inline void multiply_few(int rows, const T* x, int64_t stride, PanelAt&& panel_at, int64_t columns, int64_t inputs,
+                         Ask soon, Take&& take) {
+    for (int64_t column = 0; column < columns;) {
+        auto take_all = [&](int r, const auto& sums) {
+            int64_t at = column;
+            for (Sum<T> some : sums) {
+                take(r, at, some);
+                at += W;
+            }
+        };
+        if (rows <= MR / 2 && column + 2 * NR <= columns) {
+            multiply_rows<MR / 2, 4>(rows, x, stride, panel_at(column), inputs, soon, take_all);
+            column += 2 * NR;
+        } else {
+            multiply_rows<MR, 2>(rows, x, stride, panel_at(column), inputs, soon, take_all);
+            column += NR;
+        }
+    }
+}
+
+}  // namespace vmp
