@@ -9,6 +9,7 @@ from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.invariants import check_invariants
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
+from vllm_mp.core.scheduler.memory_quota import REQUEST_BYTES
 from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
@@ -167,6 +168,7 @@ class Engine:
             hashes=[] if salt is None else [root_hash(salt, 0 if adapter is None else adapter.number)],
             reads_cache=reads_cache,
             order=self.scheduler.order_of(priority),
+            num_bytes=REQUEST_BYTES,
             after_pause=after_pause,
             arrival_time=arrival_time,
             isolate_until_num_tokens=isolate_until_num_tokens,

@@ -250,7 +250,8 @@ def test_norms_agree_with_the_reference(shape: tuple[int, int], dtype: torch.dty
         ("add_rms_norm", x, residual, torch.randn(shape[1])),
         ("layer_norm", x, weight, bias),
     ):
-        for got, expected in results_of_both(operation, *inputs, 1e-5):
+        # With a usual eps the result would be the same without it.
+        for got, expected in results_of_both(operation, *inputs, 0.5):
             assert got.dtype == dtype
             assert_near(got, expected, dtype)
 

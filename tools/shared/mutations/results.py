@@ -13,8 +13,6 @@ TITLES = {"named": "named tests", "default": "default set", "all": "whole set", 
 """Column titles by set of tests."""
 _BEGIN = "<!-- the tables: tools/mutations page -->"
 """Ends the part of the page that is written by hand."""
-_MAX_MESSAGE = 200
-"""Characters of an error that are kept."""
 _ORDER = ("default", "all", "slow", "named")
 """Sets in the order in which a table names their failed test."""
 
@@ -39,7 +37,6 @@ class ResultsFile:
             "caught": failure is not None,
             "how": None if failure is None else failure.how,
             "test": None if failure is None else failure.test,
-            "message": None if failure is None else failure.message[:_MAX_MESSAGE],
             "out_of_time": outcome.out_of_time,
             "seconds": outcome.seconds,
             "date": datetime.date.today().isoformat(),
