@@ -69,7 +69,7 @@ class Tree:
         before = self._compiled()
         command = [sys.executable, "setup.py", "build_ext", "--inplace"]
         # One of the two variables, whichever this setup.py reads.
-        environment = {**os.environ, "VLLM_MP_NATIVE_BUILD": "1", "VLLM_MP_BUILDS": "native"}
+        environment = {**os.environ, "VLLM_MP_BUILDS": "native"}
         done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
         if done.returncode or self._compiled() == before:  # a module that does not compile is left out
             raise RuntimeError(f"{mutation.name}: {mutation.file} does not compile: {done.stderr[-2000:]}")
