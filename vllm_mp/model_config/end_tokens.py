@@ -37,7 +37,7 @@ def end_token_ids(
     replaces them all. Ids outside the vocabulary are ignored with a warning, which names `folder`.
     """
     if override is not None:
-        named = [override]
+        named: list[Any] = [override]
     else:
         text_config = hf_config.get("text_config")
         configs = (generation, hf_config, text_config if isinstance(text_config, dict) else {})

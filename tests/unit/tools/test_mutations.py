@@ -164,6 +164,6 @@ def test_page_has_the_results_and_keeps_its_text(module, mutations, tmp_path):
     assert page.startswith("# Title\n")
     assert "old tables" not in page
     row = next(line for line in page.splitlines() if f"**{mutation.name}**" in line)
-    assert row.split(" | ")[1:] == ["–", "**no**", "yes", "`unit/test_a.py::test_b` |"]
+    assert row.split(" | ")[1:] == ["–", "**no**", "yes", "test_b in test_a.py |"]
     with pytest.raises(ValueError, match="the page has no line"):
         results.page_with_tables("# Title\n", [mutation], {})

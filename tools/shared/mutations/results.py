@@ -113,9 +113,10 @@ def page_with_tables(page: str, mutations: Sequence[Mutation], results: Results)
 
 
 def _first_test(found: dict[str, dict[str, Any]]) -> str:
-    """Return the test that failed first, without its parameters, as pages name tests."""
+    """Return the test that failed first, without its parameters; it may have another name by now."""
     for test_set in _ORDER:
         test = found.get(test_set, {}).get("test")
         if test is not None:
-            return f"`{test.removeprefix('tests/').partition('[')[0]}`"
+            file, _, name = test.partition("[")[0].partition("::")
+            return f"{name} in {file.rpartition('/')[2]}"
     return ""
