@@ -126,7 +126,7 @@ class StreamedAnswers:
     def _request(self, prompt: str) -> bytes:
         fields = {"max_tokens": self._max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         body = json.dumps({"prompt": prompt} | fields).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nConnection: close"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
         return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
     async def _read(self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
