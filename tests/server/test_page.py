@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -239,17 +240,28 @@ def test_page_is_dark_in_a_dark_system_until_the_reader_chooses(open_page, serve
     assert brightness() > 200
 
 
-def test_page_shows_the_death_of_the_core_while_its_answer_continues(page: "Page", server: ServedModel) -> None:
-    before = server.get("/core_status")[1]["incarnation"]
-    num_restarts = page.locator("#restarts li").count()
+@pytest.fixture
+def slow_to_restart(tmp_path: Path) -> Iterator[ServedModel]:
+    """A server whose cores are not forked, because of its environment, so that the page shows that they restart."""
+    with served(DEFAULT_MODEL, tmp_path, IMPORTS_ITS_MODULES="1") as process:
+        process.wait_until_ready()
+        yield process
+
+
+def test_page_shows_the_death_of_the_core_while_its_answer_continues(
+    slow_to_restart: ServedModel, open_page: OpenPage
+) -> None:
+    page = open_page(slow_to_restart.url)
+    wait_for_state(page, "Running")
+    before = slow_to_restart.get("/core_status")[1]["incarnation"]
     ask(page, "Count from one to one hundred.", 50)
     expect(page.locator(".answer").last).not_to_be_empty()
-    os.kill(server.core_pid(), signal.SIGKILL)
+    os.kill(slow_to_restart.core_pid(), signal.SIGKILL)
     wait_for_state(page, "Restarting")
     expect(page.locator("#banner")).to_contain_text("SIGKILL")
     wait_for_state(page, "Running")
     expect(page.locator("#core-facts")).to_contain_text(f"Core {before + 1}")
-    expect(page.locator("#restarts li")).to_have_count(num_restarts + 1)
+    expect(page.locator("#restarts li")).to_have_count(1)
     expect(page.locator("#restarts li").first).to_contain_text(re.compile(r"back in [\d.]+ m?s · 1 stream recovered"))
     wait_for_answer(page)
     expect(page.locator(".restart-mark").last).to_have_text("The engine restarted; the answer continued.")
