@@ -155,6 +155,7 @@ def chain(length):
     return json.dumps({"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "string"}}})
 
 
+@pytest.mark.extended
 def test_hostile_constraints_fail_alone_and_say_why(real):
     hostile = {
         "stack": Constraint("json", chain(20_000)),
