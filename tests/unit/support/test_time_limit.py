@@ -53,9 +53,7 @@ def test_tests_over_the_limit_fail_by_name_and_no_others(tmp_path):
         "--time-limit=0.1",
     ]
     paths = {"PYTHONPATH": f"{ROOT / 'tests'}"}
-    run = subprocess.run(
-        [*command, "--time-limit=0.1", "test_times.py"], cwd=tmp_path, env=paths, capture_output=True, text=True
-    )
+    run = subprocess.run([*command, "test_times.py"], cwd=tmp_path, env=paths, capture_output=True, text=True)
     failed = {
         line.partition("::")[2].partition(" ")[0] for line in run.stdout.splitlines() if line.startswith("FAILED")
     }
