@@ -15,7 +15,11 @@ from typing import Any, Final, NamedTuple
 import psutil
 import pytest
 
-EXCEPTIONS: Final[dict[str, float]] = {}
+EXCEPTIONS: Final = {
+    # It starts a program that starts a core, neither of which can be forked.
+    "tests/engine/test_lifecycle.py::test_core_ends_when_its_client_is_killed": 8.0,
+    "tests/engine/test_lifecycle.py::test_engine_can_be_made_in_a_running_loop_and_as_a_context_manager": 8.0,
+}
 """Limits in seconds of tests that need more than the others, by node id without parameters."""
 
 _REFERENCE_S: Final = 0.05

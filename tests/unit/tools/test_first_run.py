@@ -145,6 +145,9 @@ def test_setup_venv_says_on_one_line_of_80_columns_what_it_does(clone, tmp_path)
 def test_compilation_says_what_it_compiles_and_how_to_choose(monkeypatch, capsys, choice):
     names, extensions = set_up_with(monkeypatch, choice, ["avx2", "portable"], CXX="true")
     monkeypatch.setattr(names["build_ext"], "build_extension", lambda *_: None)
+    # Other tests may have loaded the distutils of Python beside those of setuptools.
+    [base] = [kind for kind in setuptools.Distribution.__mro__ if kind.__module__.endswith("distutils.dist")]
+    monkeypatch.setitem(sys.modules, "distutils.dist", types.SimpleNamespace(Distribution=base))
     command = names["ParallelBuild"](setuptools.Distribution({"ext_modules": extensions}))
     command.compiler = types.SimpleNamespace(compile=None)
     command.parallel = 2
