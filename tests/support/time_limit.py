@@ -2,7 +2,7 @@
 
 `pytest --time-limit SECONDS` names each test that takes longer, and fails those that take more than twice as long. A
 test's own time is its processor time, with that of all descendants of this process, or its duration without the time in
-which processes of this machine waited for a processor, whichever is larger. So a test that computes and a test that waits
+which processes of this machine waited for a processor, whichever is larger. So tests that compute and tests that wait
 are both found, and other programs on the machine make no test fail. Fixtures that tests share are left out. On a slower
 processor the limit is longer.
 """
