@@ -8,6 +8,8 @@ import runpy
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 from runpy import run_path
@@ -145,13 +147,13 @@ def test_setup_venv_says_on_one_line_of_80_columns_what_it_does(clone, tmp_path)
 def test_compilation_says_what_it_compiles_and_how_to_choose(monkeypatch, capsys, choice):
     names, extensions = set_up_with(monkeypatch, choice, ["avx2", "portable"], CXX="true")
     monkeypatch.setattr(names["build_ext"], "build_extension", lambda *_: None)
-    # Other tests may have loaded the distutils of Python beside those of setuptools.
-    [base] = [kind for kind in setuptools.Distribution.__mro__ if kind.__module__.endswith("distutils.dist")]
-    monkeypatch.setitem(sys.modules, "distutils.dist", types.SimpleNamespace(Distribution=base))
-    command = names["ParallelBuild"](setuptools.Distribution({"ext_modules": extensions}))
-    command.compiler = types.SimpleNamespace(compile=None)
-    command.parallel = 2
-    command.finalize_options()
+    # Without the constructor: other tests may have loaded the distutils of Python beside those of setuptools.
+    command = object.__new__(names["ParallelBuild"])
+    command.extensions, command.parallel, command.force = extensions, 2, True
+    command.slots, command.started = threading.Semaphore(2), time.monotonic()
+    command.compiler, command.build_temp = types.SimpleNamespace(compile=None), ""
+    build_each = lambda self: [self.build_extension(extension) for extension in self.extensions]  # noqa: E731
+    monkeypatch.setattr(names["build_ext"], "build_extensions", build_each)
     command.build_extensions()
     announced, *compiled = capsys.readouterr().out.splitlines()
     assert "avx2 (AVX2)" in announced
