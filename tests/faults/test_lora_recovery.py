@@ -109,7 +109,7 @@ def test_files_that_change_before_the_death_fail_their_requests_alone(lora, adap
         await lora.add_lora(own)
         expected = await tokens_of_all(lora, adapters, PARAMS, 5)
         others = asyncio.create_task(tokens_of_all(lora, adapters, PARAMS, 5))
-        doomed = asyncio.create_task(tokens(lora, own, PARAMS))
+        doomed = asyncio.create_task(tokens(lora, own, greedy(200, ignore_eos=True)))
         await under_way(lora)
         await eventually(lambda: has_tokens(lora, "own"))
         if change == "no folder":

@@ -175,6 +175,7 @@ def _wait_for_fork(control: socket.socket) -> _Request:
         reader, writer = os.pipe()
         intermediate = os.fork()
         if intermediate == 0:
+            parent = os.getpid()
             forked = os.fork()
             if forked == 0:
                 break
@@ -187,8 +188,10 @@ def _wait_for_fork(control: socket.socket) -> _Request:
     control.close()
     os.close(reader)
     os.close(writer)
-    while os.getppid() != sender:
+    while os.getppid() == parent:
         time.sleep(0.0005)
+    if os.getppid() != sender:
+        os._exit(1)  # the sender was killed
     request = _Request(*json.loads(data))
     _adopt(request, descriptors, sender)
     return request
