@@ -135,7 +135,7 @@ def _forking_class(template: _Template) -> type["subprocess.Popen[Any]"]:
                 super()._execute_child(command, *others)  # type: ignore[misc]
                 return
             standard = [own if given == -1 else given for own, given in enumerate((stdin, stdout, stderr))]
-            request = _Request(arguments, folder or os.getcwd(), dict(environment), list(pass_fds), leads)
+            request = _Request(arguments, os.fspath(folder or os.getcwd()), dict(environment), list(pass_fds), leads)
             self.pid = template.fork(request, [*standard, *pass_fds])
             self._child_created = True
             self._close_pipe_fds(*others[9:15])  # type: ignore[attr-defined]
