@@ -2,7 +2,7 @@
 
 import importlib
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,9 @@ class Repository:
             module("trees").Tree.copy_of(source, folder / "0" / "tree"), test_limit_s=60.0, limit_s=60.0
         )
 
-    def try_out(self, new: str, test_set: str = "all", named: str = "tests/test_area.py") -> Any:
+    def try_out(
+        self, new: str, test_set: str = "all", named: str = "tests/test_area.py", likely: Sequence[str] = ()
+    ) -> Any:
         """Return what the tests make of `new` in place of the product."""
         mutation = self.module("mutation").Mutation(
             name="wrong-area",
@@ -99,13 +101,20 @@ class Repository:
             tests=(named,),
         )
         tree = self.trials.tree.mutated(mutation, self.folder / "1" / "tree")
-        return self.trials.run(mutation, tree, test_set)
+        return self.trials.run(mutation, tree, test_set, likely)
 
 
 def test_fault_is_caught_by_the_named_test_that_fails(module, tmp_path):
     outcome = Repository(module, tmp_path, area=AREA_TEST).try_out("width + height", "named")
     assert outcome.failure == ("tests/test_area.py::test_area", "failed", "assert 5 == 6")
     assert not outcome.out_of_time
+
+
+def test_test_that_caught_a_fault_before_runs_first(module, tmp_path):
+    repository = Repository(module, tmp_path, area=AREA_TEST, none="def test_nothing(): pass\n")
+    before = ["tests/test_gone.py::test_gone", "tests/test_none.py::test_gone", "tests/test_area.py::test_area"]
+    outcome = repository.try_out("width + height", "named", named="tests/test_none.py", likely=before)
+    assert outcome.failure == ("tests/test_area.py::test_area", "failed", "assert 5 == 6")
 
 
 def test_fault_that_only_another_test_of_the_set_sees_is_caught(module, tmp_path):
@@ -158,6 +167,7 @@ def test_page_has_the_results_and_keeps_its_text(module, mutations, tmp_path):
     file, mutation = tmp_path / "results.json", next(iter(mutations.values()))
     failure = module("trial").Failure("tests/unit/test_a.py::test_b[1]", "failed", "assert 0")
     results.ResultsFile(file).add(mutation, "all", module("trial").Outcome(failure, 1.5), "abc")
+    assert results.ResultsFile(file).catching_tests(mutation) == ["tests/unit/test_a.py::test_b"]
     results.ResultsFile(file).add(mutation, "default", module("trial").Outcome(None, 2.5), "abc")
     page = f"# Title\n\n{results._BEGIN}\n\nold tables\n"
     page = results.page_with_tables(page, [mutation], results.ResultsFile(file).results)

@@ -47,6 +47,11 @@ class ResultsFile:
             self._path.write_text(json.dumps(self.results, indent=1, sort_keys=True) + "\n")
         return record
 
+    def catching_tests(self, mutation: Mutation) -> list[str]:
+        """Return the test functions that caught a mutation in any set, without their parameters."""
+        found = [record["test"] for record in self.results.get(mutation.name, {}).values()]
+        return list(dict.fromkeys(test.partition("[")[0] for test in found if test is not None and "::" in test))
+
 
 def verdict(record: dict[str, Any] | None) -> str:
     """Return the word of a table for a record; None: there is none."""

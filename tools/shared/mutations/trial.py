@@ -75,14 +75,21 @@ class Trials:
     _good: set[str] = field(default_factory=set)
     """Tests that pass on the unchanged tree."""
 
-    def run(self, mutation: Mutation, tree: Tree, test_set: str) -> Outcome:
-        """Run a set of tests on `tree`, which has `mutation`: the tests that it names first, then all others.
+    def run(self, mutation: Mutation, tree: Tree, test_set: str, likely: Sequence[str] = ()) -> Outcome:
+        """Run a set of tests on `tree`, which has `mutation`: `likely`, then those that it names, then all others.
 
-        Returns as soon as a test that passes on the unchanged tree fails.
+        `likely` has node ids of tests, which may not exist any more. Returns as soon as a test that passes on the
+        unchanged tree fails.
         """
         begin = time.monotonic()
         expression = EXPRESSIONS[test_set]
-        failure = self._first_failure(tree, [*mutation.tests], expression, begin + self.limit_s)
+        failure = None
+        for test in likely:
+            failure = failure or run_pytest(tree, ["-m", expression, test], self.test_limit_s, self.limit_s)
+            if failure is not None and (failure.test == COLLECTION or not self._passes_unchanged(failure.test, [test])):
+                failure = None
+        if failure is None:
+            failure = self._first_failure(tree, [*mutation.tests], expression, begin + self.limit_s)
         if failure is None and test_set != "named":
             files = {str(path.relative_to(tree.root)) for path in (tree.root / "tests").rglob("test_*.py")}
             others = sorted(files - set(mutation.tests))
