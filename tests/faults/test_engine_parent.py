@@ -12,6 +12,7 @@ from support.forked_cores import TEMPLATE_NAME
 
 from vllm_mp import AsyncLLM, EngineError
 from vllm_mp.client.engine import supervisor
+from vllm_mp.core_launch import status_path
 from vllm_mp.testing import answer, eventually, greedy, make_keys, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
@@ -102,6 +103,32 @@ def test_streams_of_two_clients_continue_when_their_core_is_killed(parent):
 
         asyncio.run(asyncio.wait_for(run(), 60))
     assert process.poll() is None
+
+
+def test_core_that_is_killed_before_its_parent_has_greeted_it_gets_a_successor(model, tmp_path):
+    address, log = f"ipc://{tmp_path}/core.sock", tmp_path / "log"
+    flags = (*FLAGS[:-1], f"slow@load,seconds=0.02;{FLAGS[-1]}")
+    with log.open("w") as stderr, standalone_core(model, address, *flags, stderr=stderr) as process:
+        while not status_path(tmp_path / "core.sock").exists():  # the core has not loaded the model yet
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGSTOP)
+        try:
+            with connected({"address": address}) as clients:
+
+                async def run():
+                    streams = asyncio.create_task(answers_of(clients))
+                    await eventually(are_under_way(clients))
+                    core_of(process).kill()
+                    process.send_signal(signal.SIGCONT)
+                    recovered = await streams
+                    assert recovered == await answers_of(clients)
+
+                asyncio.run(asyncio.wait_for(run(), 60))
+            assert process.poll() is None
+            assert "the engine did not start: " in log.read_text()
+        finally:
+            process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.slow

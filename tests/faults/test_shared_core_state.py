@@ -1,20 +1,15 @@
 """The pause, the sleep and the turns of a core that several clients share, also after its death."""
 
 import asyncio
-import contextlib
 import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
 from support.engine_fixtures import SLOW_STEPS
 
 from vllm_mp import AsyncLLM, EngineError, NotOperatorError, SamplingParams, wire
 from vllm_mp.client.engine.connection import CoreConnection
-from vllm_mp.core_launch import status_path
 from vllm_mp.operator_key import ensure_operator_key
-from vllm_mp.status_page import StatusPage
 from vllm_mp.testing import answer, eventually, greedy, is_empty, num_waiting_is, rest, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_config
 
@@ -37,25 +32,7 @@ def core(tmp_path_factory):
     (folder / "model").mkdir()
     model = save_config(CONFIGS["llama"], folder / "model")
     with standalone_core(model, address, "--operator-key-file", key_file, *FLAGS):
-        wait_for_parent(address)
         yield address, key_file
-
-
-def wait_for_parent(address):
-    """Return once the parent knows that its first core at `address` serves. If it dies before, the parent ends."""
-    num_clients = 0
-    is_greeted = False
-    while not is_greeted:
-        with contextlib.closing(CoreConnection(address)) as connection:
-            welcome, _ = connection.greet(30, lambda: None)
-            connection.send(wire.Bye(welcome.incarnation))
-        is_greeted = welcome.client > num_clients  # the core has counted the parent
-        num_clients += 1
-    page = StatusPage.open(status_path(Path(address.removeprefix("ipc://"))))
-    deadline = time.monotonic() + 30
-    while page.num_clients:  # the parent leaves
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.fixture
