@@ -7,7 +7,6 @@ The page has one writer and any number of readers, kept consistent by a seqlock:
 odd before a write and even after it, and a reader repeats a reading during which the number was odd or changed.
 """
 
-import contextlib
 import enum
 import mmap
 import os
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from vllm_mp.core_description import CoreDescription
 from vllm_mp.file_owner import trusted_owners
 from vllm_mp.lora_request import AdapterRecord
+from vllm_mp.page_file import make_page_file
 from vllm_mp.wire import MAX_CLIENTS, MAX_CONVICTED_DEATHS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
 
 _MAGIC_OF_VERSION_0 = 0x564D_5053_0000
@@ -196,27 +196,9 @@ class StatusPage:
     def create(cls, path: str | None, incarnation: int) -> "StatusPage":
         """Make an empty page at `path` that only its owner can read; without a path, in this process's memory only.
 
-        Raises ValueError if there is no space or no permission to make it.
+        Raises ValueError as `make_page_file` does.
         """
-        if path is None:
-            page = cls(mmap.mmap(-1, _SIZE))
-        else:
-            try:
-                # A new file is made: truncating a file that readers have mapped would end those processes.
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-                try:
-                    # The space is allocated now: on a full disk the first write to the page would end this process.
-                    os.posix_fallocate(descriptor, 0, _SIZE)
-                    page = cls(mmap.mmap(descriptor, _SIZE))
-                finally:
-                    os.close(descriptor)
-            except OSError as error:
-                raise ValueError(
-                    f"cannot make the status page {path}: {error.strerror}; free space there, or set TMPDIR to "
-                    "another folder"
-                ) from error
+        page = cls(mmap.mmap(-1, _SIZE) if path is None else make_page_file(path, _SIZE))
         page._header[_Field.INCARNATION] = incarnation
         page._header[_Field.PID] = os.getpid()
         page.enter(CoreState.STARTING)

@@ -55,6 +55,8 @@ class Cells:
             if os.fstat(descriptor).st_size != size:
                 os.ftruncate(descriptor, 0)
                 os.ftruncate(descriptor, size)
+            # The space is allocated now: on a full disk the first write to the memory would end this process.
+            os.posix_fallocate(descriptor, 0, size)
             mapped: Values = np.frombuffer(mmap.mmap(descriptor, size), np.float64)
         finally:
             os.close(descriptor)

@@ -97,7 +97,10 @@ class ServerProcess:
             gc.collect()
             gc.freeze()
             if shared is not None:
-                engine.stats.share(Path(shared.metrics_folder), f"front-{shared.index}")
+                try:
+                    engine.stats.share(Path(shared.metrics_folder), f"front-{shared.index}")
+                except OSError as error:  # such as a full disk, which must not end the server
+                    logger.warning("cannot share the statistics of this server process: %s; free space there", error)
                 shared.has_loaded[shared.index] = 1
             if not self._listens_early:
                 await http.begin(self._listener)

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -212,6 +213,20 @@ async def full_disk(run: ScenarioRun) -> None:
         return bool((await run.engine.core_status())["num_dropped_messages"] >= 64)
 
     await eventually(dropped, WAIT_S)
+
+
+@_scenario(_GOES_ON, options={"max_core_restarts": 4})
+async def full_tmpdir(run: ScenarioRun) -> None:
+    """The next core finds no space for its files."""
+    folder = Path(core_address(run.engine).removeprefix("ipc://")).parent
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k,mode=700", "tmpfs", str(folder)]
+    mounting = await asyncio.create_subprocess_exec(*mount, stderr=subprocess.DEVNULL)
+    if await mounting.wait():
+        run.seen.append("with space in the folder: this user may mount no small disk")
+    else:
+        run.cleanup.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=True)
+        (folder / "filler").write_bytes(bytes(4096))
+    run.signal(signal.SIGKILL)
 
 
 @_scenario(_UNDISTURBED, options=_SHORT_TIMEOUT, injects="slow@T,seconds=0.5", restarts=0)
