@@ -23,7 +23,7 @@ from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
-from vllm_mp.client.request import CallerRequest, checked_request_id
+from vllm_mp.client.request import CallerRequest, checked_request_id, checked_tenant
 from vllm_mp.client.request_log import log_request
 from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.client.tracing import RequestTracer, check_trace_headers
@@ -232,10 +232,13 @@ class AsyncLLM(
         *,
         prompt_token_ids: list[int] | None = None,
         prompt_adapter_request: Any = None,
+        tenant: int = 0,
     ) -> OutputIterator:
         """Send a request now and return its outputs: what `generate`, or with PoolingParams `encode`, would yield.
 
-        Raises what `generate` raises.
+        `tenant`, from 0 to 4095, is the number of the party for which this client sends it: the waiting requests of
+        tenants take turns, and each tenant has a share of the core's memory for requests. Raises what `generate`
+        raises.
         """
         self._check_process()
         check_unserved(
@@ -260,6 +263,7 @@ class AsyncLLM(
             tokenization_kwargs=tokenization_kwargs or {},
             prompt_text=prompt_text,
             lora=lora,
+            tenant=checked_tenant(tenant),
         )
         self._requests.reserve(given.request_id)
         try:

@@ -109,6 +109,7 @@ class InputProcessor:
             priority=given.priority,
             cache_salt=cache_salt,
             lora=given.lora,
+            tenant=given.tenant,
             # No other request can guess this name.
             group=secrets.token_hex(16) if params.n > 1 else "",
             bad_words=bad_words,
@@ -162,6 +163,7 @@ class InputProcessor:
                 priority=given.priority,
                 cache_salt=cache_salt,
                 lora=given.lora,
+                tenant=given.tenant,
             )
         )
 

@@ -86,6 +86,8 @@ class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
     """The same for the cores before it, of requests that may still be suspects."""
     num_restarts: int = 1
     """Number of restarts by the parent, with the one that followed this death."""
+    clients: list[bytes] = []
+    """The tokens of its clients, and of those of the cores shortly before it, that may come back."""
     earlier_deaths: list[tuple[int, list[bytes]]] = []
     """(incarnation, tokens of the clients with requests in the pending steps) of the cores that died shortly before."""
 

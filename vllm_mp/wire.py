@@ -42,6 +42,8 @@ TCP_HEARTBEAT_MS = 5000
 """Time between two heartbeats of a client over TCP, whose connection breaks after three that are not answered."""
 MAX_CLIENTS = 4096
 """Clients of one core that have said hello and have not left."""
+MAX_TENANTS = 4096
+"""Tenants of one client are integers in [0, MAX_TENANTS)."""
 TOKEN_BYTES = 16
 """Length of a client's token."""
 MAX_LIVE_REQUESTS = 2**20
@@ -69,6 +71,7 @@ _LARGE_FRAME_BYTES = 2**16
 
 _MAX_NAME_LENGTH = 64
 _Name = Annotated[str, msgspec.Meta(max_length=_MAX_NAME_LENGTH)]
+_Tenant = Annotated[int, msgspec.Meta(ge=0, lt=MAX_TENANTS)]
 _Token = Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)]
 _PACKAGE = __version__[:_MAX_NAME_LENGTH]
 
@@ -110,7 +113,8 @@ class AddRequest(_Message, tag=2):
     `prompt`, which is then empty. `extra_args` are `params.extra_args`, which are None in the message, as msgpack.
     `constraint` is what `params.structured_outputs`, which are None in the message, demand of the output.
     `lora` is the adapter for the request, or None for the base model, and `adapter_digest` the digest of the weights
-    that computed `output`; it is empty if the client does not know it.
+    that computed `output`; it is empty if the client does not know it. `tenant` is the party of this client for which
+    the request runs: tenants take turns and have shares of the memory as clients do.
     """
 
     incarnation: int
@@ -135,6 +139,7 @@ class AddRequest(_Message, tag=2):
     constraint: Constraint | None = None
     lora: LoRARequest | None = None
     adapter_digest: _Name = ""
+    tenant: _Tenant = 0
 
 
 class AddPooling(_Message, tag=6):
@@ -152,6 +157,7 @@ class AddPooling(_Message, tag=6):
     after_pause: bool = False
     arrival_time: float = 0.0
     lora: LoRARequest | None = None
+    tenant: _Tenant = 0
 
 
 class AbortRequests(_Message, tag=3):

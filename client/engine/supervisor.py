@@ -375,6 +375,7 @@ class CoreSupervisor:
         is_recent = death.time < self._previous_death + self._limits.core_restart_window_s
         self._previous_death = death.time
         earlier = former.suspects() if former is not None and is_recent else {}
+        earlier_clients = former.clients if former is not None and is_recent else []
         earlier_deaths = former.deaths[:_MAX_EARLIER_DEATHS] if former is not None and is_recent else []
         return Predecessor(
             incarnation=core.connection.incarnation,
@@ -384,6 +385,7 @@ class CoreSupervisor:
             in_step=[(tokens.get(client, b""), slot, progress) for client, slot, progress in in_step],
             in_earlier_steps=[(token, slot, progress) for (token, slot), progress in earlier.items()],
             num_restarts=core.num_restarts + 1,
+            clients=[*dict.fromkeys(filter(None, [*tokens.values(), *earlier_clients]))][: wire.MAX_CLIENTS],
             earlier_deaths=earlier_deaths,
         )
 

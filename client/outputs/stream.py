@@ -310,6 +310,7 @@ class GenerationStream(RequestStream):
             constraint=request.constraint,
             lora=request.lora,
             adapter_digest=completion.adapter_digest if completion.token_ids else "",
+            tenant=request.tenant,
         )
 
     def take_in_prompt_logprobs(self, message: wire.TokenLogprobs) -> None:

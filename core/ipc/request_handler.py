@@ -95,7 +95,8 @@ class RequestHandler:
         self.is_shared = is_shared
         self._suspects = {} if predecessor is None else predecessor.suspects()
         """The progress of each request that clients may have isolated, by (token, slot)."""
-        self._clients = Clients(socket, incarnation, is_shared)
+        returning = [] if predecessor is None else predecessor.clients
+        self._clients = Clients(socket, incarnation, is_shared, returning)
         self._operator_key = operator_key
         self._operators: set[int] = set()
         """The clients that are operators."""
@@ -281,7 +282,8 @@ class RequestHandler:
         if (former := self._clients.find_token(hello.token)) is not None:
             self._forget(former)
         try:
-            client = self._clients.add(identity, hello.token, connection)
+            is_operator = bool(hello.operator_key)
+            client = self._clients.add(identity, hello.token, connection, is_operator, has_place=former is not None)
         except ValueError as error:
             self._clients.refuse(identity, connection, str(error))
             return
@@ -350,6 +352,7 @@ class RequestHandler:
             if request.constrained is not None:
                 self._begin_to_constrain(request.constrained)
             request.isolate_until_num_tokens = self._isolate_until(client, message)
+            request.owner = self._clients.owner_of(client)
             scheduler.add(request)
         except BaseException:
             if adapter is not None and self.adapters is not None:

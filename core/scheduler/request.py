@@ -21,6 +21,9 @@ NO_ROW = -1
 RequestKey = tuple[int, int]
 """(client, slot), which names one live request."""
 
+Line = tuple[int, int]
+"""(client, tenant): the requests of one client for one of its tenants."""
+
 GroupKey = tuple[int, int]
 """(client, isolation group), which names suspects that run in steps together."""
 
@@ -82,12 +85,20 @@ class Request:
     arrival_time: float = 0.0
     """When the request arrived at the client, by the client's clock: the order among waiting requests of the same
     client and priority. It counts for nothing else, so that no client can get ahead of another by it."""
+    owner: str = ""
+    """The process, or the key, that the request's client belongs to."""
+    tenant: int = 0
+    """The party of the client for which the request runs."""
     row: int = NO_ROW
     """Row of the batch; `NO_ROW` while the request waits."""
 
     @property
     def key(self) -> RequestKey:
         return self.client, self.slot
+
+    @property
+    def line(self) -> Line:
+        return self.client, self.tenant
 
     @property
     def isolation(self) -> GroupKey:

@@ -132,11 +132,11 @@ class Scheduler:
 
         Raises ValueError if the client has no memory left for it.
         """
-        self.memory.check(request.client, request.num_bytes)
+        self.memory.check(request)
         self._requests[request.key] = request
         if self.adapters is not None:
             self.adapters.note_added(request)
-        self.memory.take(request.client, request.num_bytes)
+        self.memory.take(request)
         precedes_pause = self.num_returning is not None and not request.after_pause
         if self.num_returning is not None and precedes_pause:
             self.num_returning = max(0, self.num_returning - 1)
@@ -342,7 +342,7 @@ class Scheduler:
         del self._requests[request.key]
         if self.adapters is not None:
             self.adapters.note_end(request)
-        self.memory.give_back(request.client, request.num_bytes)
+        self.memory.give_back(request)
         return Finished(request.slot, *ending)
 
     def _has_group(self) -> bool:
@@ -485,5 +485,5 @@ class Scheduler:
         self.pending_steps.leave(request)
         if self.adapters is not None:
             self.adapters.note_vacancy(request)
-        self.waiting.turns.count(request.client, int(self.batch.num_tokens[request.row]) - len(request.tokens))
+        self.waiting.turns.count(request, int(self.batch.num_tokens[request.row]) - len(request.tokens))
         self.cache.remove_row(request.row)

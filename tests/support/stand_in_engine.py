@@ -138,6 +138,8 @@ class Engine:
         isolate_until_num_tokens=0,
         isolation_group=None,
         client=0,
+        owner="",
+        tenant=0,
         after_pause=False,
         adapter=None,
         arrival_time=0.0,
@@ -174,6 +176,8 @@ class Engine:
             isolate_until_num_tokens=isolate_until_num_tokens,
             isolation_group=slot if isolation_group is None else isolation_group,
             adapter=adapter,
+            owner=owner,
+            tenant=tenant,
         )
         if not pooled:
             request.logits_processors = LogitsProcessors.from_params(request.sampling, [])
