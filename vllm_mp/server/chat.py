@@ -135,7 +135,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         tools=None if tools is None else tools.definitions,
     )
     answer_format = read_answer_format(call.server, params, template, text, tools, body.include_reasoning is not False)
-    prompt = TextPrompt(prompt=text, cache_salt=body.cache_salt or "")
+    prompt = TextPrompt(prompt=text, cache_salt=call.tenant.cache_salt(body.cache_salt))
     # The template has written the special tokens.
     generation = await start_generation(
         call,

@@ -76,7 +76,7 @@ async def create_completion(call: Call, body: CompletionBody) -> Response | Even
     """Complete each prompt."""
     engine = call.server.engine
     model = check_model(call.server, body.model)
-    prompts = _prompts(body, call.server.admission.max_live)
+    prompts = _prompts(body, call.server.admission.max_live, call.tenant.cache_salt(body.cache_salt))
     params = _params(body, engine.model_config.default_sampling_params)
     generation = await start_generation(
         call, "cmpl", prompts, params, body, field="prompt", add_special_tokens=True, lora=model.lora
@@ -92,8 +92,11 @@ async def create_completion(call: Call, body: CompletionBody) -> Response | Even
     return Response(msgspec.json.encode(head), media_type="application/json")
 
 
-def _prompts(body: CompletionBody, limit: int) -> list[PromptType]:
-    """Return the prompts. Raises ApiError if there is none or more than `limit`, or if the list mixes kinds."""
+def _prompts(body: CompletionBody, limit: int, salt: str) -> list[PromptType]:
+    """Return the prompts, cached with `salt`.
+
+    Raises ApiError if there is none or more than `limit`, or if the list mixes kinds.
+    """
     given = body.prompt
     kinds = set() if isinstance(given, str) else set(map(type, given))
     prompts: list[Any]
@@ -110,7 +113,6 @@ def _prompts(body: CompletionBody, limit: int) -> list[PromptType]:
         prompts = list(given)
     else:
         raise ApiError(400, "prompt mixes token ids with other prompts; put the ids into a list", param="prompt")
-    salt = body.cache_salt or ""
     return [
         TextPrompt(prompt=prompt, cache_salt=salt)
         if isinstance(prompt, str)

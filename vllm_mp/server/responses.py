@@ -56,7 +56,7 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
     generation = await start_generation(
         call,
         "resp",
-        [TextPrompt(prompt=text, cache_salt=body.cache_salt or "")],
+        [TextPrompt(prompt=text, cache_salt=call.tenant.cache_salt(body.cache_salt))],
         params,
         body,
         field="input",
