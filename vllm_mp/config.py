@@ -134,6 +134,8 @@ class SchedulerConfig(msgspec.Struct, kw_only=True):
     max_num_partial_prefills: int
     """Maximum number of prompts in one step that are computed in part."""
     enable_chunked_prefill: bool
+    max_prefill_slowdown: float = 0.0
+    """Factor by which a prompt may lengthen the steps of requests in decode; 0: no limit."""
     policy: str
     """"fcfs" or "priority"."""
     stream_interval: int

@@ -157,6 +157,12 @@ class EngineArgs(Options):
     enable_chunked_prefill: bool | None = option(
         None, "Let a long prompt take several steps. Default: on, except for encoders."
     )
+    max_prefill_slowdown: float = option(
+        2.0,
+        "Compute a prompt in chunks with which a step takes at most about X times as long as for the requests that "
+        "run; 0: in chunks as long as a step may be.",
+        low=0.0,
+    )
     scheduling_policy: str = option(
         "fcfs",
         "Order waiting requests; fcfs: first come, first served; priority: lower `priority` first.",
