@@ -49,7 +49,7 @@ class Cells:
         `folder` must be private to one server. Raises OSError if the file cannot be made.
         """
         file = folder / f"{name}{_SUFFIX}"
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             size = self.values.nbytes
             if os.fstat(descriptor).st_size != size:
