@@ -18,7 +18,7 @@ import numpy.typing as npt
 import psutil
 import zmq
 
-from vllm_mp import RequestOutput
+from vllm_mp import AsyncLLM, RequestOutput
 from vllm_mp.testing.engines import answer, eventually, greedy
 from vllm_mp.testing.faults.baseline import WAIT_S, children, core_address
 from vllm_mp.testing.faults.comparison import ROUNDING
@@ -356,6 +356,52 @@ async def client_killed(run: ScenarioRun) -> None:
     seconds = time.monotonic() - killed
     run.seen.append(f"dropped after {seconds:.2f} s")
     run.check(seconds < 2, f"the killed client's requests were dropped only after {seconds:.1f} s")
+
+
+_CROWD = """
+import sys
+import zmq
+from vllm_mp import wire
+from vllm_mp.descriptor_limit import raise_descriptor_limit
+raise_descriptor_limit()
+context = zmq.Context()
+context.set(zmq.MAX_SOCKETS, 8192)
+clients = []
+for _ in range(4200):
+    client = context.socket(zmq.DEALER)
+    client.linger = 0
+    client.connect(sys.argv[1])
+    client.send(wire.encode(wire.hello()))
+    clients.append(client)
+for client in clients:
+    client.recv()
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@_scenario("other processes find places, and other clients are undisturbed", restarts=0, stands_alone=True)
+async def client_crowd(run: ScenarioRun) -> None:
+    """Another process opens as many clients as it can."""
+    crowd = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _CROWD, core_address(run.engine)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert crowd.stdout is not None
+        run.check(await crowd.stdout.readline() == b"connected\n", "the other process could not connect")
+        num_clients = (await run.engine.core_status())["num_clients"]
+        run.seen.append(f"{num_clients} clients")
+        run.check(num_clients > 3000, f"the other process has only {num_clients} clients")
+        engine = await asyncio.to_thread(AsyncLLM.connect, core_address(run.engine), timeout=WAIT_S)
+        try:
+            await answer(engine, "Hello", greedy(4))
+        finally:
+            await engine.aclose()
+    finally:
+        crowd.kill()
+        await crowd.wait()
 
 
 @_scenario(_GOES_ON, stands_alone=True)
