@@ -56,6 +56,13 @@ class ConstraintError(EngineGenerateError, ValueError):
     """
 
 
+class NoRoomError(EngineGenerateError):
+    """The core has no memory for a request beside the live requests of this client, its tenant and others.
+
+    Raised by the stream of that request: send it again when some of them have ended.
+    """
+
+
 class NotOperatorError(EngineError, PermissionError):
     """The call, or request, changes a shared core for all its clients, and this client is no operator of it.
 

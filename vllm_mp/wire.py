@@ -276,7 +276,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     `num_output_tokens` counts the tokens of the whole completion. `reason` is "stop", "length", "abort" or "error".
     `stop_reason` is a token id; the client finds stop strings itself. `needs_operator`: the error is that only
     operators may make such a request. `invalid_constraint`: the error is that the request's constraint cannot be
-    compiled or followed.
+    compiled or followed. `no_room`: the error is that live requests take too much of the core's memory.
     """
 
     slot: int
@@ -286,6 +286,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     error: str | None = None
     needs_operator: bool = False
     invalid_constraint: bool = False
+    no_room: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):

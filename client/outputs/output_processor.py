@@ -16,6 +16,7 @@ from vllm_mp.errors import (
     ConstraintError,
     EngineError,
     EngineGenerateError,
+    NoRoomError,
     NotOperatorError,
 )
 
@@ -286,4 +287,6 @@ def _error_of(finish: wire.Finished) -> type[EngineError]:
     """Return the type of the error that ended a request."""
     if finish.needs_operator:
         return NotOperatorError
+    if finish.no_room:
+        return NoRoomError
     return ConstraintError if finish.invalid_constraint else EngineGenerateError

@@ -22,6 +22,7 @@ from vllm_mp.core.ipc.step_messages import by_client, step_outputs
 from vllm_mp.core.lora.adapter_cache import AdapterCache, NotOperatorOfAdapterError
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
+from vllm_mp.core.scheduler.memory_quota import NoRoomError
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.structured_output.compiler import GrammarCompiler
@@ -334,6 +335,7 @@ class RequestHandler:
             error=_shortened(why),
             needs_operator=isinstance(cause, NotOperatorOfAdapterError),
             invalid_constraint=isinstance(cause, GrammarError),
+            no_room=isinstance(cause, NoRoomError),
         )
         self._send_ends(client, [end])
 

@@ -16,6 +16,10 @@ _OWNER_SHARE = 0.75
 """Share of what other owners leave that all requests of one owner may take."""
 
 
+class NoRoomError(ValueError):
+    """There is no memory for a request, until others have ended."""
+
+
 class MemoryQuota:
     """Counts the bytes of live requests, by the owners of clients and by the lines of each owner.
 
@@ -30,11 +34,11 @@ class MemoryQuota:
         self._total = 0
 
     def check(self, request: Request) -> None:
-        """Raise ValueError if there is no room for `request`."""
+        """Raise NoRoomError if there is no room for `request`."""
         own, num_bytes = self._used_by_owner[request.owner], request.num_bytes
         room = int(_OWNER_SHARE * (MAX_BYTES - self._total + own)) - own - num_bytes
         if self._used[request.line] + num_bytes > room:
-            raise ValueError(
+            raise NoRoomError(
                 f"no room for a request of {num_bytes} bytes: the live requests of this client take "
                 f"{self._used[request.line]} bytes, all requests of its process or key {own}, the requests of all "
                 f"clients {self._total} of {MAX_BYTES} bytes; wait until some of them have ended"

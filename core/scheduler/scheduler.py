@@ -138,7 +138,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let `request` wait; its (client, slot) must not be live, and its tokens must fit the context.
 
-        Raises ValueError if the client has no memory left for it.
+        Raises NoRoomError if there is no memory for it.
         """
         self.memory.check(request)
         self._requests[request.key] = request

@@ -5,9 +5,10 @@ import asyncio
 import httpx
 import pytest
 
+from vllm_mp.errors import NoRoomError
 from vllm_mp.server.admission import Admission
 from vllm_mp.server.app import build_app
-from vllm_mp.server.errors import ApiError
+from vllm_mp.server.errors import ApiError, as_api_error
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.shared_state import SharedState, make_shared_memory
 from vllm_mp.server.tenants import SECRET_BYTES, Tenants, different_keys, new_secret, note_tenant
@@ -188,3 +189,10 @@ def test_request_of_one_key_for_all_places_does_not_lock_out_another_key(llm):
             assert (await greedy).status_code == 200
 
     asyncio.run(run())
+
+
+def test_request_for_which_the_core_has_no_memory_may_be_repeated_later():
+    error = NoRoomError("no room for a request of 9 bytes: ...; wait until some of them have ended")
+    response = as_api_error(error).response()
+    assert (response.status_code, response.headers["Retry-After"]) == (429, "1")
+    assert b'"code":"too_many_requests"' in response.body

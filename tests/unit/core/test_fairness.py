@@ -240,10 +240,10 @@ def test_owner_of_many_clients_takes_no_more_turns_than_the_owner_of_one():
     for client in range(200):
         engine.add(client, client=client, owner="process 1", num_prompt_tokens=4, max_tokens=1)
     for slot in range(1000, 1040):
-        engine.add(slot, client=1000, owner="process 2", num_prompt_tokens=4, max_tokens=1)
+        engine.add(slot, client=1000, owner="process 2", num_prompt_tokens=14, max_tokens=1)
     while len(keys) < 60:
         engine.step()
-    assert 29 <= Counter(client for client, _ in keys)[1000] <= 31
+    assert 13 <= Counter(client for client, _ in keys)[1000] <= 17, "turns count by tokens"
     first = [client for client, _ in keys if client < 1000]
     assert first == [*range(len(first))], "the clients of an owner take turns"
 

@@ -319,6 +319,7 @@ def test_request_beyond_the_memory_quota_is_refused_and_other_clients_have_room(
         greedy.send(wire.encode(request(slot)))
     end = core.answer(greedy).finished[0]
     assert end.reason == "error"
+    assert end.no_room
     assert "20000" in end.error
     assert "no room" in end.error
     assert 5 < end.slot < 10
