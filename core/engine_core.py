@@ -18,6 +18,7 @@ from vllm_mp.core.activity_log import ActivityLog
 from vllm_mp.core.ipc.request_handler import Operation, OperatorCall, RequestHandler, StepFailedError
 from vllm_mp.core.lora.adapter_cache import AdapterCache
 from vllm_mp.core.lora.reader import adapter_reader
+from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.parallel.followers import Followers, GroupMemory, GroupProfiler
 from vllm_mp.core.scheduler.adapter_turns import AdapterTurns
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
@@ -100,7 +101,9 @@ class EngineCore:
         self._sleep = Sleep(self._scheduler, memory, handler.send_ends, record.note_sleep)
         self._pause.enter(suspension.pause, suspension.num_draining)
         self._sleep.enter(suspension.sleep)
-        self._grammars = grammar_compiler(model, config.decoding_config.backend)
+        self._outside = OutsideWork(page)
+        self._grammars = grammar_compiler(model, config.decoding_config.backend, self._outside)
+        self._scheduler.grammars = self._grammars
         self._checks_invariants = scheduler_config.check_invariants
         self._num_ahead = max(int(bool(scheduler_config.async_scheduling)), num_stages - 1)
         """Number of steps that stay pending while there is a next step to launch."""
@@ -210,8 +213,8 @@ class EngineCore:
 
     def _settle_grammars(self) -> None:
         """Let requests run whose constraints were compiled, and end requests whose constraints were refused."""
-        for constraint, grammar in self._grammars.take_compiled():
-            self._handler.send_ends(self._scheduler.note_compiled(constraint, grammar))
+        for compiled in self._grammars.take_compiled():
+            self._handler.send_ends(self._scheduler.note_compiled(compiled.waiters, compiled.result))
 
     def _run_step(self) -> None:
         """Launch the next step, if one may be scheduled, and process the pending steps that are due."""

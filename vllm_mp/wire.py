@@ -110,7 +110,8 @@ class AddRequest(_Message, tag=2):
     `prompt`, which is then empty. `extra_args` are `params.extra_args`, which are None in the message, as msgpack.
     `constraint` is what `params.structured_outputs`, which are None in the message, demand of the output.
     `lora` is the adapter for the request, or None for the base model, and `adapter_digest` the digest of the weights
-    that computed `output`; it is empty if the client does not know it.
+    that computed `output`; it is empty if the client does not know it. `is_replay`: an earlier core has admitted the
+    request, so that it waits where a new one is refused because too much is under way.
     """
 
     incarnation: int
@@ -135,6 +136,7 @@ class AddRequest(_Message, tag=2):
     constraint: Constraint | None = None
     lora: LoRARequest | None = None
     adapter_digest: _Name = ""
+    is_replay: bool = False
 
 
 class AddPooling(_Message, tag=6):
@@ -270,7 +272,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     `num_output_tokens` counts the tokens of the whole completion. `reason` is "stop", "length", "abort" or "error".
     `stop_reason` is a token id; the client finds stop strings itself. `needs_operator`: the error is that only
     operators may make such a request. `invalid_constraint`: the error is that the request's constraint cannot be
-    compiled or followed.
+    compiled or followed. `too_many_constraints`: the error is that too many constraints of this client, or of all, are
+    being compiled.
     """
 
     slot: int
@@ -280,6 +283,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     error: str | None = None
     needs_operator: bool = False
     invalid_constraint: bool = False
+    too_many_constraints: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):

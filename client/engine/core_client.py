@@ -406,6 +406,7 @@ class EngineCoreClient:
         if stream.is_over:  # another of its completions could not be sent, which failed all of them
             self.requests.free_unsent(awaited)
             return
+        stream.is_replay = True
         try:
             self._send_request(stream, awaited)
         except ValueError as error:

@@ -17,6 +17,7 @@ from vllm_mp.errors import (
     EngineError,
     EngineGenerateError,
     NotOperatorError,
+    TooManyConstraintsError,
 )
 
 
@@ -286,4 +287,6 @@ def _error_of(finish: wire.Finished) -> type[EngineError]:
     """Return the type of the error that ended a request."""
     if finish.needs_operator:
         return NotOperatorError
+    if finish.too_many_constraints:
+        return TooManyConstraintsError
     return ConstraintError if finish.invalid_constraint else EngineGenerateError

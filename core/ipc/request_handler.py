@@ -22,9 +22,11 @@ from vllm_mp.core.ipc.step_messages import by_client, step_outputs
 from vllm_mp.core.lora.adapter_cache import AdapterCache, NotOperatorOfAdapterError
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
+from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
-from vllm_mp.core.structured_output.compiler import GrammarCompiler
+from vllm_mp.core.structured_output.compile_lanes import Waiter
+from vllm_mp.core.structured_output.compiler import GrammarCompiler, TooManyConstraintsError
 from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.suspension_record import SuspensionRecord
@@ -331,7 +333,8 @@ class RequestHandler:
             "error",
             error=_shortened(why),
             needs_operator=isinstance(cause, NotOperatorOfAdapterError),
-            invalid_constraint=isinstance(cause, GrammarError),
+            invalid_constraint=isinstance(cause, GrammarError) and not isinstance(cause, TooManyConstraintsError),
+            too_many_constraints=isinstance(cause, TooManyConstraintsError),
         )
         self._send_ends(client, [end])
 
@@ -347,11 +350,13 @@ class RequestHandler:
             request = new_request(client, message, self._config, order, num_bytes, adapter)
             if self.processors is not None and request.pooling is None:
                 self.processors.enter(request)
-            if request.constrained is not None:
-                self._begin_to_constrain(request.constrained)
             request.isolate_until_num_tokens = self._isolate_until(client, message)
+            if request.constrained is not None and isinstance(message, wire.AddRequest):
+                self._begin_to_constrain(request, request.constrained, message.is_replay)
             scheduler.add(request)
         except BaseException:
+            if self.grammars is not None:
+                self.grammars.forget((client, message.slot))
             if adapter is not None and self.adapters is not None:
                 self.adapters.release(adapter)
             raise
@@ -365,14 +370,16 @@ class RequestHandler:
         digest = message.adapter_digest if isinstance(message, wire.AddRequest) else ""
         return self.adapters.find(message.lora, client in self._operators, digest)
 
-    def _begin_to_constrain(self, constrained: ConstrainedOutput) -> None:
+    def _begin_to_constrain(self, request: Request, constrained: ConstrainedOutput, is_replay: bool) -> None:
         """Give the output of a new request its grammar, or have its constraint compiled.
 
         Raises ValueError if the constraint was refused, or if too many others are being compiled.
         """
         if self.grammars is None:
             raise ValueError("structured_outputs are for models that generate text")
-        if (grammar := self.grammars.request(constrained.constraint)) is not None:
+        group = request.isolation if request.isolate_until_num_tokens else None
+        waiter = Waiter(request.task, owner=request.client, group=group, is_replay=is_replay)
+        if (grammar := self.grammars.request(constrained.constraint, waiter)) is not None:
             constrained.begin(grammar)
 
     def _isolate_until(self, client: int, message: _AddMessage) -> int:

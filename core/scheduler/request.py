@@ -9,6 +9,7 @@ import numpy.typing as npt
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.status_page import OutsideTask
 
 if TYPE_CHECKING:
     from vllm_mp.core.lora.cached_adapter import CachedAdapter
@@ -88,6 +89,12 @@ class Request:
     @property
     def key(self) -> RequestKey:
         return self.client, self.slot
+
+    @property
+    def task(self) -> OutsideTask:
+        """The request as the status page names it while the core does something outside of steps for it."""
+        num_output_tokens = self.num_output_tokens
+        return OutsideTask(self.client, self.slot, num_output_tokens or -self.num_prompt_tokens)
 
     @property
     def isolation(self) -> GroupKey:

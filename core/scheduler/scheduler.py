@@ -26,6 +26,9 @@ prefill. So a successor repeats the step during which a core died. Only forced t
 token before them.
 """
 
+from collections.abc import Iterable
+from typing import Protocol
+
 import numpy as np
 
 from vllm_mp.config import SchedulerConfig
@@ -48,10 +51,17 @@ from vllm_mp.core.scheduler.step import (
     StepUpdate,
 )
 from vllm_mp.core.scheduler.waiting_queue import WaitingQueue
-from vllm_mp.core.structured_output.compiler import grammar_key
+from vllm_mp.core.structured_output.compiler import NotCompiledError
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
-from vllm_mp.structured_outputs import Constraint
 from vllm_mp.wire import Finished
+
+
+class Grammars(Protocol):
+    """Where requests wait for their grammars."""
+
+    def forget(self, key: RequestKey) -> None:
+        """Note that a request has ended; no-op if it does not wait."""
+        ...
 
 
 class Scheduler:
@@ -75,6 +85,8 @@ class Scheduler:
         self._num_stages = num_stages
         self._forced = ForcedTokens(batch, self.pending_steps, config.num_cheap_tokens)
         self.memory = MemoryQuota()
+        self.grammars: Grammars | None = None
+        """Where the requests wait whose constraints are being compiled; None: no request is constrained."""
         self.num_preemptions = 0
         self._requests: dict[RequestKey, Request] = {}
         self._num_arrivals = 0
@@ -171,21 +183,20 @@ class Scheduler:
             for request in list(adapter.requests.values())
         ]
 
-    def note_compiled(self, constraint: Constraint, grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
-        """Let the requests run that wait for the grammar of `constraint`, or end them if it could not be compiled.
+    def note_compiled(self, keys: Iterable[RequestKey], grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
+        """Let the requests run that wait for `grammar`, or end them if it could not be compiled.
 
-        `constraint` is a `grammar_key`. Return (client, end) of each request that ends.
+        `keys` are those of live requests. Return (client, end) of each request that ends.
         """
         ends = []
-        for request in list(self._requests.values()):
-            constrained = request.constrained
-            if constrained is None or constrained.is_compiled or grammar_key(constrained.constraint) != constraint:
-                continue
+        for request in [self._requests[key] for key in keys]:
             if isinstance(grammar, GrammarError):
-                ending = Ending(request.num_output_tokens, "error", error=str(grammar), invalid_constraint=True)
+                is_invalid = not isinstance(grammar, NotCompiledError)
+                ending = Ending(request.num_output_tokens, "error", error=str(grammar), invalid_constraint=is_invalid)
                 ends.append((request.client, self._end(request, ending)))
             else:
-                constrained.begin(grammar)
+                assert request.constrained is not None
+                request.constrained.begin(grammar)
                 self.waiting.note_compiled(request)
         return ends
 
@@ -342,6 +353,8 @@ class Scheduler:
         del self._requests[request.key]
         if self.adapters is not None:
             self.adapters.note_end(request)
+        if request.constrained is not None and not request.constrained.is_compiled and self.grammars is not None:
+            self.grammars.forget(request.key)
         self.memory.give_back(request.client, request.num_bytes)
         return Finished(request.slot, *ending)
 
