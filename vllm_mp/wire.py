@@ -173,13 +173,15 @@ class Call(_Message, tag=4):
     """Client to core: run the named operation and answer with a `Reply`.
 
     `call_id` names the call among the calls of all clients, so clients count from a random number. An operation that
-    pauses the core, puts it to sleep or ends that is carried out once under each id, also by successors.
+    pauses the core, puts it to sleep or ends that is carried out once under each id, also by successors. `is_suspect`:
+    an earlier core died while it carried out the call, so that nothing else may go on meanwhile.
     """
 
     incarnation: int
     call_id: int
     name: str
     args: Annotated[list[CallArgument], msgspec.Meta(max_length=_MAX_ARGS)] = []
+    is_suspect: bool = False
 
 
 class Bye(_Message, tag=5):
@@ -219,12 +221,14 @@ class LastDeath(msgspec.Struct, array_like=True, frozen=True):
     is_from_outside: bool
     """Another process killed or stopped the core, which no request can have caused."""
     num_in_step: int
-    """Requests in the pending steps, of all clients."""
+    """Requests in the pending steps or at work on outside of steps, and calls that were carried out, of all clients."""
     in_step: list[tuple[int, int]] = []
-    """(slot, progress) of each request of this client in the pending steps. The progress is the number of output
-    tokens, or minus the number of prompt tokens that are left."""
+    """(slot, progress) of each of these requests of this client. The progress is the number of output tokens, or minus
+    the number of prompt tokens that are left."""
     num_restarts: int = 1
     """Number of restarts by the core's parent, with the one that followed this death."""
+    calls: list[int] = []
+    """The ids of this client's calls that were carried out."""
 
 
 class ModelDigest(msgspec.Struct, array_like=True, frozen=True):

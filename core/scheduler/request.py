@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from vllm_mp.core_status import OutsideTask
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
-from vllm_mp.status_page import OutsideTask
 
 if TYPE_CHECKING:
     from vllm_mp.core.lora.cached_adapter import CachedAdapter

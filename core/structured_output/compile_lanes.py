@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_mp.status_page import OutsideTask
+from vllm_mp.core_status import OutsideTask
 from vllm_mp.structured_outputs import Constraint
 
 _STOP_S = 0.5

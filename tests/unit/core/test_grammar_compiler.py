@@ -18,7 +18,7 @@ from vllm_mp.core.structured_output.compiler import GrammarCompiler, TooManyCons
 from vllm_mp.core.structured_output.grammar import GrammarError, PreparedConstraint
 from vllm_mp.core.structured_output.tokenizer import TokenizerSource
 from vllm_mp.core.structured_output.trial_process import TrialUnavailableError
-from vllm_mp.status_page import OutsideTask
+from vllm_mp.core_status import OutsideTask
 from vllm_mp.structured_outputs import Constraint
 
 DEADLINE_S = 60
