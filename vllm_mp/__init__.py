@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         EngineGenerateError,
         EngineStartError,
         NotOperatorError,
+        TooManyConstraintsError,
     )
     from vllm_mp.lora_request import LoRARequest
     from vllm_mp.outputs import (
@@ -130,6 +131,7 @@ _MODULE_OF = {
     "StructuredOutputsParams": "structured_outputs",
     "TextPrompt": "client.prompt",
     "TokensPrompt": "client.prompt",
+    "TooManyConstraintsError": "errors",
     "UsageContext": "usage_context",
     "VllmConfig": "config",
     "stream_generate": "client.text_stream",
@@ -195,6 +197,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "TooManyConstraintsError",
     "UsageContext",
     "VllmConfig",
     "stream_generate",

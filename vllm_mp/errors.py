@@ -63,6 +63,13 @@ class NoRoomError(EngineGenerateError):
     """
 
 
+class TooManyConstraintsError(EngineGenerateError):
+    """The constraint of a request was not compiled, because too many others of this client, or of all, wait for that.
+
+    Raised by the stream of that request: send it again later.
+    """
+
+
 class NotOperatorError(EngineError, PermissionError):
     """The call, or request, changes a shared core for all its clients, and this client is no operator of it.
 

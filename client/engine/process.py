@@ -17,10 +17,11 @@ import msgspec
 from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import CoreLaunch, Predecessor, core_environment, package_path, status_path
+from vllm_mp.core_status import Suspension
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.file_owner import check_private
 from vllm_mp.lora_request import AdapterRecord
-from vllm_mp.status_page import StatusPage, Suspension
+from vllm_mp.status_page import StatusPage
 
 logger = logging.getLogger(__name__)
 

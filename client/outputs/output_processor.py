@@ -18,6 +18,7 @@ from vllm_mp.errors import (
     EngineGenerateError,
     NoRoomError,
     NotOperatorError,
+    TooManyConstraintsError,
 )
 
 
@@ -289,4 +290,6 @@ def _error_of(finish: wire.Finished) -> type[EngineError]:
         return NotOperatorError
     if finish.no_room:
         return NoRoomError
+    if finish.too_many_constraints:
+        return TooManyConstraintsError
     return ConstraintError if finish.invalid_constraint else EngineGenerateError

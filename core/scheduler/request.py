@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from vllm_mp.core_status import OutsideTask
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
@@ -99,6 +100,12 @@ class Request:
     @property
     def line(self) -> Line:
         return self.client, self.tenant
+
+    @property
+    def task(self) -> OutsideTask:
+        """The request as the status page names it while the core does something outside of steps for it."""
+        num_output_tokens = self.num_output_tokens
+        return OutsideTask(self.client, self.slot, num_output_tokens or -self.num_prompt_tokens)
 
     @property
     def isolation(self) -> GroupKey:

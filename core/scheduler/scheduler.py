@@ -27,7 +27,8 @@ token before them.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -52,10 +53,17 @@ from vllm_mp.core.scheduler.step import (
     StepUpdate,
 )
 from vllm_mp.core.scheduler.waiting_queue import WaitingQueue
-from vllm_mp.core.structured_output.compiler import grammar_key
+from vllm_mp.core.structured_output.compiler import NotCompiledError
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
-from vllm_mp.structured_outputs import Constraint
 from vllm_mp.wire import Finished
+
+
+class Grammars(Protocol):
+    """Where requests wait for their grammars."""
+
+    def forget(self, key: RequestKey) -> None:
+        """Note that a request has ended; no-op if it does not wait."""
+        ...
 
 
 class Scheduler:
@@ -83,6 +91,8 @@ class Scheduler:
         self._scheduled_at = self._updated_at = clock()
         """When the latest step was scheduled, and when the latest output was processed."""
         self.memory = MemoryQuota()
+        self.grammars: Grammars | None = None
+        """Where the requests wait whose constraints are being compiled; None: no request is constrained."""
         self.num_preemptions = 0
         self._requests: dict[RequestKey, Request] = {}
         self._num_arrivals = 0
@@ -179,21 +189,20 @@ class Scheduler:
             for request in list(adapter.requests.values())
         ]
 
-    def note_compiled(self, constraint: Constraint, grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
-        """Let the requests run that wait for the grammar of `constraint`, or end them if it could not be compiled.
+    def note_compiled(self, keys: Iterable[RequestKey], grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
+        """Let the requests run that wait for `grammar`, or end them if it could not be compiled.
 
-        `constraint` is a `grammar_key`. Return (client, end) of each request that ends.
+        `keys` are those of live requests. Return (client, end) of each request that ends.
         """
         ends = []
-        for request in list(self._requests.values()):
-            constrained = request.constrained
-            if constrained is None or constrained.is_compiled or grammar_key(constrained.constraint) != constraint:
-                continue
+        for request in [self._requests[key] for key in keys]:
             if isinstance(grammar, GrammarError):
-                ending = Ending(request.num_output_tokens, "error", error=str(grammar), invalid_constraint=True)
+                is_invalid = not isinstance(grammar, NotCompiledError)
+                ending = Ending(request.num_output_tokens, "error", error=str(grammar), invalid_constraint=is_invalid)
                 ends.append((request.client, self._end(request, ending)))
             else:
-                constrained.begin(grammar)
+                assert request.constrained is not None
+                request.constrained.begin(grammar)
                 self.waiting.note_compiled(request)
         return ends
 
@@ -355,6 +364,8 @@ class Scheduler:
         del self._requests[request.key]
         if self.adapters is not None:
             self.adapters.note_end(request)
+        if request.constrained is not None and not request.constrained.is_compiled and self.grammars is not None:
+            self.grammars.forget(request.key)
         self.memory.give_back(request)
         return Finished(request.slot, *ending)
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_mp.core_description import CoreDescription
+from vllm_mp.core_status import CoreState, CoreStatus
 from vllm_mp.page_file import page_path
-from vllm_mp.status_page import VERSION, CoreState, CoreStatus, StatusPage
+from vllm_mp.status_page import VERSION, StatusPage
 
 _SILENT_S = 5.0
 """Age of a heartbeat that is worth telling."""

@@ -9,7 +9,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vllm_mp.errors import ConstraintError, EngineDeadError, EngineError, EngineGenerateError, NoRoomError
+from vllm_mp.errors import (
+    ConstraintError,
+    EngineDeadError,
+    EngineError,
+    EngineGenerateError,
+    NoRoomError,
+    TooManyConstraintsError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +94,9 @@ def as_api_error(error: Exception) -> ApiError:
         case NoRoomError():
             headers = {"Retry-After": "1"}
             return ApiError(429, str(error), type="rate_limit_error", code="too_many_requests", headers=headers)
+        case TooManyConstraintsError():
+            headers = {"Retry-After": "1"}
+            return ApiError(429, str(error), type="rate_limit_error", code="too_many_constraints", headers=headers)
         case EngineGenerateError():
             return ApiError(500, public_text(error), type="server_error", code="generation_failed")
         case EngineDeadError():
