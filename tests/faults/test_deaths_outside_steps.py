@@ -66,9 +66,8 @@ def culprit(engine, place, adapters):
     return engine.collective_rpc("check_health")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("running", [private, shared])
+@pytest.mark.parametrize("running", [private, pytest.param(shared, marks=pytest.mark.slow)])
 def test_only_the_culprit_fails(small_model, tmp_path, adapters, operators, running, place):
     prompts = [f"Number {number} is" for number in range(3)]
     params = greedy(NUM_TOKENS, ignore_eos=True)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("forked_cores")
 _TESTED_ELSEWHERE = {
     *("kill", "segv", "abort", "term", "stop", "spin", "slow-core", "exit-in-step", "exit-while-loading"),
     *("culprit-raises", "client-blocked-while-core-dies", "core-restarted-by-hand", "too-many-deaths", "no-recovery"),
-    *("shared-core-killed", "shared-core-stopped"),
+    *("shared-core-killed", "shared-core-stopped", "constrained-streams"),
 }
 """Scenarios that other tests of faults or similar scenarios cover."""
 _TESTED_HERE = [scenario for name, scenario in SCENARIOS.items() if name not in _TESTED_ELSEWHERE]

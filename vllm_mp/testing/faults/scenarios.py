@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +18,8 @@ import numpy.typing as npt
 import psutil
 import zmq
 
-from vllm_mp import AsyncLLM, RequestOutput
-from vllm_mp.testing.engines import answer, eventually, greedy
+from vllm_mp import AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from vllm_mp.testing.engines import answer, eventually, greedy, rest
 from vllm_mp.testing.faults.baseline import WAIT_S, children, core_address
 from vllm_mp.testing.faults.comparison import ROUNDING
 from vllm_mp.testing.faults.playing import Scenario, ScenarioRun, trigger_of
@@ -282,6 +282,43 @@ async def culprit_raises(run: ScenarioRun) -> None:
 @_scenario(_CULPRIT_FAILS, injects="segv@T,position=3", restarts=None)
 async def culprit_in_mid_answer(run: ScenarioRun) -> None:
     await culprit(run)
+
+
+@_scenario(_CULPRIT_FAILS, injects="segv@compile,about=fatal", restarts=None)
+async def culprit_while_compiling(run: ScenarioRun) -> None:
+    """The core dies when it compiles the constraint of a request, which is in no step."""
+    num_requests = await run.engine.get_num_unfinished_requests() + 1
+    before = (await run.engine.core_status())["restarts"]
+    await run.pull_fatal_trigger(structured_outputs=StructuredOutputsParams(regex="fatal[0-9]"))
+    restarts = (await run.engine.core_status())["restarts"] - before
+    most = 2 + math.ceil(math.log2(num_requests))
+    run.check(2 <= restarts <= most, f"the core was restarted {restarts} times; expected 2 to {most}")
+
+
+_NUM_CONSTRAINED = 400
+"""More streams with constraints of their own than constraints of a client may wait to be compiled."""
+
+
+@_scenario(_GOES_ON, options={"max_num_seqs": 512})
+async def constrained_streams(run: ScenarioRun) -> None:
+    """The core gets SIGKILL while 400 more streams have constraints of their own."""
+
+    def stream(number: int) -> AsyncIterator[RequestOutput]:
+        form = StructuredOutputsParams(regex=rf"{number}:[a-z]{{200}}")
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=60, structured_outputs=form)
+        return run.engine.generate("Letters:", params)
+
+    streams = [stream(number) for number in range(_NUM_CONSTRAINED)]
+    for first in range(0, _NUM_CONSTRAINED, 100):  # beyond the limit, new requests are refused
+        await asyncio.gather(*(anext(stream) for stream in streams[first : first + 100]))
+    run.watch.strike()
+    run.signal(signal.SIGKILL)
+    for number, completion in enumerate(await asyncio.gather(*map(rest, streams))):
+        run.check(
+            completion.text.startswith(f"{number}:") and completion.finish_reason in ("stop", "length"),
+            f"constrained stream {number} ended with {completion}",
+        )
+    run.seen.append(f"{_NUM_CONSTRAINED} constrained streams continued")
 
 
 @_scenario(
