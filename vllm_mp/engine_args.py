@@ -13,13 +13,22 @@ from vllm_mp.fault_injection.faults import parse_faults
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS
 from vllm_mp.options import MAX_INTEGER, Options, option
 from vllm_mp.processor_registration import as_specs, registered
-from vllm_mp.structured_outputs import BACKEND_NAMES
+from vllm_mp.structured_outputs import BACKEND_NAMES, StructuredOutputsParams
 from vllm_mp.usage_context import UsageContext
 
 _DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
 _ATTENTION_BACKENDS = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"}
 """vLLM's names of attention backends."""
+
+_STRUCTURED_OUTPUTS = {
+    "backend": "guided_decoding_backend",
+    "disable_additional_properties": "guided_decoding_disable_additional_properties",
+    "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
+    "whitespace_pattern": "guided_whitespace_pattern",
+}
+"""The option for each name in `structured_outputs_config`."""
+_WITHOUT_EFFECT = frozenset({"disable_fallback"})
 
 
 @dataclasses.dataclass
@@ -260,6 +269,22 @@ class EngineArgs(Options):
         "with xgrammar, if that is installed.",
         choices=tuple(BACKEND_NAMES),
     )
+    guided_decoding_disable_any_whitespace: bool = option(
+        False, "Let JSON have only the whitespace of a compact form, unless a request gives a whitespace pattern."
+    )
+    guided_decoding_disable_additional_properties: bool = option(
+        False, "Let JSON objects have only the properties that their schema names."
+    )
+    guided_whitespace_pattern: str | None = option(
+        None,
+        "Let whitespace between the parts of JSON match this regular expression, unless a request gives another. "
+        "Default: a space, or up to two line breaks with up to 32 spaces or tabs.",
+    )
+    structured_outputs_config: dict[str, Any] | None = option(
+        None,
+        "Set options of structured output by vLLM's newer names, as a JSON object: backend, disable_any_whitespace, "
+        "disable_additional_properties, whitespace_pattern. Default: the options of these commands.",
+    )
     logits_processors: tuple[str, ...] | None = option(
         (),
         "Load this logits processor, MODULE:CLASS or the name of an entry point; it applies to every request, or with "
@@ -295,10 +320,25 @@ class EngineArgs(Options):
         self.logits_processors = as_specs(self.logits_processors)
         super().__post_init__()
         registered(self.logits_processors)
+        self._apply_structured_outputs_config()
         parse_faults(self.fault_injection, self.device)
         self.dtype = _DTYPES.get(self.dtype, self.dtype)
         self.attention_backend = _ATTENTION_BACKENDS.get(self.attention_backend, self.attention_backend)
         self.kv_cache_dtype = self.kv_cache_dtype.replace("fp8_e4m3", "fp8")
+
+    def _apply_structured_outputs_config(self) -> None:
+        """Set the options that `structured_outputs_config` names, and check their values."""
+        for name, value in (self.structured_outputs_config or {}).items():
+            if name in _STRUCTURED_OUTPUTS:
+                setattr(self, _STRUCTURED_OUTPUTS[name], value)
+            elif value and name not in _WITHOUT_EFFECT:
+                raise NotImplementedError(
+                    f"structured_outputs_config[{name!r}]={value!r} is not served; leave it out, or set one of "
+                    f"{', '.join(_STRUCTURED_OUTPUTS)}"
+                )
+        if self.structured_outputs_config:
+            super().__post_init__()
+        StructuredOutputsParams(json_object=True, whitespace_pattern=self.guided_whitespace_pattern)
 
     def create_engine_config(self, usage_context: UsageContext | None = None) -> VllmConfig:
         """Find the model, fetching and converting it if need be, and return the engine's configuration.

@@ -27,7 +27,7 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, omit_defaults=Tru
     """A JSON schema, a regular expression, the choices as a JSON list of strings, a grammar (EBNF in the form of Lark
     or of GBNF), or a structural tag as JSON; empty for "json_object"."""
     any_whitespace: bool = True
-    """JSON may have any whitespace between its parts; False: only what a compact form has."""
+    """JSON may have a space, or a line break with an indentation, between its parts; False: a compact form."""
     additional_properties: bool = True
     """An object of a schema that does not say so may have properties that the schema does not name."""
     whitespace_pattern: Annotated[str, msgspec.Meta(max_length=256)] = ""
@@ -48,8 +48,9 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     Exactly one of `json` (a JSON schema as a dict, as text, or as a pydantic class), `json_object` (True: any JSON
     object), `regex`, `choice` (a list of strings), `grammar` (EBNF) and `structural_tag` (JSON) must be given.
     `disable_any_whitespace` allows JSON in one line only, `whitespace_pattern` is a regular expression for the
-    whitespace in JSON, and `disable_additional_properties` forbids properties that a schema does not name. For models
-    that think, `reasoning_end` are the token ids that end the thought, after which the constraint begins, and
+    whitespace between the parts of JSON (None: the engine's choice, by default a space, or up to two line breaks with
+    up to 32 spaces or tabs), and `disable_additional_properties` forbids properties that a schema does not name. For
+    models that think, `reasoning_end` are the token ids that end the thought, after which the constraint begins, and
     `reasoning_start` is the token id that begins it; None: the prompt has begun the thought already.
 
     Raises ValueError, naming the field and its value, for a value that can be no constraint, and TypeError for a value

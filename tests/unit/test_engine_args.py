@@ -81,6 +81,7 @@ _SPECIAL_VALUES: dict[str, typing.Any] = {
     "lora_modules": ("sql=/adapters/a b", '{"name": "law", "path": "/adapters/law"}'),
     "max_logprobs": -1,
     "override_generation_config": {"top_k": 5},
+    "structured_outputs_config": {"disable_any_whitespace": True},
 }
 """Values of options that have special rules, and values that need quoting as a flag."""
 BOUNDED = [

@@ -1,0 +1,348 @@
+"""Rules for the parts of JSON schemas with numbers that llguidance would round.
+
+The library keeps numbers as float64, so that bounds and values beyond 2**53 become others. The parts of a schema with
+such numbers become rules in Lark's notation here, with numbers digit by digit; the library gets all other parts.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from vllm_mp.core.structured_output.grammar import GrammarError
+from vllm_mp.core.structured_output.integer_range import integer_regex, number_regex
+from vllm_mp.core.structured_output.json_schema import DEFINITIONS, keywords_of, pointer, subschemas
+
+_MAX_EXACT = 2**53
+_END_OF_INT64 = 2**63
+_MAX_ONLY_BOUND = 10**18
+_MAX_BOUND = 10**100
+"""Bounds the size of a regular expression for numbers."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NUMBERS = frozenset({*_BOUNDS, "multipleOf"})
+_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+_KEY = r'/"([^"\\\x00-\x1f]|\\["\\bfnrt])*"/'
+"""A key of an object. Other escapes are left out: they could spell the name of a property in another way."""
+
+
+def has_rounded_numbers(schema: dict[str, Any]) -> bool:
+    """Return whether a schema, or a schema in it, has numbers that the library would round."""
+    return any(_rounds(part) for _, part in subschemas(schema))
+
+
+class _Marks(NamedTuple):
+    """The names of the terminals between the parts of JSON."""
+
+    open: str
+    close: str
+
+
+class ExactSchema:
+    """Builds the rules of a schema."""
+
+    def __init__(
+        self, root: dict[str, Any], plain: Callable[[dict[str, Any]], str], whitespace: str, rules: list[str]
+    ) -> None:
+        """`root` has references to its definitions only. `plain` returns the expression of a schema that the library
+        holds in full; `whitespace` is the terminal of what may stand between the parts of JSON, or empty. The rules
+        are added to `rules`.
+        """
+        self._root = root
+        self._plain_rule = plain
+        self._gap = whitespace
+        self._rules = rules
+        self._definitions = {
+            f"#/{key}/{pointer(name)}": value
+            for key in DEFINITIONS
+            if isinstance(definitions := root.get(key), dict)
+            for name, value in definitions.items()
+        }
+        self._rounded = self._rounded_references()
+        self._rule_of_reference: dict[str, str] = {}
+        self._comma = self._terminal(f'{self._gap} "," {self._gap}')
+        self._object = _Marks(self._terminal(f'"{{" {self._gap}'), self._terminal(f'{self._gap} "}}"'))
+        self._array = _Marks(self._terminal(f'"[" {self._gap}'), self._terminal(f'{self._gap} "]"'))
+
+    def expression(self) -> str:
+        """Return the expression of the schema. Raises GrammarError, with the place, if there is none."""
+        return self._expression({key: self._root[key] for key in self._root if key not in DEFINITIONS}, "#")
+
+    def _rounded_references(self) -> set[str]:
+        """Return the definitions that have, or lead to, numbers that the library would round."""
+        uses = {
+            name: {part["$ref"] for _, part in subschemas(schema) if isinstance(part.get("$ref"), str)}
+            for name, schema in self._definitions.items()
+            if isinstance(schema, dict)
+        }
+        rounded = {name for name in uses if has_rounded_numbers(self._definitions[name])}
+        while more := {name for name in uses if name not in rounded and uses[name] & rounded}:
+            rounded |= more
+        return rounded
+
+    def _needs_rules(self, schema: Any) -> bool:
+        return isinstance(schema, dict) and any(
+            _rounds(part) or part.get("$ref") in self._rounded for _, part in subschemas(schema)
+        )
+
+    def _expression(self, schema: Any, place: str) -> str:
+        if not self._needs_rules(schema):
+            return self._plain(schema, place)
+        keywords = keywords_of(schema)
+        if "$ref" in keywords:
+            self._check(keywords, {"$ref"}, place)
+            return self._reference(schema["$ref"], place)
+        if "const" in keywords or "enum" in keywords:
+            self._check(keywords, {"const" if "const" in keywords else "enum", "type"}, place)
+            return self._values(schema, place)
+        for name in ("anyOf", "allOf"):
+            if name in keywords and isinstance(schema[name], list) and schema[name]:
+                self._check(keywords, {name}, place)
+                if name == "allOf" and len(schema[name]) > 1:
+                    raise self._lack(f"{place}/allOf", "allOf of several schemas")
+                parts = [self._expression(part, f"{place}/{name}/{i}") for i, part in enumerate(schema[name])]
+                return f"({' | '.join(parts)})"
+        types = schema.get("type", [each for each in _TYPES if each != "integer"])
+        if not isinstance(types, list):
+            return self._typed(schema, place)
+        parts = []
+        for kind in types:
+            typed = {**schema, "type": kind}
+            if kind not in ("integer", "number"):
+                typed = {key: value for key, value in typed.items() if key not in _NUMBERS}
+            parts.append(self._expression(typed, place))
+        return f"({' | '.join(parts)})"
+
+    def _typed(self, schema: dict[str, Any], place: str) -> str:
+        match schema["type"]:
+            case "integer" | "number":
+                return self._number(schema, place)
+            case "object":
+                return self._object_of({key: schema[key] for key in schema if key not in _NUMBERS}, place)
+            case "array":
+                return self._array_of({key: schema[key] for key in schema if key not in _NUMBERS}, place)
+            case kind if kind in _TYPES:
+                return self._plain({key: schema[key] for key in schema if key not in _NUMBERS}, place)
+            case kind:
+                raise GrammarError(f"at {place}/type: {kind!r} is no type; use one of {', '.join(_TYPES)}")
+
+    def _number(self, schema: dict[str, Any], place: str) -> str:
+        is_integer = schema["type"] == "integer"
+        if "multipleOf" in schema and not (is_integer and schema["multipleOf"] == 1):
+            raise self._lack(f"{place}/multipleOf", "multipleOf")
+        lows, highs = [], []
+        for key in _BOUNDS:
+            if key not in schema:
+                continue
+            value = schema[key]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise GrammarError(f"at {place}/{key}: it must be a number, got {value!r}")
+            is_exclusive = key.startswith("exclusive")
+            if not is_integer and (is_exclusive or value != int(value)):
+                raise self._lack(f"{place}/{key}", "a bound that is exclusive or no integer, for numbers of any type")
+            if abs(value) >= _MAX_BOUND:
+                raise self._lack(f"{place}/{key}", "bounds of more than 100 digits")
+            if key.endswith("inimum"):
+                lows.append(math.floor(value) + 1 if is_exclusive else math.ceil(value))
+            else:
+                highs.append(math.ceil(value) - 1 if is_exclusive else math.floor(value))
+        low, high = max(lows, default=None), min(highs, default=None)
+        if low is not None and high is not None and low > high:
+            raise GrammarError(f"at {place}: no {schema['type']} is at least minimum and at most maximum")
+        return self._terminal(f"/{integer_regex(low, high) if is_integer else number_regex(low, high)}/")
+
+    def _values(self, schema: dict[str, Any], place: str) -> str:
+        name = "const" if "const" in schema else "enum"
+        values = [schema[name]] if name == "const" else schema[name]
+        if not isinstance(values, list):
+            raise GrammarError(f"at {place}/{name}: it must be a list")
+        types = schema.get("type", list(_TYPES))
+        allowed = [value for value in values if _type_of(value) & set(types if isinstance(types, list) else [types])]
+        if not allowed:
+            raise GrammarError(f"at {place}/{name}: no value has the type {types}")
+        texts = []
+        rest = []
+        for value in allowed:
+            if not _has_rounded(value):
+                rest.append(value)
+            elif isinstance(value, dict | list):
+                raise self._lack(f"{place}/{name}", "numbers beyond 2**53 within a list or an object")
+            else:
+                texts.append(_literal(value))
+        parts = [self._terminal(" | ".join(texts))] if texts else []
+        if rest:
+            parts.append(self._plain({"enum": rest}, place))
+        return f"({' | '.join(parts)})"
+
+    def _reference(self, reference: str, place: str) -> str:
+        if reference not in self._rule_of_reference:
+            if reference not in self._definitions:
+                raise GrammarError(f"at {place}/$ref: {reference} is no definition of the schema")
+            self._rule_of_reference[reference] = name = self._reserve()
+            self._set(name, self._expression(self._definitions[reference], reference))
+        return self._rule_of_reference[reference]
+
+    def _object_of(self, schema: dict[str, Any], place: str) -> str:
+        keywords = keywords_of(schema)
+        required = schema.get("required", [])
+        if not isinstance(required, list) or not isinstance(properties := schema.get("properties", {}), dict):
+            raise GrammarError(f"at {place}: properties must be an object, and required a list")
+        known = {"type", "properties", "required", "additionalProperties"}
+        if schema.get("minProperties", 0) <= len(set(required)):
+            known.add("minProperties")
+        self._check(keywords, known, place)
+        additional = schema.get("additionalProperties", True)
+        names = [*properties, *(name for name in dict.fromkeys(required) if name not in properties)]
+        more = '""'
+        free = ""
+        if additional is not False:
+            excluded = " | ".join(map(_literal, names))
+            key = f"({_KEY} & ~({excluded}))" if excluded else _KEY
+            value = self._rule(self._expression(additional, f"{place}/additionalProperties"))
+            free = f"{self._key(key)} {value}"
+            more = f"({self._comma} {free})*"
+        rest = self._rule(more)
+        first = self._rule(f"({free} {more})?" if free else more)
+        for name in reversed(names):
+            value = properties.get(name, additional)
+            if value is False:
+                raise GrammarError(f"at {place}: the property {name!r} is required and forbidden")
+            part = self._rule(self._expression(value, f"{place}/properties/{pointer(name)}"))
+            pair = f"{self._key(_literal(name))} {part}"
+            is_required = name in required
+            then = self._rule(f"{self._comma} {pair} {rest}" if is_required else f"({self._comma} {pair})? {rest}")
+            first = self._rule(f"{pair} {rest}" if is_required else f"{pair} {rest} | {first}")
+            rest = then
+        return f"{self._object.open} {first} {self._object.close}"
+
+    def _array_of(self, schema: dict[str, Any], place: str) -> str:
+        keywords = keywords_of(schema)
+        self._check(keywords, {"type", "items", "prefixItems", "minItems", "maxItems"}, place)
+        prefix = schema.get("prefixItems", [])
+        items = schema.get("items", True)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if not isinstance(prefix, list) or isinstance(items, list) or type(least) is not int:
+            raise self._lack(place, "this form of an array")
+        if items is False:
+            most = len(prefix) if most is None else min(most, len(prefix))
+        if most is not None and most < least:
+            raise GrammarError(f"at {place}: minItems is above maxItems")
+        prefix = prefix[:most]
+        repeated = ""
+        if most is None or most > len(prefix):
+            item = self._rule(self._expression(items, f"{place}/items"))
+            ends = (max(least - len(prefix), 0), None if most is None else most - len(prefix))
+            repeated = self._repeated(item, *ends, is_first=not prefix)
+        text = repeated or '""'
+        for index in reversed(range(len(prefix))):
+            part = self._rule(self._expression(prefix[index], f"{place}/prefixItems/{index}"))
+            text = f"{self._comma} {part} {text}" if index else f"{part} {text}"
+            text = self._rule(text if index < least else f"({text})?")
+        return f"{self._array.open} {text} {self._array.close}"
+
+    def _repeated(self, item: str, least: int, most: int | None, is_first: bool) -> str:
+        """Return `least` to `most` items, each after a comma except for the first item of an array."""
+        end = "" if most is None else most
+        if not is_first:
+            return f"({self._comma} {item}){{{least},{end}}}"
+        rest = f"({self._comma} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        return f"{item} {rest}" if least else f"({item} {rest})?"
+
+    def _plain(self, schema: Any, place: str) -> str:
+        """Return the expression of a schema that has no rounded numbers, with the definitions that it may need."""
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise GrammarError(f"at {place}: nothing matches the schema {schema!r}")
+        if any("$ref" in part for _, part in subschemas(schema)):
+            schema = {**schema, **{key: self._root[key] for key in DEFINITIONS if key in self._root}}
+        return self._plain_rule(schema)
+
+    def _key(self, text: str) -> str:
+        """Return the terminal of a key with its colon."""
+        return self._terminal(f'{text} {self._gap} ":" {self._gap}')
+
+    def _terminal(self, text: str) -> str:
+        name = f"EXACT{len(self._rules)}"
+        self._rules.append(f"{name}: {text.strip()}")
+        return name
+
+    def _rule(self, text: str) -> str:
+        name = self._reserve()
+        self._set(name, text)
+        return name
+
+    def _reserve(self) -> str:
+        self._rules.append("")
+        return f"exact{len(self._rules) - 1}"
+
+    def _set(self, name: str, text: str) -> None:
+        self._rules[int(name.removeprefix("exact"))] = f"{name}: {text}"
+
+    def _check(self, keywords: set[str], known: set[str], place: str) -> None:
+        if others := sorted(keywords - known):
+            raise self._lack(f"{place}/{others[0]}", f"{others[0]!r} beside them")
+
+    @staticmethod
+    def _lack(place: str, what: str) -> GrammarError:
+        return GrammarError(f"at {place}: Unable to hold numbers beyond 2**53 exactly with {what}")
+
+
+def _literal(value: Any) -> str:
+    """Return the JSON of a value as a string of a grammar."""
+    return json.dumps(json.dumps(value, ensure_ascii=False))
+
+
+def _rounds(schema: dict[str, Any]) -> bool:
+    """Return whether the keywords of a schema, without the schemas in it, have numbers that the library would round."""
+    return any(key in schema and _is_rounded_bound(key, schema[key], schema.get("type")) for key in _BOUNDS) or any(
+        key in schema and _has_rounded(schema[key]) for key in ("const", "enum")
+    )
+
+
+def _is_rounded_bound(key: str, value: Any, kind: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) < _MAX_EXACT:
+        return False
+    if (key, value, kind) == ("maximum", _END_OF_INT64 - 1, "integer"):
+        return False
+    # An exclusive bound becomes an inclusive one in float64. A bound of -2**63 or below crashes the library, and it
+    # refuses an only bound of 19 digits. Bounds of numbers that may have a fraction are not kept to beyond 2**53.
+    if kind != "integer" or key.startswith("exclusive") or abs(value) >= _END_OF_INT64 or value != float(value):
+        return True
+    return (value if key == "minimum" else -value) >= _MAX_ONLY_BOUND
+
+
+def _is_rounded(value: Any) -> bool:
+    """Return whether a number is another in the library, which keeps integers beyond int64 as float64 as well."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) < _MAX_EXACT:
+        return False
+    return abs(value) >= _END_OF_INT64 or value != float(value)
+
+
+def _has_rounded(value: Any) -> bool:
+    """Return whether there is such a number in a value of JSON."""
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if _is_rounded(value):
+            return True
+        pending += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return False
+
+
+def _type_of(value: Any) -> set[str]:
+    """Return the types that a value has."""
+    match value:
+        case None:
+            return {"null"}
+        case bool():
+            return {"boolean"}
+        case int():
+            return {"integer", "number"}
+        case float():
+            return {"number", "integer"} if value.is_integer() else {"number"}
+        case str():
+            return {"string"}
+        case list():
+            return {"array"}
+        case _:
+            return {"object"}

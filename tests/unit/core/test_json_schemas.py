@@ -1,0 +1,215 @@
+"""What is special in JSON schemas: large numbers, annotations, counted properties, recursion, whitespace."""
+
+import json
+import logging
+
+import pytest
+
+from vllm_mp.structured_outputs import Constraint
+
+INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1, "format": "int64"}
+UINT64 = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
+SERIAL = 1234567890123456789
+
+
+def of(schema, **options):
+    return Constraint("json", json.dumps(schema), **options)
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        (INT64, [-(2**63), 0, 2**63 - 1], [-(2**63) - 1, 2**63, 1.5]),
+        (UINT64, [0, 2**63, 2**64 - 1], [-1, 2**64]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, [-(2**63)], [-(2**63) + 1, -(2**63) - 1]),
+        ({"type": "integer", "maximum": -(2**64)}, [-(2**64), -(10**30)], [-(2**64) + 1]),
+        ({"type": "integer", "exclusiveMinimum": 2**53}, [2**53 + 1, 10**40], [2**53]),
+        ({"type": "integer", "minimum": 2**62}, [2**62, 2**63], [2**62 - 1]),
+        ({"type": "integer", "exclusiveMaximum": 2**53 + 1.0}, [2**53 - 1, -5], [2**53]),
+        ({"type": "number", "minimum": 0, "maximum": 2**64}, [0.5, 2**64], [2**64 + 1, -0.5]),
+        ({"type": ["integer", "null"], "maximum": SERIAL}, [SERIAL, None], [SERIAL + 1, "a"]),
+        ({"maximum": SERIAL}, [SERIAL, None, "a", [1], {"a": 1}, True], [SERIAL + 1]),
+        ({"const": SERIAL}, [SERIAL], [1234567890123456768]),
+        ({"enum": ["a", SERIAL, -(2**63), 7, None]}, ["a", SERIAL, -(2**63), 7, None], [SERIAL + 1, 8, "b"]),
+        ({"enum": ["a", SERIAL], "type": "integer"}, [SERIAL], ["a"]),
+        ({"anyOf": [{"$ref": "#/$defs/id"}, {"type": "null"}], "$defs": {"id": INT64}}, [-(2**63), None], [2**63]),
+        ({"allOf": [UINT64]}, [2**64 - 1], [2**64]),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
+)
+def test_integers_of_any_size_are_held_to_the_digit(llguidance, schema, allowed, forbidden):
+    assert [value for value in allowed if not llguidance.allows(of(schema), json.dumps(value))] == []
+    assert [value for value in forbidden if llguidance.allows(of(schema), json.dumps(value))] == []
+
+
+ACCOUNT = {
+    "type": "object",
+    "properties": {
+        "id": INT64,
+        "owner": {"type": "string"},
+        "parent": {"anyOf": [{"$ref": "#/$defs/account"}, {"type": "null"}]},
+        "log": {"type": "array", "prefixItems": [{"const": "v1"}], "items": UINT64, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["id", "parent"],
+    "additionalProperties": {"type": "array", "items": UINT64, "maxItems": 2},
+}
+TREE = {"$ref": "#/$defs/account", "$defs": {"account": ACCOUNT}}
+
+
+@pytest.mark.parametrize("options", [{}, {"whitespace_pattern": " ?"}], ids=["default", "pattern"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"id": -(2**63), "parent": None},
+        {"id": 1, "owner": "a", "parent": {"id": 2**63 - 1, "parent": None}},
+        {"id": 1, "parent": None, "log": ["v1"], "x": [2**64 - 1, 0], "y": []},
+        {"id": 1, "parent": None, "log": ["v1", 2**63, 1]},
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_large_integers_are_held_deep_in_a_schema(llguidance, value, options):
+    assert llguidance.allows(of(TREE, **options), json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"id": 2**63, "parent": None},
+        {"parent": None},
+        {"id": 1, "parent": None, "log": []},
+        {"id": 1, "parent": None, "log": ["v1", 1, 2, 3]},
+        {"id": 1, "parent": None, "x": [2**64]},
+        {"id": 1, "parent": None, "id ": 2},
+        {"id": 1, "parent": {"id": 1}},
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_what_a_schema_with_large_integers_forbids_is_refused(llguidance, value):
+    assert not llguidance.allows(of(TREE), json.dumps(value))
+
+
+def test_schema_with_large_integers_keeps_to_the_options_of_whitespace(llguidance):
+    compact = of(TREE, any_whitespace=False)
+    assert llguidance.allows(compact, '{"id":1,"parent":null}')
+    assert not llguidance.allows(compact, '{"id": 1,"parent":null}')
+    assert llguidance.allows(of(TREE), '{\n  "id": 1,\n  "parent": null\n}')
+    assert not llguidance.allows(of(TREE), '{"id":   1,"parent":null}')
+
+
+def test_large_integers_are_held_in_structural_tags(llguidance):
+    tag = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": TREE}, "end": "</f>"}
+    constraint = Constraint("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
+    assert llguidance.allows(constraint, f'<f>{{"id":{2**63 - 1},"parent":null}}</f>')
+    assert not llguidance.allows(constraint, f'<f>{{"id":{2**63},"parent":null}}</f>')
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"a": {"oneOf": [{"const": SERIAL}, {"type": "null"}]}}, "type": "object"}, "#/properties/a"),
+        ({"type": "integer", "minimum": 2**53 + 1, "multipleOf": 3}, "#/multipleOf"),
+        ({"enum": [[SERIAL]]}, "#/enum"),
+        ({"type": "integer", "minimum": 2**64, "maximum": 0}, "#: no integer"),
+        ({"type": "number", "minimum": 0.5, "maximum": 2**64}, "#/minimum"),
+    ],
+)
+def test_large_number_that_cannot_be_held_is_refused_with_the_place(llguidance, schema, place):
+    assert llguidance.refusal(of(schema)).startswith(f"at {place}")
+
+
+@pytest.mark.slow
+def test_xgrammar_holds_bounds_of_64_bits(xgrammar):
+    assert xgrammar.allows(of(INT64), str(-(2**63)))
+    assert not xgrammar.allows(of(INT64), str(2**63))
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        ({"minProperties": 1}, ['{"k":1}'], ["{}"]),
+        ({"minProperties": 2, "required": ["a"]}, ['{"a":1,"k":1}'], ['{"a":1}', '{"a":1,"a":2}']),
+        ({"minProperties": 1, "maxProperties": 1}, ['{"k":1}'], ['{"k":1,"l":1}']),
+    ],
+)
+def test_least_number_of_properties_counts_each_key_once(llguidance, schema, allowed, forbidden):
+    constraint = of({"type": "object", **schema})
+    assert [text for text in allowed if not llguidance.allows(constraint, text)] == []
+    assert [text for text in forbidden if llguidance.allows(constraint, text)] == []
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minProperties": 2},
+        {"minProperties": 3, "additionalProperties": {"type": "integer"}},
+        {"minProperties": 2, "patternProperties": {"^k": {}}, "additionalProperties": False},
+        {"minProperties": 3, "required": ["a"], "properties": {"b": {}}},
+    ],
+)
+def test_least_number_that_repeated_keys_could_reach_is_refused(llguidance, schema):
+    constraint = of({"type": "array", "items": {"type": "object", **schema}})
+    assert "at #/items/minProperties: Unable to count" in llguidance.refusal(constraint)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({"type": "string", "format": name} for name in ("password", "binary", "path", "decimal", "uri-reference")),
+        {"type": "string", "format": "no such format", "minLength": 1},
+        {"type": "string", "contentMediaType": "application/json", "contentSchema": {}, "contentEncoding": "base64"},
+        {"type": "string", "format": "password", "writeOnly": True, "title": "A", "x-order": 3},
+    ],
+    ids=str,
+)
+def test_annotations_constrain_nothing(library, schema):
+    constraint = of({"type": "object", "properties": {"format": schema}, "required": ["format"]})
+    assert library.allows(constraint, '{"format": "any text"}')
+    assert not library.allows(constraint, '{"format": 3}')
+
+
+def test_format_that_is_an_annotation_is_in_the_log_in_one_line(llguidance, caplog):
+    parts = {name: {"type": "string", "format": f"shoe {name}"} for name in "aba"}
+    schema = {"type": "object", "properties": {**parts, "n": {"type": "integer", "format": "int32"}}}
+    with caplog.at_level(logging.WARNING):
+        llguidance.compile(of(schema))
+    assert [record.message for record in caplog.records] == [
+        "format 'shoe a', 'shoe b' of a JSON schema is an annotation: it constrains nothing"
+    ]
+
+
+def test_enforced_formats_still_constrain(llguidance):
+    assert not llguidance.allows(of({"type": "string", "format": "uuid"}), '"a"')
+
+
+@pytest.mark.parametrize("reference", ["#", "#/$defs/node", "#/properties/left"])
+def test_recursive_schemas_are_served(llguidance, reference):
+    node = {"type": "object", "properties": {"left": {"$ref": reference}}, "additionalProperties": False}
+    schema = {**node, "$defs": {"node": node}}
+    if reference == "#/properties/left":
+        schema["properties"] = {"left": node, "right": {"$ref": reference}}
+        node["properties"]["left"] = {"$ref": "#"}
+    assert llguidance.allows(of(schema), '{"left": {"left": {}}}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "#/$ref"),
+        ({"properties": {"a": {"$ref": "#/properties/a"}}}, "#/properties/a/$ref"),
+    ],
+)
+def test_reference_that_leads_back_to_itself_is_refused_with_the_place(llguidance, schema, place):
+    assert llguidance.refusal(of(schema)).startswith(f"at {place}: ")
+
+
+@pytest.mark.parametrize("constraint", [Constraint("json_object"), of({"type": "object"})], ids=["object", "schema"])
+def test_whitespace_between_the_parts_of_json_has_a_bound(library, constraint):
+    for text in ('{"a":1}', '{ "a" : [ 1 , 2 ] }', '{\n    "a": [\n        1\n    ]\n}', '{\n\n"a": 1}'):
+        assert library.allows(constraint, text), text
+    for gap in (" " * 50, "\n" * 40, "\n" + " " * 50, " \n" * 40):
+        assert not library.allows(constraint, f'{{{gap}"a": 1}}'), repr(gap)
+
+
+def test_whitespace_has_no_bound_with_a_pattern_that_says_so(llguidance):
+    constraint = Constraint("json_object", whitespace_pattern=r"[ \t\r\n]*")
+    assert llguidance.allows(constraint, '{"a":' + " \n" * 40 + "1}")
