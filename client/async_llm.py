@@ -31,7 +31,7 @@ from vllm_mp.client.unserved_arguments import check_unserved
 from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.request_validation import checked_arrival_time
+from vllm_mp.request_validation import check_generates, checked_arrival_time
 from vllm_mp.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -192,6 +192,7 @@ class AsyncLLM(
 
         async def start() -> OutputIterator:
             self._check_process()
+            check_generates(self.model_config)
             text = await self.chat_template.render(
                 messages,
                 template=chat_template,
