@@ -4,6 +4,7 @@ The library keeps numbers as float64, so that bounds and values beyond 2**53 bec
 such numbers become rules in Lark's notation here, with numbers digit by digit; the library gets all other parts.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.integer_range import integer_regex, number_regex
-from vllm_mp.core.structured_output.json_schema import DEFINITIONS, keywords_of, pointer, subschemas
+from vllm_mp.core.structured_output.json_schema import DEFINITIONS, keywords_of, pointer, resolve, subschemas
 
 _MAX_EXACT = 2**53
 _END_OF_INT64 = 2**63
@@ -20,6 +21,10 @@ _MAX_BOUND = 10**100
 """Bounds the size of a regular expression for numbers."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _NUMBERS = frozenset({*_BOUNDS, "multipleOf"})
+_MAX_ONE_OF = 64
+"""Number of schemas in oneOf that are compared with one another."""
+_EXAMPLES: tuple[Any, ...] = (None, True, 1, 0.5, "", [], {})
+"""A value of each type."""
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _KEY = r'/"([^"\\\x00-\x1f]|\\["\\bfnrt])*"/'
 """A key of an object. Other escapes are left out: they could spell the name of a property in another way."""
@@ -57,7 +62,8 @@ class ExactSchema:
             if isinstance(definitions := root.get(key), dict)
             for name, value in definitions.items()
         }
-        self._rounded = self._rounded_references()
+        self._uses = {name: _references(schema) for name, schema in self._definitions.items()}
+        self._held = self._held_references()
         self._rule_of_reference: dict[str, str] = {}
         self._comma = self._terminal(f'{self._gap} "," {self._gap}')
         self._object = _Marks(self._terminal(f'"{{" {self._gap}'), self._terminal(f'{self._gap} "}}"'))
@@ -67,22 +73,25 @@ class ExactSchema:
         """Return the expression of the schema. Raises GrammarError, with the place, if there is none."""
         return self._expression({key: self._root[key] for key in self._root if key not in DEFINITIONS}, "#")
 
-    def _rounded_references(self) -> set[str]:
-        """Return the definitions that have, or lead to, numbers that the library would round."""
-        uses = {
-            name: {part["$ref"] for _, part in subschemas(schema) if isinstance(part.get("$ref"), str)}
-            for name, schema in self._definitions.items()
-            if isinstance(schema, dict)
-        }
-        rounded = {name for name in uses if has_rounded_numbers(self._definitions[name])}
-        while more := {name for name in uses if name not in rounded and uses[name] & rounded}:
-            rounded |= more
-        return rounded
+    def _held_references(self) -> set[str]:
+        """Return the definitions that the library holds in full, with all definitions that they refer to."""
+        users: dict[str, list[str]] = {}
+        for name, used in self._uses.items():
+            for each in used:
+                users.setdefault(each, []).append(name)
+        held = set(self._definitions)
+        pending = [
+            name for name, schema in self._definitions.items() if any(_rounds(part) for _, part in subschemas(schema))
+        ]
+        pending += [name for each in users if each not in held for name in users[each]]
+        while pending:
+            if (name := pending.pop()) in held:
+                held.remove(name)
+                pending += users.get(name, ())
+        return held
 
     def _needs_rules(self, schema: Any) -> bool:
-        return isinstance(schema, dict) and any(
-            _rounds(part) or part.get("$ref") in self._rounded for _, part in subschemas(schema)
-        )
+        return any(_rounds(part) for _, part in subschemas(schema)) or not _references(schema) <= self._held
 
     def _expression(self, schema: Any, place: str) -> str:
         if not self._needs_rules(schema):
@@ -94,11 +103,15 @@ class ExactSchema:
         if "const" in keywords or "enum" in keywords:
             self._check(keywords, {"const" if "const" in keywords else "enum", "type"}, place)
             return self._values(schema, place)
-        for name in ("anyOf", "allOf"):
+        for name in ("anyOf", "oneOf", "allOf"):
             if name in keywords and isinstance(schema[name], list) and schema[name]:
                 self._check(keywords, {name}, place)
                 if name == "allOf" and len(schema[name]) > 1:
                     raise self._lack(f"{place}/allOf", "allOf of several schemas")
+                if name == "oneOf" and not self._are_disjoint(schema[name]):
+                    raise self._lack(
+                        f"{place}/oneOf", "schemas in oneOf that are not disjoint by type or by a constant"
+                    )
                 parts = [self._expression(part, f"{place}/{name}/{i}") for i, part in enumerate(schema[name])]
                 return f"({' | '.join(parts)})"
         types = schema.get("type", [each for each in _TYPES if each != "integer"])
@@ -173,12 +186,12 @@ class ExactSchema:
             parts.append(self._plain({"enum": rest}, place))
         return f"({' | '.join(parts)})"
 
-    def _reference(self, reference: str, place: str) -> str:
+    def _reference(self, reference: Any, place: str) -> str:
+        if not isinstance(reference, str) or (target := resolve(self._root, reference)) is None:
+            raise self._lack(f"{place}/$ref", f"the reference {reference!r:.100}, which names no part of the schema")
         if reference not in self._rule_of_reference:
-            if reference not in self._definitions:
-                raise GrammarError(f"at {place}/$ref: {reference} is no definition of the schema")
             self._rule_of_reference[reference] = name = self._reserve()
-            self._set(name, self._expression(self._definitions[reference], reference))
+            self._set(name, self._expression(target, reference))
         return self._rule_of_reference[reference]
 
     def _object_of(self, schema: dict[str, Any], place: str) -> str:
@@ -247,14 +260,37 @@ class ExactSchema:
         rest = f"({self._comma} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
         return f"{item} {rest}" if least else f"({item} {rest})?"
 
+    def _are_disjoint(self, schemas: list[Any]) -> bool:
+        """Return whether no value matches two schemas, as their types or the constants of a property show."""
+        if len(schemas) > _MAX_ONE_OF:
+            return False
+        whole = [self._resolved(schema) for schema in schemas]
+        return all(_differ(first, second) for first, second in itertools.combinations(whole, 2))
+
+    def _resolved(self, schema: Any) -> dict[str, Any]:
+        for _ in range(_MAX_ONE_OF):  # a chain of references ends, as was checked, but may be long
+            if not isinstance(schema, dict) or keywords_of(schema) != {"$ref"}:
+                break
+            schema = resolve(self._root, schema["$ref"])
+        return schema if isinstance(schema, dict) else {}
+
     def _plain(self, schema: Any, place: str) -> str:
         """Return the expression of a schema that has no rounded numbers, with the definitions that it may need."""
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
             raise GrammarError(f"at {place}: nothing matches the schema {schema!r}")
-        if any("$ref" in part for _, part in subschemas(schema)):
-            schema = {**schema, **{key: self._root[key] for key in DEFINITIONS if key in self._root}}
+        needed: set[str] = set()
+        pending = [*_references(schema)]
+        while pending:
+            if (name := pending.pop()) not in needed:
+                needed.add(name)
+                pending += self._uses[name]
+        schema = dict(schema)
+        for key in DEFINITIONS:
+            if key in self._root and any(name.startswith(f"#/{key}/") for name in needed):
+                definitions = self._root[key].items()
+                schema[key] = {name: value for name, value in definitions if f"#/{key}/{pointer(name)}" in needed}
         return self._plain_rule(schema)
 
     def _key(self, text: str) -> str:
@@ -292,6 +328,11 @@ def _literal(value: Any) -> str:
     return json.dumps(json.dumps(value, ensure_ascii=False))
 
 
+def _references(schema: Any) -> set[str]:
+    """Return the references in a schema."""
+    return {str(part["$ref"]) for _, part in subschemas(schema) if "$ref" in part}
+
+
 def _rounds(schema: dict[str, Any]) -> bool:
     """Return whether the keywords of a schema, without the schemas in it, have numbers that the library would round."""
     return any(key in schema and _is_rounded_bound(key, schema[key], schema.get("type")) for key in _BOUNDS) or any(
@@ -327,6 +368,49 @@ def _has_rounded(value: Any) -> bool:
             return True
         pending += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return False
+
+
+def _differ(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Return whether no value can match both schemas, as far as that is seen without looking deep."""
+    types = [
+        {"number" if each == "integer" else each for each in (kind if isinstance(kind, list) else [kind])}
+        if (kind := schema.get("type")) is not None
+        else set().union(*map(_type_of, _constants(schema) or [*_EXAMPLES])) - {"integer"}
+        for schema in (first, second)
+    ]
+    if not types[0] & types[1]:
+        return True
+    constants = [_constants(schema) for schema in (first, second)]
+    if all(constants):
+        return _no_common(*constants)
+    if first.get("type") != "object" or second.get("type") != "object":
+        return False
+    names = [set(schema.get("required", ())) & set(schema.get("properties", ())) for schema in (first, second)]
+    for name in names[0] & names[1]:
+        constants = [_constants(schema["properties"][name]) for schema in (first, second)]
+        if all(constants) and _no_common(*constants):
+            return True
+    return False
+
+
+def _constants(schema: Any) -> list[Any]:
+    """Return the values that a schema lists; empty if it lists none."""
+    if not isinstance(schema, dict):
+        return []
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else []
+
+
+def _no_common(first: list[Any], second: list[Any]) -> bool:
+    # 1 and 1.0 are equal in JSON.
+    texts = [
+        {
+            json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value, sort_keys=True)
+            for value in values
+        }
+        for values in (first, second)
+    ]
+    return not texts[0] & texts[1]
 
 
 def _type_of(value: Any) -> set[str]:

@@ -10,15 +10,17 @@ ENFORCED_FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
 )
 """The formats that a library enforces; any other is an annotation, as JSON Schema has it."""
-_ANNOTATIONS = frozenset(
+_CONSTRAINING = frozenset(
     {
-        *DEFINITIONS,
-        *("$schema", "$id", "$anchor", "$comment", "$vocabulary", "title", "description", "default", "examples"),
-        *("example", "deprecated", "readOnly", "writeOnly", "format", "x-guidance"),
-        *("contentEncoding", "contentMediaType", "contentSchema"),
+        *("$dynamicRef", "$recursiveRef", "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const"),
+        *("contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "exclusiveMaximum"),
+        *("exclusiveMinimum", "if", "items", "maxContains", "maxItems", "maxLength", "maxProperties", "maximum"),
+        *("minContains", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "not", "oneOf", "pattern"),
+        *("patternProperties", "prefixItems", "properties", "propertyNames", "required", "then", "type"),
+        *("unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
     }
 )
-"""Keywords that constrain nothing, except for a format that is enforced."""
+"""The keywords that constrain values, beside `format`. All others are annotations, also those that are not known."""
 _SCHEMAS = frozenset(
     {
         *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"),
@@ -49,8 +51,8 @@ def subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, A
 
 
 def keywords_of(schema: dict[str, Any]) -> set[str]:
-    """Return the keywords of a schema that constrain its values."""
-    return {key for key in schema if key not in _ANNOTATIONS}
+    """Return the keywords of a schema that constrain its values, without `format`."""
+    return set(_CONSTRAINING.intersection(schema))
 
 
 def pointer(name: str) -> str:
@@ -76,9 +78,10 @@ def drop_annotations(schema: dict[str, Any]) -> list[str]:
 
 def check_held(schema: dict[str, Any]) -> None:
     """Raise GrammarError, with the place, if llguidance would not hold a part of a schema that it accepts."""
+    ending: set[str] = set()
     for place, part in subschemas(schema):
         _check_min_properties(part, place)
-        _check_reference(schema, part, place)
+        _check_reference(schema, part, place, ending)
 
 
 def _check_min_properties(schema: dict[str, Any], place: str) -> None:
@@ -96,26 +99,32 @@ def _check_min_properties(schema: dict[str, Any], place: str) -> None:
         )
 
 
-def _check_reference(root: dict[str, Any], schema: dict[str, Any], place: str) -> None:
-    """Refuse a reference that leads back to itself without an object, a list or an alternative between."""
-    seen: list[str] = []
-    while isinstance(reference := schema.get("$ref"), str) and (reference == "#" or reference.startswith("#/")):
+def _check_reference(root: dict[str, Any], schema: dict[str, Any], place: str, ending: set[str]) -> None:
+    """Refuse a reference that leads back to itself without an object, a list or an alternative between.
+
+    `ending` are references that are known to end; those of this schema are added.
+    """
+    seen: dict[str, None] = {}
+    while isinstance(reference := schema.get("$ref"), str) and reference not in ending:
         if reference in seen:
             raise GrammarError(
                 f"at {place}/$ref: {reference!r} leads back to itself, so that it says nothing; let a property or an "
                 "item refer to it instead"
             )
-        seen.append(reference)
-        target = _target(root, reference)
+        seen[reference] = None
+        target = resolve(root, reference)
         if not isinstance(target, dict):
-            return
+            break
         schema = target
+    ending.update(seen)
 
 
-def _target(root: Any, reference: str) -> Any:
-    """Return the part of a schema that a reference names; None if there is none."""
+def resolve(root: Any, reference: str) -> Any:
+    """Return the part of a schema that a reference in it names; None if there is none, or if it is no JSON pointer."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
     value = root
-    for name in reference.removeprefix("#").split("/")[1:]:
+    for name in reference.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(value, dict):
             value = value.get(name)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _MAX_LEXER_STATES = 50_000
 """Bounds the memory that a compiled grammar may take while it is used: a state takes 1 to 2 kB."""
+_MAX_TEXT = 2**23
+"""Maximum length of a grammar, in characters. Rules for a schema repeat its definitions."""
 _MIN_BYTES = 2**16
 _BYTES_PER_CHARACTER = 160
 """Memory of a grammar per character of its text: measured at up to 155 for thousands of alternatives."""
@@ -94,6 +96,8 @@ class LLGuidanceBackend:
             text = structural_tag_grammar(constraint, self._split, added)
         else:
             text = lark_grammar(constraint, added)
+        if len(text) > _MAX_TEXT:
+            raise GrammarError(f"the constraint is too large: its grammar has {len(text)} characters; simplify it")
         return PreparedConstraint("llguidance", text, "lark", notes=tuple(added.notes))
 
     def compile(self, prepared: PreparedConstraint) -> LLGuidanceGrammar:

@@ -34,6 +34,7 @@ def of(schema, **options):
         ({"enum": ["a", SERIAL], "type": "integer"}, [SERIAL], ["a"]),
         ({"anyOf": [{"$ref": "#/$defs/id"}, {"type": "null"}], "$defs": {"id": INT64}}, [-(2**63), None], [2**63]),
         ({"allOf": [UINT64]}, [2**64 - 1], [2**64]),
+        ({"oneOf": [INT64, {"type": "null"}, {"const": "a"}], "x-other": 1}, [-(2**63), None, "a"], [2**63, "b"]),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
@@ -88,6 +89,49 @@ def test_what_a_schema_with_large_integers_forbids_is_refused(llguidance, value)
     assert not llguidance.allows(of(TREE), json.dumps(value))
 
 
+def test_kinds_of_objects_that_a_constant_tells_apart_may_have_large_integers(llguidance):
+    def kind(name):
+        properties = {"kind": {"const": name, "type": "string"}, "id": INT64}
+        return {"type": "object", "properties": properties, "required": ["kind"], "additionalProperties": False}
+
+    schema = {
+        "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+        "discriminator": {"propertyName": "kind"},
+        "$defs": {"cat": kind("cat"), "dog": kind("dog")},
+    }
+    assert llguidance.allows(of(schema), f'{{"kind": "dog", "id": {2**63 - 1}}}')
+    assert not llguidance.allows(of(schema), f'{{"kind": "cat", "id": {2**63}}}')
+    schema["$defs"]["dog"] = kind("cat")
+    assert "at #/oneOf: Unable" in llguidance.refusal(of(schema))
+
+
+@pytest.mark.parametrize("reference", ["#", "#/$defs/node", "#/properties/next"])
+def test_recursive_schema_may_have_large_integers(llguidance, reference):
+    node = {"type": "object", "properties": {"id": INT64, "next": {"$ref": reference}}, "additionalProperties": False}
+    schema = {**node, "$defs": {"node": node}}
+    if reference == "#/properties/next":
+        schema["properties"] = {**node["properties"], "next": node}
+    value = {"id": 2**63 - 1, "next": {"next": {"id": -(2**63)}}}
+    assert llguidance.allows(of(schema), json.dumps(value))
+    value["next"]["next"]["id"] = 2**63
+    assert not llguidance.allows(of(schema), json.dumps(value))
+
+
+def test_part_beside_large_integers_may_refer_to_the_whole_schema(llguidance):
+    properties = {"id": INT64, "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}}, "up": {"$ref": "#"}}
+    tag = {"type": "object", "properties": {"of": {"$ref": "#"}}, "additionalProperties": False}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False, "$defs": {"tag": tag}}
+    assert llguidance.allows(of(schema), '{"tags": [{"of": {"id": 1}}], "up": {"up": {}}}')
+    assert not llguidance.allows(of(schema), f'{{"tags": [{{"of": {{"id": {2**63}}}}}]}}')
+
+
+def test_grammar_that_repeats_its_definitions_too_often_is_refused(llguidance):
+    large = {"type": "string", "description": "x" * 100_000}
+    parts = {f"p{number}": {"$ref": "#/$defs/large"} for number in range(100)} | {"id": INT64}
+    schema = {"type": "object", "properties": parts, "$defs": {"large": large}}
+    assert "the constraint is too large" in llguidance.refusal(of(schema))
+
+
 def test_schema_with_large_integers_keeps_to_the_options_of_whitespace(llguidance):
     compact = of(TREE, any_whitespace=False)
     assert llguidance.allows(compact, '{"id":1,"parent":null}')
@@ -106,7 +150,8 @@ def test_large_integers_are_held_in_structural_tags(llguidance):
 @pytest.mark.parametrize(
     ("schema", "place"),
     [
-        ({"properties": {"a": {"oneOf": [{"const": SERIAL}, {"type": "null"}]}}, "type": "object"}, "#/properties/a"),
+        ({"oneOf": [{"type": "integer", "minimum": SERIAL}, {"type": "number"}]}, "#/oneOf"),
+        ({"allOf": [{"type": "integer", "minimum": SERIAL}, {"maximum": 2**64}]}, "#/allOf"),
         ({"type": "integer", "minimum": 2**53 + 1, "multipleOf": 3}, "#/multipleOf"),
         ({"enum": [[SERIAL]]}, "#/enum"),
         ({"type": "integer", "minimum": 2**64, "maximum": 0}, "#: no integer"),
