@@ -25,8 +25,7 @@ from vllm_mp.parameters import (
 )
 from vllm_mp.structured_outputs import GuidedDecodingParams as GuidedDecodingParams
 from vllm_mp.structured_outputs import StructuredOutputsParams, checked_form
-from vllm_mp.unserved_arguments import drop_unserved
-from vllm_mp.unserved_table import SAMPLING_ARGUMENTS
+from vllm_mp.unserved_arguments import AcceptsUnserved
 
 MAX_BAD_WORDS = 1024
 MAX_EXTRA_ARGS_BYTES = 2**14
@@ -81,20 +80,7 @@ def _at_most(count: int) -> msgspec.Meta:
     return msgspec.Meta(max_length=count)
 
 
-class _AcceptsUnserved(msgspec.StructMeta):
-    """Lets the constructor accept the fields of vLLM that are not served, as `vllm_mp/unserved_table.py` says."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().__call__(*args, **kwargs)
-        except TypeError:
-            if kwargs.keys() <= set(cls.__struct_fields__):
-                raise
-        served = drop_unserved(cls.__name__, kwargs, cls.__struct_fields__, SAMPLING_ARGUMENTS)
-        return super().__call__(*args, **served)
-
-
-class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=_AcceptsUnserved):
+class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserved):
     """Sampling parameters of one request; names, defaults and meanings are vLLM's.
 
     `temperature` 0 takes the most likely token at each position. The logits change in this order: allowed tokens, stop

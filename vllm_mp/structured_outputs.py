@@ -1,7 +1,7 @@
 """The form that a request may demand of its output: a JSON schema, a regular expression, a choice or a grammar."""
 
 import reprlib
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -42,6 +42,11 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, omit_defaults=Tru
     constraint holds for the whole output. -1: the output begins inside the reasoning."""
 
 
+_FORM_NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+FORMS = frozenset(_FORM_NAMES)
+"""The fields of `StructuredOutputsParams` that say what to match; the others are options."""
+
+
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     """The form that a completion must have; names and meanings are vLLM's.
 
@@ -70,13 +75,11 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     reasoning_start: int | None = None
     reasoning_end: list[int] | None = None
 
-    _FORMS: ClassVar[tuple[str, ...]] = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-
     def __post_init__(self) -> None:
-        given = [name for name in self._FORMS if getattr(self, name) is not None]
+        given = [name for name in _FORM_NAMES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"exactly one of {', '.join(self._FORMS)} must be given, got {' and '.join(given) or 'none of them'}"
+                f"exactly one of {', '.join(_FORM_NAMES)} must be given, got {' and '.join(given) or 'none of them'}"
             )
         self.constraint()
 
@@ -84,7 +87,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     def from_optional(cls, **fields: Any) -> "StructuredOutputsParams | None":
         """Return the parameters with the `fields` that are not None; None if no form of output is among them."""
         given = {name: value for name, value in fields.items() if value is not None}
-        return cls(**given) if any(name in given for name in cls._FORMS) else None
+        return cls(**given) if FORMS & given.keys() else None
 
     def constraint(self) -> Constraint:
         """Return what the wire carries. Raises as the constructor does, if fields were changed since."""

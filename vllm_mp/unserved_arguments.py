@@ -7,8 +7,10 @@ import reprlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
+
 from vllm_mp.suggestions import did_you_mean
-from vllm_mp.unserved_table import CALL_ARGUMENTS, Unserved
+from vllm_mp.unserved_table import CALL_ARGUMENTS, PARAMETER_TABLES, Unserved
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,19 @@ def accepts_unserved(
         return call
 
     return decorate
+
+
+class AcceptsUnserved(msgspec.StructMeta):
+    """Lets the constructor of parameters accept the fields of vLLM that they do not have."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError:
+            if kwargs.keys() <= set(cls.__struct_fields__):
+                raise
+        table = next(PARAMETER_TABLES[base.__name__] for base in cls.__mro__ if base.__name__ in PARAMETER_TABLES)
+        return super().__call__(*args, **drop_unserved(cls.__name__, kwargs, cls.__struct_fields__, table))
 
 
 def check_unserved(**arguments: Any) -> None:

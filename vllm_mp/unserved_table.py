@@ -354,6 +354,20 @@ SAMPLING_ARGUMENTS: dict[str, Unserved] = {
 }
 """The fields of vLLM's `SamplingParams` that are not served."""
 
+POOLING_ARGUMENTS: dict[str, Unserved] = {
+    **_harmless("a request for a vector has one output", output_kind=2, hidden_states_cache=None),
+    **_harmless("a prompt's vector needs all of its tokens", requires_token_ids=False),
+    **_refused("give use_activation", softmax=None, activation=None),
+    **_refused("models for steps are not served", step_tag_id=None, returned_token_ids=None),
+    **_refused("give the prompt a cache_salt of its own", skip_reading_prefix_cache=False),
+    **_refused("no plugin reads them", extra_kwargs=None),
+    **_refused("queries and documents are compared with score()", late_interaction_params=None),
+}
+"""The fields of vLLM's `PoolingParams` that are not served."""
+
+PARAMETER_TABLES = {"SamplingParams": SAMPLING_ARGUMENTS, "PoolingParams": POOLING_ARGUMENTS}
+"""The table for each class of parameters."""
+
 _NO_REASONING = "no reasoning parser runs in this engine"
 CALL_ARGUMENTS: dict[str, Unserved] = {
     **_refused("pairs of texts are scored without a template", chat_template=None),

@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mp import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, LoRARequest, SamplingParams, unserved_arguments
-from vllm_mp.unserved_table import CALL_ARGUMENTS, ENGINE_ARGUMENTS, SAMPLING_ARGUMENTS
+from vllm_mp import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    EngineArgs,
+    LoRARequest,
+    PoolingParams,
+    SamplingParams,
+    unserved_arguments,
+)
+from vllm_mp.unserved_table import CALL_ARGUMENTS, ENGINE_ARGUMENTS, POOLING_ARGUMENTS, SAMPLING_ARGUMENTS
 
 ENGINE_NAMES = """
 model model_weights served_model_name tokenizer hf_config_path runner convert skip_tokenizer_init enable_prompt_embeds
@@ -80,6 +89,12 @@ best_of truncate_prompt_tokens guided_decoding logits_processors use_beam_search
 """
 """The fields of `SamplingParams` in vLLM 0.33, then those of earlier versions."""
 
+POOLING_NAMES = """
+truncate_prompt_tokens dimensions normalize softmax activation use_activation step_tag_id returned_token_ids task
+requires_token_ids skip_reading_prefix_cache extra_kwargs output_kind hidden_states_cache late_interaction_params
+"""
+"""The fields of `PoolingParams` in vLLM 0.33 and earlier versions."""
+
 CALL_NAMES = {
     AsyncLLM.generate: """prompt sampling_params request_id prompt_text lora_request tokenization_kwargs trace_headers
     priority data_parallel_rank session_id kv_hints reasoning_ended reasoning_parser_kwargs prompt_adapter_request""",
@@ -100,7 +115,7 @@ CALL_NAMES = {
 
 PAGE = Path(__file__).parents[2] / "docs/using/unserved_arguments.md"
 FIELDS = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-TABLES = {AsyncEngineArgs: ENGINE_ARGUMENTS, SamplingParams: SAMPLING_ARGUMENTS}
+TABLES = {AsyncEngineArgs: ENGINE_ARGUMENTS, SamplingParams: SAMPLING_ARGUMENTS, PoolingParams: POOLING_ARGUMENTS}
 ENTRIES = [(kind, name) for kind, table in TABLES.items() for name in table if name not in FIELDS]
 OF_CLIENTS = {"disable_log_requests", "enable_log_requests", "max_log_len", "otlp_traces_endpoint"}
 """Options of `AsyncEngineArgs` that are in the table for `EngineArgs`."""
@@ -128,6 +143,11 @@ def test_every_option_of_vllm_is_served_or_in_the_table():
 def test_every_sampling_parameter_of_vllm_is_served_or_in_the_table():
     assert set(SAMPLING_NAMES.split()) <= {*SamplingParams.__struct_fields__, *SAMPLING_ARGUMENTS}
     assert not set(SamplingParams.__struct_fields__) & set(SAMPLING_ARGUMENTS)
+
+
+def test_every_pooling_parameter_of_vllm_is_served_or_in_the_table():
+    assert set(POOLING_NAMES.split()) <= {*PoolingParams.__struct_fields__, *POOLING_ARGUMENTS}
+    assert not set(PoolingParams.__struct_fields__) & set(POOLING_ARGUMENTS)
 
 
 @pytest.mark.parametrize("call", CALL_NAMES, ids=lambda call: call.__qualname__)
@@ -220,7 +240,7 @@ def rows_of(table):
     ]
 
 
-@pytest.mark.parametrize("table", [ENGINE_ARGUMENTS, SAMPLING_ARGUMENTS, CALL_ARGUMENTS])
+@pytest.mark.parametrize("table", [ENGINE_ARGUMENTS, SAMPLING_ARGUMENTS, POOLING_ARGUMENTS, CALL_ARGUMENTS])
 def test_page_lists_every_argument_with_what_happens(table):
     page = PAGE.read_text()
     assert [row for row in rows_of(table) if row not in page] == []

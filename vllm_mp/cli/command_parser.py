@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from vllm_mp.argument_parser import FlexibleArgumentParser
 from vllm_mp.options import FURTHER, WITHOUT_EFFECT
 from vllm_mp.suggestions import did_you_mean
+from vllm_mp.unserved_table import ENGINE_ARGUMENTS
 
 _NOUNS: dict[Any, str] = {int: "an integer", float: "a number", json.loads: "a JSON object"}
 """What the value of a flag must be, by the function that converts it."""
@@ -100,6 +101,9 @@ class CommandParser(FlexibleArgumentParser):
         help_flag = "--help-all" if "--help-all" in self._option_string_actions else "--help"
         served = [group for group in self._action_groups if group.title != WITHOUT_EFFECT]
         known = [name for group in served for action in group._group_actions for name in action.option_strings]
+        entry = ENGINE_ARGUMENTS.get(flag.removeprefix("--").removeprefix("no-").replace("-", "_"))
+        if entry is not None and "--max-model-len" in known:
+            return f"{flag} is not served: {entry.reason}; leave it out"
         hint = did_you_mean(flag, known)
         return f"unknown option {flag}" + (hint or f"; see {self.prog} {help_flag}")
 

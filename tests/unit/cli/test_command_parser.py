@@ -112,6 +112,19 @@ def test_help_of_each_argument_is_a_sentence_that_ends_with_its_default():
     assert num_arguments > 400
 
 
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--enable-sleep-mode", "sleep() needs no option"),
+        ("--cpu-offload-gb", "weights and KV cache stay on the device"),
+    ],
+)
+def test_option_of_vllm_that_is_not_served_is_refused_with_the_reason(flag, reason, capsys):
+    code, _, error = output_of(capsys, "serve", "m", f"{flag}=1")
+    assert code == 2
+    assert f"{flag} is not served: {reason}; leave it out" in error
+
+
 def test_the_parser_of_a_program_shows_every_engine_option():
     text = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser()).format_help()
     assert flags_in(text) >= {"--" + name.replace("_", "-") for name in FIELDS}
