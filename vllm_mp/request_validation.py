@@ -64,11 +64,15 @@ def validate_generation(
 
 def check_generates(model: ModelConfig) -> None:
     """Raise ValueError if the model generates no text."""
-    if "generate" not in model.supported_tasks:
-        raise ValueError(
-            f"{model.model} is an encoder and generates no text; ask for its embeddings, with encode() or "
-            "/v1/embeddings, or use another model"
-        )
+    if "generate" in model.supported_tasks:
+        return
+    architecture = model.architecture
+    what = (
+        "is an encoder" if architecture.is_encoder else f"has no head for tokens ({architecture.name} without lm_head)"
+    )
+    raise ValueError(
+        f"{model.model} {what} and generates no text; call encode() for its embeddings, or ask /v1/embeddings for them"
+    )
 
 
 def validate_pooling(request_id: str, prompt: npt.NDArray[np.int32], params: PoolingParams, config: VllmConfig) -> None:

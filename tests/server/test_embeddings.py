@@ -138,7 +138,7 @@ def test_encoder_that_is_asked_for_text_says_that_it_makes_embeddings(encoder, p
     answer = post(encoder, path, **body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "model")
-    assert "generates no text; ask for its embeddings, with encode() or /v1/embeddings" in error["message"]
+    assert "generates no text; call encode() for its embeddings, or ask /v1/embeddings" in error["message"]
 
 
 def test_failed_input_leaves_no_request_of_its_batch_behind(encoder):

@@ -208,8 +208,7 @@ def test_generation_with_an_encoder_is_refused():
     encoder = config()
     encoder.model_config.architecture = msgspec.structs.replace(encoder.model_config.architecture, is_encoder=True)
     assert refusal(engine=encoder) == (
-        "m is an encoder and generates no text; ask for its embeddings, with encode() or /v1/embeddings, or use "
-        "another model"
+        "m is an encoder and generates no text; call encode() for its embeddings, or ask /v1/embeddings for them"
     )
 
 
