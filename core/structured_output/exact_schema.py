@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from vllm_mp.core.structured_output.disjoint_schemas import are_disjoint, types_of
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.integer_range import integer_regex, number_regex
 from vllm_mp.core.structured_output.json_schema import DEFINITIONS, keywords_of, pointer, resolve, subschemas
@@ -23,8 +24,25 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _NUMBERS = frozenset({*_BOUNDS, "multipleOf"})
 _MAX_ONE_OF = 64
 """Number of schemas in oneOf that are compared with one another."""
-_EXAMPLES: tuple[Any, ...] = (None, True, 1, 0.5, "", [], {})
-"""A value of each type."""
+_KEYWORDS_OF_TYPE = {
+    "string": frozenset({"format", "maxLength", "minLength", "pattern"}),
+    "integer": _NUMBERS,
+    "number": _NUMBERS,
+    "array": frozenset(
+        {
+            *("additionalItems", "contains", "items", "maxContains", "maxItems", "minContains", "minItems"),
+            *("prefixItems", "unevaluatedItems", "uniqueItems"),
+        }
+    ),
+    "object": frozenset(
+        {
+            *("additionalProperties", "dependencies", "dependentRequired", "dependentSchemas", "maxProperties"),
+            *("minProperties", "patternProperties", "properties", "propertyNames", "required", "unevaluatedProperties"),
+        }
+    ),
+}
+"""The keywords that have no meaning for values of other types."""
+_KEYWORDS_OF_TYPES = frozenset[str]().union(*_KEYWORDS_OF_TYPE.values())
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _KEY = r'/"([^"\\\x00-\x1f]|\\["\\bfnrt])*"/'
 """A key of an object. Other escapes are left out: they could spell the name of a property in another way."""
@@ -52,6 +70,8 @@ class ExactSchema:
         holds in full; `whitespace` is the terminal of what may stand between the parts of JSON, or empty. The rules
         are added to `rules`.
         """
+        for place, part in subschemas(root):
+            _check_shape(part, place)
         self._root = root
         self._plain_rule = plain
         self._gap = whitespace
@@ -117,29 +137,25 @@ class ExactSchema:
         types = schema.get("type", [each for each in _TYPES if each != "integer"])
         if not isinstance(types, list):
             return self._typed(schema, place)
-        parts = []
-        for kind in types:
-            typed = {**schema, "type": kind}
-            if kind not in ("integer", "number"):
-                typed = {key: value for key, value in typed.items() if key not in _NUMBERS}
-            parts.append(self._expression(typed, place))
-        return f"({' | '.join(parts)})"
+        return f"({' | '.join(self._typed({**schema, 'type': kind}, place) for kind in types)})"
 
     def _typed(self, schema: dict[str, Any], place: str) -> str:
+        own = _KEYWORDS_OF_TYPE.get(schema["type"], frozenset())
+        schema = {key: value for key, value in schema.items() if key in own or key not in _KEYWORDS_OF_TYPES}
         match schema["type"]:
             case "integer" | "number":
                 return self._number(schema, place)
             case "object":
-                return self._object_of({key: schema[key] for key in schema if key not in _NUMBERS}, place)
+                return self._object_of(schema, place)
             case "array":
-                return self._array_of({key: schema[key] for key in schema if key not in _NUMBERS}, place)
-            case kind if kind in _TYPES:
-                return self._plain({key: schema[key] for key in schema if key not in _NUMBERS}, place)
-            case kind:
-                raise GrammarError(f"at {place}/type: {kind!r} is no type; use one of {', '.join(_TYPES)}")
+                return self._array_of(schema, place)
+            case _:
+                self._check(keywords_of(schema), {"type", *own}, place)
+                return self._plain(schema, place)
 
     def _number(self, schema: dict[str, Any], place: str) -> str:
         is_integer = schema["type"] == "integer"
+        self._check(keywords_of(schema), {"type", *_NUMBERS}, place)
         if "multipleOf" in schema and not (is_integer and schema["multipleOf"] == 1):
             raise self._lack(f"{place}/multipleOf", "multipleOf")
         lows, highs = [], []
@@ -166,10 +182,8 @@ class ExactSchema:
     def _values(self, schema: dict[str, Any], place: str) -> str:
         name = "const" if "const" in schema else "enum"
         values = [schema[name]] if name == "const" else schema[name]
-        if not isinstance(values, list):
-            raise GrammarError(f"at {place}/{name}: it must be a list")
         types = schema.get("type", list(_TYPES))
-        allowed = [value for value in values if _type_of(value) & set(types if isinstance(types, list) else [types])]
+        allowed = [value for value in values if types_of(value) & set(types if isinstance(types, list) else [types])]
         if not allowed:
             raise GrammarError(f"at {place}/{name}: no value has the type {types}")
         texts = []
@@ -186,8 +200,8 @@ class ExactSchema:
             parts.append(self._plain({"enum": rest}, place))
         return f"({' | '.join(parts)})"
 
-    def _reference(self, reference: Any, place: str) -> str:
-        if not isinstance(reference, str) or (target := resolve(self._root, reference)) is None:
+    def _reference(self, reference: str, place: str) -> str:
+        if (target := resolve(self._root, reference)) is None:
             raise self._lack(f"{place}/$ref", f"the reference {reference!r:.100}, which names no part of the schema")
         if reference not in self._rule_of_reference:
             self._rule_of_reference[reference] = name = self._reserve()
@@ -197,8 +211,7 @@ class ExactSchema:
     def _object_of(self, schema: dict[str, Any], place: str) -> str:
         keywords = keywords_of(schema)
         required = schema.get("required", [])
-        if not isinstance(required, list) or not isinstance(properties := schema.get("properties", {}), dict):
-            raise GrammarError(f"at {place}: properties must be an object, and required a list")
+        properties = schema.get("properties", {})
         known = {"type", "properties", "required", "additionalProperties"}
         if schema.get("minProperties", 0) <= len(set(required)):
             known.add("minProperties")
@@ -233,8 +246,8 @@ class ExactSchema:
         prefix = schema.get("prefixItems", [])
         items = schema.get("items", True)
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if not isinstance(prefix, list) or isinstance(items, list) or type(least) is not int:
-            raise self._lack(place, "this form of an array")
+        if isinstance(items, list):
+            raise self._lack(f"{place}/items", "a list of items")
         if items is False:
             most = len(prefix) if most is None else min(most, len(prefix))
         if most is not None and most < least:
@@ -265,7 +278,7 @@ class ExactSchema:
         if len(schemas) > _MAX_ONE_OF:
             return False
         whole = [self._resolved(schema) for schema in schemas]
-        return all(_differ(first, second) for first, second in itertools.combinations(whole, 2))
+        return all(are_disjoint(first, second) for first, second in itertools.combinations(whole, 2))
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
         for _ in range(_MAX_ONE_OF):  # a chain of references ends, as was checked, but may be long
@@ -328,9 +341,32 @@ def _literal(value: Any) -> str:
     return json.dumps(json.dumps(value, ensure_ascii=False))
 
 
+def _check_shape(schema: dict[str, Any], place: str) -> None:
+    """Raise GrammarError, with the place, if a keyword has a value that JSON Schema does not allow."""
+    for key, value in schema.items():
+        match key:
+            case "$ref":
+                is_valid = isinstance(value, str)
+            case "type":
+                kinds = value if isinstance(value, list) else [value]
+                is_valid = bool(kinds) and all(isinstance(kind, str) and kind in _TYPES for kind in kinds)
+            case "required":
+                is_valid = isinstance(value, list) and all(isinstance(name, str) for name in value)
+            case "properties":
+                is_valid = isinstance(value, dict)
+            case "enum" | "prefixItems" | "anyOf" | "oneOf" | "allOf":
+                is_valid = isinstance(value, list)
+            case "minItems" | "maxItems" | "minProperties":
+                is_valid = type(value) is int and value >= 0
+            case _:
+                continue
+        if not is_valid:
+            raise GrammarError(f"at {place}/{key}: it cannot be {json.dumps(value):.100}")
+
+
 def _references(schema: Any) -> set[str]:
     """Return the references in a schema."""
-    return {str(part["$ref"]) for _, part in subschemas(schema) if "$ref" in part}
+    return {part["$ref"] for _, part in subschemas(schema) if "$ref" in part}
 
 
 def _rounds(schema: dict[str, Any]) -> bool:
@@ -368,65 +404,3 @@ def _has_rounded(value: Any) -> bool:
             return True
         pending += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return False
-
-
-def _differ(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Return whether no value can match both schemas, as far as that is seen without looking deep."""
-    types = [
-        {"number" if each == "integer" else each for each in (kind if isinstance(kind, list) else [kind])}
-        if (kind := schema.get("type")) is not None
-        else set().union(*map(_type_of, _constants(schema) or [*_EXAMPLES])) - {"integer"}
-        for schema in (first, second)
-    ]
-    if not types[0] & types[1]:
-        return True
-    constants = [_constants(schema) for schema in (first, second)]
-    if all(constants):
-        return _no_common(*constants)
-    if first.get("type") != "object" or second.get("type") != "object":
-        return False
-    names = [set(schema.get("required", ())) & set(schema.get("properties", ())) for schema in (first, second)]
-    for name in names[0] & names[1]:
-        constants = [_constants(schema["properties"][name]) for schema in (first, second)]
-        if all(constants) and _no_common(*constants):
-            return True
-    return False
-
-
-def _constants(schema: Any) -> list[Any]:
-    """Return the values that a schema lists; empty if it lists none."""
-    if not isinstance(schema, dict):
-        return []
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return values if isinstance(values, list) else []
-
-
-def _no_common(first: list[Any], second: list[Any]) -> bool:
-    # 1 and 1.0 are equal in JSON.
-    texts = [
-        {
-            json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value, sort_keys=True)
-            for value in values
-        }
-        for values in (first, second)
-    ]
-    return not texts[0] & texts[1]
-
-
-def _type_of(value: Any) -> set[str]:
-    """Return the types that a value has."""
-    match value:
-        case None:
-            return {"null"}
-        case bool():
-            return {"boolean"}
-        case int():
-            return {"integer", "number"}
-        case float():
-            return {"number", "integer"} if value.is_integer() else {"number"}
-        case str():
-            return {"string"}
-        case list():
-            return {"array"}
-        case _:
-            return {"object"}

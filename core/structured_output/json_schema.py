@@ -29,6 +29,8 @@ _SCHEMAS = frozenset(
 )
 _LISTS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _NAMED = frozenset({*DEFINITIONS, "dependentSchemas", "patternProperties", "properties"})
+_MAX_REFERENCES = 128
+"""Number of different references up to which a schema is searched for values that never end."""
 _MAX_FORMAT = 100
 """Maximum length of the name of a format in the log."""
 
@@ -82,6 +84,12 @@ def check_held(schema: dict[str, Any]) -> None:
     for place, part in subschemas(schema):
         _check_min_properties(part, place)
         _check_reference(schema, part, place, ending)
+    references = {part["$ref"] for _, part in subschemas(schema) if isinstance(part.get("$ref"), str)}
+    if len(references) <= _MAX_REFERENCES and not _ends(schema, _ending_references(schema, references)):
+        raise GrammarError(
+            "at #: no value of the schema ends, because a required part of it needs the schema again; leave the part "
+            "out of required, or let it be null"
+        )
 
 
 def _check_min_properties(schema: dict[str, Any], place: str) -> None:
@@ -97,6 +105,36 @@ def _check_min_properties(schema: dict[str, Any], place: str) -> None:
             f"at {place}/minProperties: Unable to count the properties, because keys that are not named may occur "
             "twice; name more properties in required, or set additionalProperties to false"
         )
+
+
+def _ending_references(root: Any, references: set[str]) -> set[str]:
+    """Return the references to schemas that have a value which ends."""
+    ending: set[str] = set()
+    while more := {each for each in references - ending if _ends(resolve(root, each), ending)}:
+        ending |= more
+    return ending
+
+
+def _ends(schema: Any, ending: set[str]) -> bool:
+    """Return whether a schema has a value that ends, if the references `ending` are those that have one."""
+    if not isinstance(schema, dict):
+        return schema is not False
+    if isinstance(reference := schema.get("$ref"), str) and reference not in ending:
+        return False
+    for key, needed in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+        members = schema.get(key)
+        if isinstance(members, list) and members and not needed(_ends(member, ending) for member in members):
+            return False
+    required, properties = schema.get("required"), schema.get("properties")
+    if schema.get("type") == "object" and isinstance(required, list) and isinstance(properties, dict):
+        return all(_ends(properties[name], ending) for name in required if isinstance(name, str) and name in properties)
+    if schema.get("type") == "array" and isinstance(least := schema.get("minItems"), int) and least > 0:
+        prefix = schema.get("prefixItems")
+        first = prefix[:least] if isinstance(prefix, list) else []
+        return all(_ends(item, ending) for item in first) and (
+            least <= len(first) or _ends(schema.get("items", True), ending)
+        )
+    return True
 
 
 def _check_reference(root: dict[str, Any], schema: dict[str, Any], place: str, ending: set[str]) -> None:

@@ -247,6 +247,32 @@ def test_reference_that_leads_back_to_itself_is_refused_with_the_place(llguidanc
     assert llguidance.refusal(of(schema)).startswith(f"at {place}: ")
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "array", "items": {"$ref": "#"}, "minItems": 2}]}}},
+    ],
+    ids=str,
+)
+def test_schema_whose_values_never_end_is_refused(llguidance, schema):
+    assert "at #: no value of the schema ends" in llguidance.refusal(of(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["a"]}, ""),
+        ({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, ""),
+        ({"type": "array", "items": {"$ref": "#"}}, "[[], [[]]]"),
+    ],
+    ids=str,
+)
+def test_recursive_schema_with_a_way_out_is_served(llguidance, schema, text):
+    assert llguidance.allows(of(schema), text or '{"a": {"a": null}}')
+
+
 @pytest.mark.parametrize("constraint", [Constraint("json_object"), of({"type": "object"})], ids=["object", "schema"])
 def test_whitespace_between_the_parts_of_json_has_a_bound(library, constraint):
     for text in ('{"a":1}', '{ "a" : [ 1 , 2 ] }', '{\n    "a": [\n        1\n    ]\n}', '{\n\n"a": 1}'):
