@@ -1,7 +1,7 @@
 """Rules for the parts of JSON schemas with numbers that llguidance would round.
 
-The library keeps numbers as float64, so that bounds and values beyond 2**53 become others. The parts of a schema with
-such numbers become rules in Lark's notation here, with numbers digit by digit; the library gets all other parts.
+The library keeps numbers as float64, so that bounds and values beyond 2**53 become others. A schema with such numbers
+becomes rules in Lark's notation here, with numbers digit by digit.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from vllm_mp.core.structured_output.disjoint_schemas import are_disjoint, types_of
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.integer_range import integer_regex, number_regex
-from vllm_mp.core.structured_output.json_schema import DEFINITIONS, keywords_of, pointer, resolve, subschemas
+from vllm_mp.core.structured_output.json_schema import keywords_of, pointer, resolve, subschemas
 
 _MAX_EXACT = 2**53
 _END_OF_INT64 = 2**63
@@ -61,62 +61,45 @@ class _Marks(NamedTuple):
 
 
 class ExactSchema:
-    """Builds the rules of a schema."""
+    """Builds the rules of a schema.
+
+    Objects and lists are always rules of its own, because the lexer takes the longest text that a terminal matches: of
+    two alternatives, one with the library's terminals and one with others, it could lose the former. The library gets
+    texts, numbers and other single values.
+    """
 
     def __init__(
         self, root: dict[str, Any], plain: Callable[[dict[str, Any]], str], whitespace: str, rules: list[str]
     ) -> None:
-        """`root` has references to its definitions only. `plain` returns the expression of a schema that the library
-        holds in full; `whitespace` is the terminal of what may stand between the parts of JSON, or empty. The rules
-        are added to `rules`.
+        """`plain` returns the library's expression of a schema for single values; `whitespace` is the terminal of what
+        may stand between the parts of JSON, or empty. The rules are added to `rules`.
         """
         for place, part in subschemas(root):
             _check_shape(part, place)
         self._root = root
-        self._plain_rule = plain
+        self._plain = plain
         self._gap = whitespace
         self._rules = rules
-        self._definitions = {
-            f"#/{key}/{pointer(name)}": value
-            for key in DEFINITIONS
-            if isinstance(definitions := root.get(key), dict)
-            for name, value in definitions.items()
-        }
-        self._uses = {name: _references(schema) for name, schema in self._definitions.items()}
-        self._held = self._held_references()
         self._rule_of_reference: dict[str, str] = {}
+        self._any_value = ""
+        self._names: dict[str, str] = {}
+        """The names of terminals and rules by their text: a rule that occurs again is not added again."""
         self._comma = self._terminal(f'{self._gap} "," {self._gap}')
         self._object = _Marks(self._terminal(f'"{{" {self._gap}'), self._terminal(f'{self._gap} "}}"'))
         self._array = _Marks(self._terminal(f'"[" {self._gap}'), self._terminal(f'{self._gap} "]"'))
 
     def expression(self) -> str:
         """Return the expression of the schema. Raises GrammarError, with the place, if there is none."""
-        return self._expression({key: self._root[key] for key in self._root if key not in DEFINITIONS}, "#")
-
-    def _held_references(self) -> set[str]:
-        """Return the definitions that the library holds in full, with all definitions that they refer to."""
-        users: dict[str, list[str]] = {}
-        for name, used in self._uses.items():
-            for each in used:
-                users.setdefault(each, []).append(name)
-        held = set(self._definitions)
-        pending = [
-            name for name, schema in self._definitions.items() if any(_rounds(part) for _, part in subschemas(schema))
-        ]
-        pending += [name for each in users if each not in held for name in users[each]]
-        while pending:
-            if (name := pending.pop()) in held:
-                held.remove(name)
-                pending += users.get(name, ())
-        return held
-
-    def _needs_rules(self, schema: Any) -> bool:
-        return any(_rounds(part) for _, part in subschemas(schema)) or not _references(schema) <= self._held
+        return self._expression(self._root, "#")
 
     def _expression(self, schema: Any, place: str) -> str:
-        if not self._needs_rules(schema):
-            return self._plain(schema, place)
+        if schema is True:
+            return self._any()
+        if not isinstance(schema, dict):
+            raise GrammarError(f"at {place}: nothing matches the schema {schema!r}")
         keywords = keywords_of(schema)
+        if not keywords and "format" not in schema:
+            return self._any()
         if "$ref" in keywords:
             self._check(keywords, {"$ref"}, place)
             return self._reference(schema["$ref"], place)
@@ -124,7 +107,7 @@ class ExactSchema:
             self._check(keywords, {"const" if "const" in keywords else "enum", "type"}, place)
             return self._values(schema, place)
         for name in ("anyOf", "oneOf", "allOf"):
-            if name in keywords and isinstance(schema[name], list) and schema[name]:
+            if name in keywords and schema[name]:
                 self._check(keywords, {name}, place)
                 if name == "allOf" and len(schema[name]) > 1:
                     raise self._lack(f"{place}/allOf", "allOf of several schemas")
@@ -139,9 +122,18 @@ class ExactSchema:
             return self._typed(schema, place)
         return f"({' | '.join(self._typed({**schema, 'type': kind}, place) for kind in types)})"
 
+    def _any(self) -> str:
+        """Return the rule for any value."""
+        if not self._any_value:
+            self._any_value = name = self._reserve()
+            kinds = [kind for kind in _TYPES if kind != "integer"]
+            self._set(name, " | ".join(self._typed({"type": kind}, "#") for kind in kinds))
+        return self._any_value
+
     def _typed(self, schema: dict[str, Any], place: str) -> str:
         own = _KEYWORDS_OF_TYPE.get(schema["type"], frozenset())
-        schema = {key: value for key, value in schema.items() if key in own or key not in _KEYWORDS_OF_TYPES}
+        meant = own | (keywords_of(schema) - _KEYWORDS_OF_TYPES)
+        schema = {key: value for key, value in schema.items() if key in meant}
         match schema["type"]:
             case "integer" | "number":
                 return self._number(schema, place)
@@ -151,11 +143,13 @@ class ExactSchema:
                 return self._array_of(schema, place)
             case _:
                 self._check(keywords_of(schema), {"type", *own}, place)
-                return self._plain(schema, place)
+                return self._plain(schema)
 
     def _number(self, schema: dict[str, Any], place: str) -> str:
         is_integer = schema["type"] == "integer"
         self._check(keywords_of(schema), {"type", *_NUMBERS}, place)
+        if not _rounds(schema):
+            return self._plain(schema)
         if "multipleOf" in schema and not (is_integer and schema["multipleOf"] == 1):
             raise self._lack(f"{place}/multipleOf", "multipleOf")
         lows, highs = [], []
@@ -186,19 +180,21 @@ class ExactSchema:
         allowed = [value for value in values if types_of(value) & set(types if isinstance(types, list) else [types])]
         if not allowed:
             raise GrammarError(f"at {place}/{name}: no value has the type {types}")
-        texts = []
-        rest = []
-        for value in allowed:
-            if not _has_rounded(value):
-                rest.append(value)
-            elif isinstance(value, dict | list):
-                raise self._lack(f"{place}/{name}", "numbers beyond 2**53 within a list or an object")
-            else:
-                texts.append(_literal(value))
-        parts = [self._terminal(" | ".join(texts))] if texts else []
-        if rest:
-            parts.append(self._plain({"enum": rest}, place))
-        return f"({' | '.join(parts)})"
+        return f"({' | '.join(map(self._constant, allowed))})"
+
+    def _constant(self, value: Any) -> str:
+        """Return the expression for a single value."""
+        match value:
+            case list():
+                items = f" {self._comma} ".join(map(self._constant, value))
+                return f"{self._array.open} {items} {self._array.close}"
+            case dict():
+                pairs = (f"{self._key(_literal(key))} {self._constant(value[key])}" for key in value)
+                return f"{self._object.open} {f' {self._comma} '.join(pairs)} {self._object.close}"
+            case int() | float() if _is_rounded(value):
+                return self._terminal(_literal(value))
+            case _:
+                return self._plain({"const": value})
 
     def _reference(self, reference: str, place: str) -> str:
         if (target := resolve(self._root, reference)) is None:
@@ -217,28 +213,44 @@ class ExactSchema:
             known.add("minProperties")
         self._check(keywords, known, place)
         additional = schema.get("additionalProperties", True)
+        members: list[tuple[str, bool]] = []
         names = [*properties, *(name for name in dict.fromkeys(required) if name not in properties)]
-        more = '""'
-        free = ""
+        for name in names:
+            value = properties.get(name, additional)
+            if value is False and name not in required:
+                continue
+            part = self._rule(self._expression(value, f"{place}/properties/{pointer(name)}"))
+            members.append((f"{self._key(_literal(name))} {part}", name in required))
         if additional is not False:
             excluded = " | ".join(map(_literal, names))
             key = f"({_KEY} & ~({excluded}))" if excluded else _KEY
             value = self._rule(self._expression(additional, f"{place}/additionalProperties"))
-            free = f"{self._key(key)} {value}"
-            more = f"({self._comma} {free})*"
-        rest = self._rule(more)
-        first = self._rule(f"({free} {more})?" if free else more)
-        for name in reversed(names):
-            value = properties.get(name, additional)
-            if value is False:
-                raise GrammarError(f"at {place}: the property {name!r} is required and forbidden")
-            part = self._rule(self._expression(value, f"{place}/properties/{pointer(name)}"))
-            pair = f"{self._key(_literal(name))} {part}"
-            is_required = name in required
-            then = self._rule(f"{self._comma} {pair} {rest}" if is_required else f"({self._comma} {pair})? {rest}")
-            first = self._rule(f"{pair} {rest}" if is_required else f"{pair} {rest} | {first}")
-            rest = then
-        return f"{self._object.open} {first} {self._object.close}"
+            pair = f"{self._key(key)} {value}"
+            members.append((f"{pair} ({self._comma} {pair})*", False))
+        if not members:
+            return f"{self._object.open} {self._object.close}"
+        text, is_required = self._members(members)
+        return f"{self._object.open} ({text}){'' if is_required else '?'} {self._object.close}"
+
+    def _members(self, members: list[tuple[str, bool]]) -> tuple[str, bool]:
+        """Return the expression of one or more `members` in their order, and whether one of them is required.
+
+        A member is an expression, and whether it is required. Rules halve the list, because the library descends from
+        rule to rule on its stack.
+        """
+        if len(members) == 1:
+            return members[0]
+        middle = len(members) // 2
+        left, needs_left = self._members(members[:middle])
+        right, needs_right = self._members(members[middle:])
+        left, right = self._rule(left), self._rule(right)
+        if needs_left and needs_right:
+            return f"{left} {self._comma} {right}", True
+        if needs_left:
+            return f"{left} ({self._comma} {right})?", True
+        if needs_right:
+            return f"({left} {self._comma})? {right}", True
+        return f"{left} ({self._comma} {right})? | {right}", False
 
     def _array_of(self, schema: dict[str, Any], place: str) -> str:
         keywords = keywords_of(schema)
@@ -252,18 +264,37 @@ class ExactSchema:
             most = len(prefix) if most is None else min(most, len(prefix))
         if most is not None and most < least:
             raise GrammarError(f"at {place}: minItems is above maxItems")
-        prefix = prefix[:most]
-        repeated = ""
-        if most is None or most > len(prefix):
+        first = [
+            self._rule(self._expression(part, f"{place}/prefixItems/{index}"))
+            for index, part in enumerate(prefix[:most])
+        ]
+        tail = ""
+        if most is None or most > len(first):
             item = self._rule(self._expression(items, f"{place}/items"))
-            ends = (max(least - len(prefix), 0), None if most is None else most - len(prefix))
-            repeated = self._repeated(item, *ends, is_first=not prefix)
-        text = repeated or '""'
-        for index in reversed(range(len(prefix))):
-            part = self._rule(self._expression(prefix[index], f"{place}/prefixItems/{index}"))
-            text = f"{self._comma} {part} {text}" if index else f"{part} {text}"
-            text = self._rule(text if index < least else f"({text})?")
-        return f"{self._array.open} {text} {self._array.close}"
+            ends = (max(least - len(first), 0), None if most is None else most - len(first))
+            tail = self._repeated(item, *ends, is_first=not first)
+        if not first:
+            return f"{self._array.open} {tail} {self._array.close}"
+        options = [f"{self._all_of(first)} {tail}"]
+        if least < len(first) > 1:
+            options.append(self._first_of(first[:-1], max(least, 1)))
+        end = "" if least else "?"
+        return f"{self._array.open} ({' | '.join(options)}){end} {self._array.close}"
+
+    def _all_of(self, items: list[str]) -> str:
+        """Return the rule for all `items`, with commas between."""
+        if len(items) == 1:
+            return items[0]
+        middle = len(items) // 2
+        return self._rule(f"{self._all_of(items[:middle])} {self._comma} {self._all_of(items[middle:])}")
+
+    def _first_of(self, items: list[str], least: int) -> str:
+        """Return the rule for the first `least` or more of `items`; `least` is at least 1."""
+        if least >= len(items):
+            return self._all_of(items)
+        middle = len(items) // 2
+        text = f"{self._all_of(items[:middle])} {self._comma} {self._first_of(items[middle:], max(least - middle, 1))}"
+        return self._rule(text if least > middle else f"{text} | {self._first_of(items[:middle], least)}")
 
     def _repeated(self, item: str, least: int, most: int | None, is_first: bool) -> str:
         """Return `least` to `most` items, each after a comma except for the first item of an array."""
@@ -287,38 +318,22 @@ class ExactSchema:
             schema = resolve(self._root, schema["$ref"])
         return schema if isinstance(schema, dict) else {}
 
-    def _plain(self, schema: Any, place: str) -> str:
-        """Return the expression of a schema that has no rounded numbers, with the definitions that it may need."""
-        if schema is True:
-            schema = {}
-        if not isinstance(schema, dict):
-            raise GrammarError(f"at {place}: nothing matches the schema {schema!r}")
-        needed: set[str] = set()
-        pending = [*_references(schema)]
-        while pending:
-            if (name := pending.pop()) not in needed:
-                needed.add(name)
-                pending += self._uses[name]
-        schema = dict(schema)
-        for key in DEFINITIONS:
-            if key in self._root and any(name.startswith(f"#/{key}/") for name in needed):
-                definitions = self._root[key].items()
-                schema[key] = {name: value for name, value in definitions if f"#/{key}/{pointer(name)}" in needed}
-        return self._plain_rule(schema)
-
     def _key(self, text: str) -> str:
         """Return the terminal of a key with its colon."""
         return self._terminal(f'{text} {self._gap} ":" {self._gap}')
 
     def _terminal(self, text: str) -> str:
-        name = f"EXACT{len(self._rules)}"
-        self._rules.append(f"{name}: {text.strip()}")
-        return name
+        text = text.strip()
+        if text not in self._names:
+            self._names[text] = name = f"EXACT{len(self._rules)}"
+            self._rules.append(f"{name}: {text}")
+        return self._names[text]
 
     def _rule(self, text: str) -> str:
-        name = self._reserve()
-        self._set(name, text)
-        return name
+        if text not in self._names:
+            self._names[text] = name = self._reserve()
+            self._set(name, text)
+        return self._names[text]
 
     def _reserve(self) -> str:
         self._rules.append("")
@@ -362,11 +377,6 @@ def _check_shape(schema: dict[str, Any], place: str) -> None:
                 continue
         if not is_valid:
             raise GrammarError(f"at {place}/{key}: it cannot be {json.dumps(value):.100}")
-
-
-def _references(schema: Any) -> set[str]:
-    """Return the references in a schema."""
-    return {part["$ref"] for _, part in subschemas(schema) if "$ref" in part}
 
 
 def _rounds(schema: dict[str, Any]) -> bool:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 _MAX_LEXER_STATES = 50_000
 """Bounds the memory that a compiled grammar may take while it is used: a state takes 1 to 2 kB."""
-_MAX_TEXT = 2**23
-"""Maximum length of a grammar, in characters. Rules for a schema repeat its definitions."""
+_MAX_TEXT = 2**22
+"""Maximum length of a grammar, in characters. The rules for large numbers are longer than their schema."""
 _MIN_BYTES = 2**16
 _BYTES_PER_CHARACTER = 160
 """Memory of a grammar per character of its text: measured at up to 155 for thousands of alternatives."""

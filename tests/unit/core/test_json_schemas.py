@@ -1,10 +1,17 @@
 """What is special in JSON schemas: large numbers, annotations, counted properties, recursion, whitespace."""
 
+import concurrent.futures
+import decimal
 import json
 import logging
+import pathlib
+import threading
+from typing import Annotated, Literal
 
+import pydantic
 import pytest
 
+from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.structured_outputs import Constraint
 
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1, "format": "int64"}
@@ -32,6 +39,7 @@ def of(schema, **options):
         ({"const": SERIAL}, [SERIAL], [1234567890123456768]),
         ({"enum": ["a", SERIAL, -(2**63), 7, None]}, ["a", SERIAL, -(2**63), 7, None], [SERIAL + 1, 8, "b"]),
         ({"enum": ["a", SERIAL], "type": "integer"}, [SERIAL], ["a"]),
+        ({"enum": [[SERIAL, {"a": {}}], []]}, [[SERIAL, {"a": {}}], []], [[SERIAL], [SERIAL + 1, {"a": {}}], {}]),
         ({"anyOf": [{"$ref": "#/$defs/id"}, {"type": "null"}], "$defs": {"id": INT64}}, [-(2**63), None], [2**63]),
         ({"allOf": [UINT64]}, [2**64 - 1], [2**64]),
         ({"oneOf": [INT64, {"type": "null"}, {"const": "a"}], "x-other": 1}, [-(2**63), None, "a"], [2**63, "b"]),
@@ -105,6 +113,28 @@ def test_kinds_of_objects_that_a_constant_tells_apart_may_have_large_integers(ll
     assert "at #/oneOf: Unable" in llguidance.refusal(of(schema))
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {
+            "type": "object",
+            "properties": {"kind": {"const": "cat"}},
+            "required": ["kind"],
+            "additionalProperties": False,
+        },
+        {"type": "object", "required": ["kind"]},
+        {},
+    ],
+    ids=str,
+)
+def test_alternative_without_large_integers_stays_possible(llguidance, other):
+    dog = {"type": "object", "properties": {"kind": {"const": "dog"}, "id": INT64}, "required": ["kind", "id"]}
+    schema = {"type": "array", "items": {"anyOf": [dog, other]}}
+    assert llguidance.allows(
+        of(schema), f'[{{"kind": "dog", "id": {2**63 - 1}}}, {{"kind": "cat"}}, {{ "kind" : "cat" }}]'
+    )
+
+
 @pytest.mark.parametrize("reference", ["#", "#/$defs/node", "#/properties/next"])
 def test_recursive_schema_may_have_large_integers(llguidance, reference):
     node = {"type": "object", "properties": {"id": INT64, "next": {"$ref": reference}}, "additionalProperties": False}
@@ -125,11 +155,27 @@ def test_part_beside_large_integers_may_refer_to_the_whole_schema(llguidance):
     assert not llguidance.allows(of(schema), f'{{"tags": [{{"of": {{"id": {2**63}}}}}]}}')
 
 
-def test_grammar_that_repeats_its_definitions_too_often_is_refused(llguidance):
-    large = {"type": "string", "description": "x" * 100_000}
-    parts = {f"p{number}": {"$ref": "#/$defs/large"} for number in range(100)} | {"id": INT64}
-    schema = {"type": "object", "properties": parts, "$defs": {"large": large}}
-    assert "the constraint is too large" in llguidance.refusal(of(schema))
+def test_grammar_of_too_many_large_numbers_is_refused(llguidance):
+    parts = [{"type": "integer", "minimum": -SERIAL - number, "maximum": SERIAL} for number in range(7_000)]
+    with pytest.raises(GrammarError, match="the constraint is too large: its grammar has "):
+        llguidance.compile(of({"type": "array", "prefixItems": parts}))
+
+
+@pytest.mark.parametrize("kind", ["object", "array"])
+def test_schema_with_many_parts_and_large_integers_needs_little_stack(llguidance, kind):
+    parts = [{"type": "integer", "minimum": SERIAL}] * 1500
+    if kind == "object":
+        names = [f"p{number}" for number in range(len(parts))]
+        schema = {"type": "object", "properties": dict(zip(names, parts, strict=True)), "required": names[700:702]}
+    else:
+        schema = {"type": "array", "prefixItems": parts, "minItems": 2}
+    value = {"p700": SERIAL, "p701": SERIAL} if kind == "object" else [SERIAL, SERIAL]
+    before = threading.stack_size(2**21)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            assert thread.submit(llguidance.allows, of(schema), json.dumps(value)).result()
+    finally:
+        threading.stack_size(before)
 
 
 def test_schema_with_large_integers_keeps_to_the_options_of_whitespace(llguidance):
@@ -153,7 +199,6 @@ def test_large_integers_are_held_in_structural_tags(llguidance):
         ({"oneOf": [{"type": "integer", "minimum": SERIAL}, {"type": "number"}]}, "#/oneOf"),
         ({"allOf": [{"type": "integer", "minimum": SERIAL}, {"maximum": 2**64}]}, "#/allOf"),
         ({"type": "integer", "minimum": 2**53 + 1, "multipleOf": 3}, "#/multipleOf"),
-        ({"enum": [[SERIAL]]}, "#/enum"),
         ({"type": "integer", "minimum": 2**64, "maximum": 0}, "#: no integer"),
         ({"type": "number", "minimum": 0.5, "maximum": 2**64}, "#/minimum"),
     ],
@@ -220,6 +265,39 @@ def test_format_that_is_an_annotation_is_in_the_log_in_one_line(llguidance, capl
     assert [record.message for record in caplog.records] == [
         "format 'shoe a', 'shoe b' of a JSON schema is an annotation: it constrains nothing"
     ]
+
+
+def test_schemas_that_pydantic_makes_are_served(llguidance):
+    class Dog(pydantic.BaseModel):
+        kind: Literal["dog"]
+        chip: int = pydantic.Field(ge=-(2**63), le=2**63 - 1)
+
+    class Cat(pydantic.BaseModel):
+        kind: Literal["cat"]
+        kittens: list["Cat"] = []
+
+    class Owner(pydantic.BaseModel):
+        password: pydantic.SecretStr
+        home: pathlib.Path
+        photo: bytes
+        settings: pydantic.Json
+        balance: decimal.Decimal
+        site: pydantic.HttpUrl
+        pets: dict[str, Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]]
+
+    value = {
+        "password": "a",
+        "home": "/a",
+        "photo": "a",
+        "settings": "{}",
+        "balance": 1.5,
+        "site": "https://a.b/c",
+        "pets": {"Rex": {"kind": "dog", "chip": 2**63 - 1}, "Tom": {"kind": "cat", "kittens": [{"kind": "cat"}]}},
+    }
+    constraint = of(Owner.model_json_schema())
+    assert llguidance.allows(constraint, json.dumps(value))
+    value["pets"]["Rex"]["chip"] += 1
+    assert not llguidance.allows(constraint, json.dumps(value))
 
 
 def test_enforced_formats_still_constrain(llguidance):
