@@ -6,7 +6,7 @@ The public names are imported when they are first used, so that `import vllm_mp`
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vllm_mp.unserved_names import refuse
+from vllm_mp.unserved_names import refuse, refuse_modules
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM, AsyncLLMEngine
@@ -212,6 +212,7 @@ _refuse = refuse(
         "initialize_ray_cluster": "an engine connects to Ray by itself; give data_parallel_backend='ray'",
     },
 )
+refuse_modules()
 
 
 def __getattr__(name: str) -> Any:

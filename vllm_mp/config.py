@@ -224,6 +224,12 @@ class DecodingConfig(msgspec.Struct, kw_only=True):
     """The library that compiles constraints; "auto": the default library, and another for what it refuses."""
     reasoning_backend: str = ""
     """Empty: no reasoning parser."""
+    disable_any_whitespace: bool = False
+    """JSON has only the whitespace of a compact form, unless a request gives a `whitespace_pattern`."""
+    disable_additional_properties: bool = False
+    """Objects have only the properties that their schema names."""
+    whitespace_pattern: str = ""
+    """The regular expression of the whitespace in JSON for requests that give none; empty: a little whitespace."""
 
 
 class ObservabilityConfig(msgspec.Struct, kw_only=True):
