@@ -4,7 +4,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -23,18 +23,36 @@ from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompt import PromptType
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
-from vllm_mp.client.request import CallerRequest, checked_request_id
+from vllm_mp.client.request import CallerRequest, checked_request_id, checked_tenant
 from vllm_mp.client.request_log import log_request
 from vllm_mp.client.stream_group import StreamGroup
 from vllm_mp.client.tracing import RequestTracer, check_trace_headers
-from vllm_mp.client.unserved_arguments import check_unserved
 from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
 from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.request_validation import checked_arrival_time
+from vllm_mp.request_validation import check_generates, checked_arrival_time
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.unserved_arguments import accepts_unserved, check_unserved
+from vllm_mp.unserved_names import refuse_attributes
+from vllm_mp.unserved_table import CALL_ARGUMENTS
 
 logger = logging.getLogger(__name__)
+
+_NO_LOOP = "the core is another process with a loop of its own; start_background_loop() begins to take requests"
+_NAMES_OF_V0 = {
+    **dict.fromkeys(
+        ("background_loop", "engine", "engine_step", "process_request_outputs", "run_engine_loop", "start_engine_loop"),
+        _NO_LOOP,
+    ),
+    "build_guided_decoding_logits_processor_async": "give structured_outputs in SamplingParams",
+    "log_requests": "set disable_log_requests=False, or read vllm_config.observability_config",
+    "set_errored": "errored and dead_error are what the engine has found out",
+    **dict.fromkeys(
+        ("engine_core", "input_processor", "output_processor", "output_handler", "processor"),
+        "it is inside the engine; use the methods of AsyncLLM",
+    ),
+}
+"""Names that older versions of vLLM's class have, and what to use in their place."""
 
 
 class AsyncLLM(
@@ -45,6 +63,15 @@ class AsyncLLM(
     Create it with `from_engine_args`, or attach to a running core with `connect`. It may be created before any event
     loop runs. Requests belong to the loop in which they are made; only one loop at a time may use the engine.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Raise NotImplementedError for the arguments of vLLM's constructor, which needs no core that runs."""
+        if wrong := {"vllm_config", "executor_class", "engine_args"} & kwargs.keys():
+            raise NotImplementedError(
+                f"AsyncLLM({min(wrong)}=...) is not served: an engine needs a core that runs; call "
+                "AsyncLLM.from_engine_args(args) or AsyncLLM.from_vllm_config(config)"
+            )
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -57,12 +84,13 @@ class AsyncLLM(
         self._inputs = InputProcessor(self.vllm_config, prompt_tokenizer)
         self._has_warned_of_headers = False
 
+    @accepts_unserved("AsyncLLM.generate", CALL_ARGUMENTS)
     def generate(
         self,
         prompt: PromptType | None,
         sampling_params: SamplingParams | None = None,
         request_id: str | int | None = None,
-        prompt_text: str | None = None,
+        prompt_text: str | LoRARequest | None = None,
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
@@ -81,8 +109,9 @@ class AsyncLLM(
 
         Without `sampling_params`, the model's generation_config.json applies. Each output has all `n` completions, or
         with DELTA the completions that have new tokens or an end. An int as `request_id` becomes a str, which the
-        outputs carry. `prompt_text` is what outputs repeat as the prompt, in place of the prompt's own text.
-        `lora_request` names the LoRA adapter that answers, which is loaded if need be; None: the base model.
+        outputs carry. `prompt_text` is what outputs repeat as the prompt, in place of the prompt's own text; an adapter
+        in its place, where callers of older versions of vLLM give it, is the `lora_request`. `lora_request` names the
+        LoRA adapter that answers, which is loaded if need be; None: the base model.
 
         `arrival_time`, in seconds of `time.time()`, is by default the time of this call. Requests of this client that
         wait with the same priority run in its order; it has no effect on other clients.
@@ -96,6 +125,10 @@ class AsyncLLM(
         good or the background loop is stopped.
         """
 
+        text, adapter = prompt_text, lora_request
+        if isinstance(text, LoRARequest):
+            text, adapter = None, text
+
         async def start() -> OutputIterator:
             check_sampling_params(sampling_params)
             return await self.add_request(
@@ -103,13 +136,13 @@ class AsyncLLM(
                 prompt,
                 sampling_params,
                 arrival_time,
-                lora_request,
+                adapter,
                 tokenization_kwargs,
                 trace_headers,
                 priority,
                 data_parallel_rank,
                 session_id,
-                prompt_text,
+                text,
                 reasoning_ended,
                 reasoning_parser_kwargs,
                 kv_hints,
@@ -119,6 +152,7 @@ class AsyncLLM(
 
         return OutputIterator(self._abandon, start)
 
+    @accepts_unserved("AsyncLLM.encode", CALL_ARGUMENTS)
     def encode(
         self,
         prompt: PromptType | None,
@@ -162,6 +196,7 @@ class AsyncLLM(
 
         return OutputIterator(self._abandon, start)
 
+    @accepts_unserved("AsyncLLM.chat", CALL_ARGUMENTS)
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -192,6 +227,7 @@ class AsyncLLM(
 
         async def start() -> OutputIterator:
             self._check_process()
+            check_generates(self.model_config)
             text = await self.chat_template.render(
                 messages,
                 template=chat_template,
@@ -232,10 +268,13 @@ class AsyncLLM(
         *,
         prompt_token_ids: list[int] | None = None,
         prompt_adapter_request: Any = None,
+        tenant: int = 0,
     ) -> OutputIterator:
         """Send a request now and return its outputs: what `generate`, or with PoolingParams `encode`, would yield.
 
-        Raises what `generate` raises.
+        `tenant`, from 0 to 4095, is the number of the party for which this client sends it: the waiting requests of
+        tenants take turns, and each tenant has a share of the core's memory for requests. Raises what `generate`
+        raises.
         """
         self._check_process()
         check_unserved(
@@ -260,6 +299,7 @@ class AsyncLLM(
             tokenization_kwargs=tokenization_kwargs or {},
             prompt_text=prompt_text,
             lora=lora,
+            tenant=checked_tenant(tenant),
         )
         self._requests.reserve(given.request_id)
         try:
@@ -297,6 +337,8 @@ class AsyncLLM(
         self._attach()
         for each in [request_id] if isinstance(request_id, str | int) else list(request_id):
             self._cores.abort(checked_request_id(each))
+
+    __getattr__ = refuse_attributes(_NAMES_OF_V0)
 
     async def abort_request(self, request_id: str | int | Iterable[str | int]) -> None:
         """Do what `abort` does, of which this is another name."""

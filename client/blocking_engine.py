@@ -4,7 +4,7 @@ import functools
 import itertools
 import types
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.batch import Batch, BatchRequest, Output
@@ -13,18 +13,18 @@ from vllm_mp.client.engine_adapters import checked_adapter
 from vllm_mp.client.input_processor import check_priority
 from vllm_mp.client.loop_thread import LoopThread
 from vllm_mp.client.progress_bar import ProgressBar, UseTqdm
-from vllm_mp.client.unserved_arguments import check_unserved
 from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.outputs import RequestFailure
 from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.unserved_arguments import check_unserved
+from vllm_mp.unserved_names import refuse_attributes
 
 _LIVE_PER_SEQ = 2
 """Live completions of a batch for each request of a step: while a step runs, the next requests wait in the core."""
 _RUNNERS = ("auto", "generate", "pooling")
 _CONVERSIONS = ("auto", "none", "embed")
 _REFUSED = {
-    "llm_engine": "read vllm_config, model_config and get_tokenizer() of this object, or use AsyncLLM for single steps",
     "beam_search": "generate with n completions and logprobs, and choose by cumulative_logprob",
     "apply_model": "no code travels to the core; collective_rpc calls its methods by name",
     "enqueue_chat": "chat() runs conversations; enqueue() takes prompts",
@@ -49,8 +49,29 @@ _REFUSED = {
 """Names that vLLM's class has and this class has not, and what to use in their place."""
 
 
-class _NotServedError(NotImplementedError, AttributeError):
-    """An attribute that vLLM's class has; `hasattr` is false for it."""
+class LLMEngine:
+    """What programs read of the inner engine of vLLM's `LLM`."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self.vllm_config = engine.vllm_config
+        self.model_config = engine.vllm_config.model_config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer; None with skip_tokenizer_init."""
+        return self._engine.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """Return the Hugging Face tokenizer. Raises ValueError if the engine has none."""
+        return self._engine.get_tokenizer()
+
+    __getattr__ = refuse_attributes(
+        dict.fromkeys(
+            ("abort_request", "add_request", "engine_core", "has_unfinished_requests", "model_executor", "step"),
+            "the core runs its own steps; use generate() of LLM, or AsyncLLM for single requests",
+        )
+    )
 
 
 class BlockingEngine:
@@ -86,6 +107,11 @@ class BlockingEngine:
         self.vllm_config = self._engine.vllm_config
         self.model_config = self.vllm_config.model_config
 
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """What programs read of vLLM's inner engine: `vllm_config`, `model_config` and the tokenizer."""
+        return LLMEngine(self._engine)
+
     def get_tokenizer(self) -> Any:
         """Return the Hugging Face tokenizer. Raises ValueError if the engine has none."""
         return self._engine.get_tokenizer()
@@ -104,12 +130,11 @@ class BlockingEngine:
 
         Raises NotImplementedError for `reset_running_requests` and `reset_connector`.
         """
-        if reset_running_requests or reset_connector:
-            raise NotImplementedError(
-                "reset_running_requests and reset_connector are not served; leave them False, and call "
-                "sleep() and wake_up() to recompute running requests"
+        self._thread.run(
+            self._engine.reset_prefix_cache(
+                reset_running_requests=reset_running_requests, reset_connector=reset_connector
             )
-        self._thread.run(self._engine.reset_prefix_cache())
+        )
         return True
 
     def reset_mm_cache(self) -> None:
@@ -173,10 +198,7 @@ class BlockingEngine:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(model={self.model_config.model!r})"
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in _REFUSED:
-            raise _NotServedError(f"{type(self).__name__} has no {name}: {_REFUSED[name]}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    __getattr__ = refuse_attributes(_REFUSED)
 
     def _inputs(self, prompts: Iterable[Any], params: Any, lora_request: Any, priority: Any) -> BatchInputs:
         """Return the inputs of a batch.

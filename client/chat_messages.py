@@ -47,6 +47,10 @@ def _template_message(message: Any, path: str, knows_developer: bool) -> dict[st
     # A template may add a text to the content, so there always is one.
     result = {"role": "system" if role == "developer" and not knows_developer else role, "content": content or ""}
     result |= {name: value for name, value in message.items() if name not in _NOT_FOR_TEMPLATES and value is not None}
+    # Templates read the thought of an answer under one of two names.
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if thought is not None:
+        result["reasoning_content"] = result["reasoning"] = thought
     if calls:
         result["tool_calls"] = [_call(call, f"{path}.tool_calls[{number}]") for number, call in enumerate(calls)]
     return result

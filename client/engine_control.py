@@ -6,6 +6,7 @@ from typing import Any
 from vllm_mp.call_validation import check_pause, check_sleep, check_wake_up
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
 from vllm_mp.errors import EngineError
+from vllm_mp.unserved_arguments import check_unserved
 from vllm_mp.worker_arguments import pack_arguments
 
 
@@ -16,12 +17,18 @@ class EngineControl(EngineLifecycle):
     (`operator_key_file` of `AsyncLLM.connect`).
     """
 
-    async def reset_prefix_cache(self, device: Any = None) -> bool:
+    async def reset_prefix_cache(
+        self, device: Any = None, *, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Empty the prefix cache, so that later requests share nothing with earlier ones; return True.
 
-        `device` may name the device that holds the cache, as "cpu", "cuda" or vLLM's `Device.GPU`. Raises ValueError
-        for another device, because there is no cache on it.
+        `device` may name the device that holds the cache, as "cpu", "cuda" or vLLM's `Device.GPU`; a bool in its place
+        is `reset_running_requests`. Raises ValueError for another device, because there is no cache on it, and
+        NotImplementedError for `reset_running_requests` and `reset_connector`.
         """
+        if isinstance(device, bool):
+            device, reset_running_requests = None, device
+        check_unserved(reset_running_requests=reset_running_requests, reset_connector=reset_connector)
         own = self.vllm_config.device_config.device
         if device is not None and _device_type(device) != own:
             raise ValueError(f"device must be None or {own!r}, where the KV cache is, got {device!r}")

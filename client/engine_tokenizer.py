@@ -1,12 +1,14 @@
 """The tokenizer of an engine: token ids of a text, and the text of token ids, beside the event loop."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm_mp.client.chat_template import ChatTemplate
 from vllm_mp.client.engine_adapters import checked_adapter
 from vllm_mp.client.engine_lifecycle import EngineLifecycle
 from vllm_mp.client.input_preprocessor import InputPreprocessor
+from vllm_mp.client.outputs.detokenizer import token_bytes
 from vllm_mp.client.prompt import TooManyTokensError, parse_prompt
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 
@@ -37,6 +39,11 @@ class EngineTokenizer(EngineLifecycle):
     def chat_template(self) -> ChatTemplate:
         """The model's chat template, which is rendered beside the event loop."""
         return ChatTemplate(None if self._prompt_tokenizer is None else self._prompt_tokenizer.tokenizer)
+
+    @functools.cached_property
+    def token_bytes(self) -> Callable[[int], bytes] | None:
+        """What returns the bytes of a single token, which may be a part of a character; None without a tokenizer."""
+        return None if self.tokenizer is None else token_bytes(self.tokenizer)
 
     async def tokenize(self, text: str, **options: Any) -> list[int]:
         """Return the token ids of `text`, as the tokenizer called with `options` gives them.

@@ -9,6 +9,7 @@ from vllm_mp.client.prompt import ParsedPrompt, PromptType, TokensPrompt, TooMan
 from vllm_mp.client.prompt_tokenizer import PromptTokenizer
 from vllm_mp.config import VllmConfig
 from vllm_mp.request_validation import pooling_prompt_too_long
+from vllm_mp.unserved_arguments import check_unserved
 
 
 class InputPreprocessor:
@@ -20,7 +21,12 @@ class InputPreprocessor:
         self._prompt_tokenizer = prompt_tokenizer
 
     def preprocess(
-        self, prompt: PromptType, tokenization_kwargs: dict[str, Any] | None = None, lora_request: Any = None
+        self,
+        prompt: PromptType,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        lora_request: Any = None,
+        *,
+        prompt_adapter_request: Any = None,
     ) -> TokensPrompt:
         """Return the token ids of `prompt`, with its text and `cache_salt` if it has them; the caller's thread works.
 
@@ -28,6 +34,7 @@ class InputPreprocessor:
         nothing. Raises ValueError or TypeError for a prompt that no request can have and for a `lora_request` without
         LoRA, and NotImplementedError for parts of a prompt that are not served.
         """
+        check_unserved(prompt_adapter_request=prompt_adapter_request)
         with self._limit_errors():
             parsed = self._parse(prompt, lora_request)
             token_ids = parsed.token_ids
@@ -36,9 +43,15 @@ class InputPreprocessor:
             return _tokens_prompt(parsed, token_ids)
 
     async def preprocess_async(
-        self, prompt: PromptType, tokenization_kwargs: dict[str, Any] | None = None, lora_request: Any = None
+        self,
+        prompt: PromptType,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        lora_request: Any = None,
+        *,
+        prompt_adapter_request: Any = None,
     ) -> TokensPrompt:
         """Do what `preprocess` does, beside the event loop."""
+        check_unserved(prompt_adapter_request=prompt_adapter_request)
         with self._limit_errors():
             parsed = self._parse(prompt, lora_request)
             token_ids = parsed.token_ids

@@ -29,6 +29,7 @@ from vllm_mp.request_validation import (
     validate_pooling,
 )
 from vllm_mp.sampling_params import EXTRA_ARGS, SEED_LIMIT, SamplingParams
+from vllm_mp.structured_outputs import Constraint
 
 
 def check_priority(priority: Any, config: VllmConfig) -> None:
@@ -109,17 +110,34 @@ class InputProcessor:
             priority=given.priority,
             cache_salt=cache_salt,
             lora=given.lora,
+            tenant=given.tenant,
             # No other request can guess this name.
             group=secrets.token_hex(16) if params.n > 1 else "",
             bad_words=bad_words,
             seed_is_drawn=seed_is_drawn,
             prompt_embeds=packed_embeds,
             extra_args=EXTRA_ARGS.packed("extra_args", params.extra_args) if params.extra_args else b"",
-            constraint=None if params.structured_outputs is None else params.structured_outputs.constraint(),
+            constraint=self._constraint(params),
         )
         completions = [self._completion(index, params.seed, request) for index in range(params.n)]
         interval = self._config.scheduler_config.stream_interval
         return GenerationStream(request, completions, interval, self._token_text(params))
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        """Return what the output must match, with the engine's defaults for what the request leaves open."""
+        if params.structured_outputs is None:
+            return None
+        constraint: Constraint = params.structured_outputs.constraint()
+        config = self._config.decoding_config
+        if constraint.any_whitespace and not constraint.whitespace_pattern:
+            constraint = msgspec.structs.replace(
+                constraint,
+                any_whitespace=not config.disable_any_whitespace,
+                whitespace_pattern="" if config.disable_any_whitespace else config.whitespace_pattern,
+            )
+        if config.disable_additional_properties and constraint.additional_properties:
+            constraint = msgspec.structs.replace(constraint, additional_properties=False)
+        return constraint
 
     async def pooling(self, given: CallerRequest, params: PoolingParams) -> PoolingStream:
         """Return the stream of a request for the vector that `params` describe.
@@ -162,6 +180,7 @@ class InputProcessor:
                 priority=given.priority,
                 cache_salt=cache_salt,
                 lora=given.lora,
+                tenant=given.tenant,
             )
         )
 

@@ -9,11 +9,12 @@ from vllm_mp.client.batch_inputs import Message, conversations_of, prompts_of
 from vllm_mp.client.llm_pooling import PoolingCalls
 from vllm_mp.client.progress_bar import UseTqdm
 from vllm_mp.client.prompt import PromptType
-from vllm_mp.client.unserved_arguments import check_unserved
 from vllm_mp.engine_args import EngineArgs
 from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+from vllm_mp.unserved_arguments import accepts_unserved, check_unserved
+from vllm_mp.unserved_table import CALL_ARGUMENTS
 
 
 class LLM(PoolingCalls):
@@ -41,6 +42,7 @@ class LLM(PoolingCalls):
     _enqueued: list[BatchRequest[RequestOutput]]
     """What `wait_for_completion` runs."""
 
+    @accepts_unserved("LLM.generate", CALL_ARGUMENTS)
     def generate(
         self,
         prompts: PromptType | Iterable[PromptType],
@@ -62,6 +64,7 @@ class LLM(PoolingCalls):
         requests = self._requests(self._engine.generate, inputs, tokenization_kwargs=tokenization_kwargs)
         return self._run(requests, inputs.total, use_tqdm)
 
+    @accepts_unserved("LLM.chat", CALL_ARGUMENTS)
     def chat(
         self,
         messages: Iterable[Message] | Iterable[Sequence[Message]],
@@ -98,6 +101,7 @@ class LLM(PoolingCalls):
         )
         return self._run(requests, inputs.total, use_tqdm)
 
+    @accepts_unserved("LLM.enqueue", CALL_ARGUMENTS)
     def enqueue(
         self,
         prompts: PromptType | Iterable[PromptType],

@@ -10,7 +10,6 @@ from vllm_mp.client.batch_inputs import prompts_of
 from vllm_mp.client.blocking_engine import BlockingEngine
 from vllm_mp.client.progress_bar import UseTqdm
 from vllm_mp.client.prompt import PromptType
-from vllm_mp.client.unserved_arguments import check_unserved
 from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import (
     ClassificationOutput,
@@ -22,6 +21,8 @@ from vllm_mp.outputs import (
     ScoringRequestOutput,
 )
 from vllm_mp.pooling_params import PoolingParams
+from vllm_mp.unserved_arguments import accepts_unserved, check_unserved
+from vllm_mp.unserved_table import CALL_ARGUMENTS
 
 _MIN_LENGTH = 1e-8
 """Lower bound of the product of lengths by which a dot product is divided, as in torch's CosineSimilarity."""
@@ -30,6 +31,7 @@ _MIN_LENGTH = 1e-8
 class PoolingCalls(BlockingEngine):
     """The calls of `LLM` that return no text."""
 
+    @accepts_unserved("LLM.encode", CALL_ARGUMENTS)
     def encode(
         self,
         prompts: PromptType | Iterable[PromptType],
@@ -49,6 +51,7 @@ class PoolingCalls(BlockingEngine):
         requests = self._requests(self._engine.encode, inputs, tokenization_kwargs=tokenization_kwargs)
         return self._run(requests, inputs.total, use_tqdm)
 
+    @accepts_unserved("LLM.embed", CALL_ARGUMENTS)
     def embed(
         self,
         prompts: PromptType | Iterable[PromptType],
@@ -68,6 +71,7 @@ class PoolingCalls(BlockingEngine):
             tokenization_kwargs=tokenization_kwargs,
         )
 
+    @accepts_unserved("LLM.classify", CALL_ARGUMENTS)
     def classify(
         self,
         prompts: PromptType | Iterable[PromptType],
@@ -90,6 +94,7 @@ class PoolingCalls(BlockingEngine):
         )
         return [output if isinstance(output, RequestFailure) else _classes(output) for output in outputs]
 
+    @accepts_unserved("LLM.score", CALL_ARGUMENTS)
     def score(
         self,
         data_1: PromptType | Sequence[PromptType],

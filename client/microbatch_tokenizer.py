@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mp.client.microbatcher import ALONE, Microbatcher
+from vllm_mp.unserved_names import refuse_attributes
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -44,6 +45,16 @@ class AsyncMicrobatchTokenizer:
         self.max_batch_size = max_batch_size
         self.batch_wait_timeout_s = batch_wait_timeout_s
         self._batches = Microbatcher(functools.partial(_run, tokenizer), max_batch_size, batch_wait_timeout_s)
+
+    __getattr__ = refuse_attributes(
+        dict.fromkeys(
+            (
+                *("_batch_decode_loop", "_batch_encode_loop", "_batcher_tasks", "_can_batch", "_executor"),
+                *("_get_queue", "_loop", "_queue_key", "_queues"),
+            ),
+            "it serves several event loops with a thread and without tasks; call the object, encode() or decode()",
+        )
+    )
 
     async def __call__(self, prompt: str, **kwargs: Any) -> BatchEncoding:
         """Encode `prompt` as `tokenizer(prompt, **kwargs)` does.

@@ -44,7 +44,7 @@ class EmbedsPrompt(TypedDict, total=False):
 
 LONG_TEXT_CHARS = 2**18
 """Number of characters above which `parse_prompt` does not check a text to tokenize, because it takes milliseconds."""
-_MAX_SALT = 1024
+MAX_SALT_CHARACTERS = 1024
 """Maximum number of characters of a `cache_salt`."""
 
 _FORMS = "prompt must be a text, token ids or a dict"
@@ -110,8 +110,8 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
         ids = prompt
     if text is None and ids is None and embeds is None:
         raise ValueError("the prompt has neither text nor token ids; give one of them")
-    if not isinstance(salt, str) or len(salt) > _MAX_SALT:
-        raise ValueError(f"cache_salt must be a str of at most {_MAX_SALT} characters, got {salt!r:.100}")
+    if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARACTERS:
+        raise ValueError(f"cache_salt must be a str of at most {MAX_SALT_CHARACTERS} characters, got {salt!r:.100}")
     is_tokenized = ids is None and embeds is None
     if text is not None and not (is_tokenized and isinstance(text, str) and len(text) > LONG_TEXT_CHARS):
         check_text("the prompt", text)

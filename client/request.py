@@ -14,6 +14,7 @@ from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.structured_outputs import Constraint
+from vllm_mp.wire import MAX_TENANTS
 
 
 class CallerRequest(NamedTuple):
@@ -31,6 +32,8 @@ class CallerRequest(NamedTuple):
     """The adapter for the request; None for the base model."""
     prompt_text: str | None = None
     """Text that the outputs repeat as the prompt; None: the text of `prompt`, if it has one."""
+    tenant: int = 0
+    """Number of the party of this client for which the request runs, below `wire.MAX_TENANTS`."""
 
     def text_to_repeat(self, text: str | None) -> str | None:
         """Return what the outputs repeat as the prompt; `text` is the text of `prompt`."""
@@ -65,6 +68,8 @@ class GenerationRequest(NamedTuple):
     """What the output must match; None: anything goes."""
     lora: LoRARequest | None = None
     """The adapter for the request; None for the base model."""
+    tenant: int = 0
+    """As in `CallerRequest`."""
 
 
 class PoolingRequest(NamedTuple):
@@ -79,6 +84,7 @@ class PoolingRequest(NamedTuple):
     priority: int = 0
     cache_salt: str = ""
     lora: LoRARequest | None = None
+    tenant: int = 0
 
 
 def checked_request_id(request_id: Any) -> str:
@@ -88,6 +94,15 @@ def checked_request_id(request_id: Any) -> str:
     if isinstance(request_id, int) and not isinstance(request_id, bool):
         return str(request_id)
     raise TypeError(f"request_id must be a str or an int, got {reprlib.repr(request_id)}")
+
+
+def checked_tenant(tenant: Any) -> int:
+    """Return the number of a tenant. Raises TypeError or ValueError for what is no such number."""
+    if not isinstance(tenant, int) or isinstance(tenant, bool):
+        raise TypeError(f"tenant must be an int, got {reprlib.repr(tenant)}")
+    if not 0 <= tenant < MAX_TENANTS:
+        raise ValueError(f"tenant must be from 0 to {MAX_TENANTS - 1}, got {tenant}; choose another number")
+    return tenant
 
 
 def digest_of(request: GenerationRequest | PoolingRequest) -> bytes:

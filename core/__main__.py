@@ -7,6 +7,9 @@ import logging
 import os
 import sys
 
+from vllm_mp.core.temporary_folder import settle_temporary_folder
+
+settle_temporary_folder()
 if "--worker" in sys.argv[1:]:
     from vllm_mp.core.parallel.worker_main import main
 elif "--rank-host" in sys.argv[1:]:

@@ -18,6 +18,7 @@ from vllm_mp.core.activity_log import ActivityLog
 from vllm_mp.core.ipc.request_handler import Operation, OperatorCall, RequestHandler, StepFailedError
 from vllm_mp.core.lora.adapter_cache import AdapterCache
 from vllm_mp.core.lora.reader import adapter_reader
+from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.parallel.followers import Followers, GroupMemory, GroupProfiler
 from vllm_mp.core.scheduler.adapter_turns import AdapterTurns
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
@@ -35,8 +36,9 @@ from vllm_mp.core.worker.registered_processors import RegisteredProcessors
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.core.worker.sleep import Sleep
 from vllm_mp.core.worker.worker import Worker
+from vllm_mp.core_status import NOT_SUSPENDED, StepRequests, Suspension
 from vllm_mp.lora_request import AdapterRecord
-from vllm_mp.status_page import NOT_SUSPENDED, StatusPage, StepRequests, Suspension
+from vllm_mp.status_page import StatusPage
 from vllm_mp.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,8 @@ class EngineCore:
         model = config.model_config
         self._batch = Batch(scheduler_config.max_num_seqs, model.max_model_len, cache.block_size, model.eos_token_ids)
         self._cache = KVCacheManager(self._batch, cache.num_blocks, cache.block_size)
-        self._adapters, turns = _make_adapters(config, runner, page, adapters)
+        self._outside = OutsideWork(page)
+        self._adapters, turns = _make_adapters(config, runner, page, adapters, self._outside)
         num_stages = config.parallel_config.pipeline_parallel_size
         self._scheduler = Scheduler(scheduler_config, self._batch, self._cache, turns, num_stages)
         logs_activity = handler.is_shared and not config.observability_config.disable_log_stats
@@ -100,7 +103,8 @@ class EngineCore:
         self._sleep = Sleep(self._scheduler, memory, handler.send_ends, record.note_sleep)
         self._pause.enter(suspension.pause, suspension.num_draining)
         self._sleep.enter(suspension.sleep)
-        self._grammars = grammar_compiler(model, config.decoding_config.backend)
+        self._grammars = grammar_compiler(model, config.decoding_config.backend, self._outside)
+        self._scheduler.grammars = self._grammars
         self._checks_invariants = scheduler_config.check_invariants
         self._num_ahead = max(int(bool(scheduler_config.async_scheduling)), num_stages - 1)
         """Number of steps that stay pending while there is a next step to launch."""
@@ -114,6 +118,7 @@ class EngineCore:
         self._poller.register(stop.fd, zmq.POLLIN)
         self._stop = stop
         self._poller.register(self._grammars.fd, zmq.POLLIN)
+        self._poller.register(self._outside.fd, zmq.POLLIN)
         if self._adapters is not None:
             self._poller.register(self._adapters.fd, zmq.POLLIN)
         for descriptor in followers.descriptors if followers is not None else ():
@@ -136,6 +141,8 @@ class EngineCore:
         }
         handler.adapters = self._adapters
         handler.grammars = self._grammars
+        handler.outside = self._outside
+        handler.process_pending = self._between_steps(lambda: None)
         handler.serve(self._scheduler, calls | _adapter_calls(self._adapters), page)
 
     def run(self) -> None:
@@ -148,6 +155,7 @@ class EngineCore:
                 self._settle_sleep()
                 self._settle_adapters()
                 self._settle_grammars()
+                self._settle_outside()
                 self._run_step()
                 self._pause.settle()
                 if self._checks_invariants:
@@ -210,8 +218,14 @@ class EngineCore:
 
     def _settle_grammars(self) -> None:
         """Let requests run whose constraints were compiled, and end requests whose constraints were refused."""
-        for constraint, grammar in self._grammars.take_compiled():
-            self._handler.send_ends(self._scheduler.note_compiled(constraint, grammar))
+        for compiled in self._grammars.take_compiled():
+            self._handler.send_ends(self._scheduler.note_compiled(compiled.waiters, compiled.result))
+
+    def _settle_outside(self) -> None:
+        """Let threads do what must be alone, after all pending steps."""
+        if self._outside.is_wanted:
+            self._process_all_but(0)
+            self._outside.run_alone(self._page.beat)
 
     def _run_step(self) -> None:
         """Launch the next step, if one may be scheduled, and process the pending steps that are due."""
@@ -298,7 +312,11 @@ class EngineCore:
 
 
 def _make_adapters(
-    config: VllmConfig, runner: ModelRunner, page: StatusPage, known: Sequence[AdapterRecord] | None
+    config: VllmConfig,
+    runner: ModelRunner,
+    page: StatusPage,
+    known: Sequence[AdapterRecord] | None,
+    outside: OutsideWork,
 ) -> tuple[AdapterCache | None, AdapterTurns | None]:
     """Return the adapters that requests may use, and their turns; None without LoRA.
 
@@ -309,7 +327,7 @@ def _make_adapters(
         return None, None
     assert runner.memory.adapters is not None
     read = adapter_reader(config.model_config, limits.max_lora_rank)
-    cache = AdapterCache(limits.max_cpu_loras, limits.max_loras, read, page.note_adapters)
+    cache = AdapterCache(limits.max_cpu_loras, limits.max_loras, read, page.note_adapters, outside)
     if known is None:
         cache.load_first(limits.lora_modules)
     else:

@@ -26,8 +26,9 @@ from vllm_mp.core.parent_watch import wait_for_end_of_parent
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.core_description import CoreDescription
 from vllm_mp.core_launch import CoreLaunch
+from vllm_mp.core_status import CoreState
 from vllm_mp.host_cpus import bind_process
-from vllm_mp.status_page import CoreState, StatusPage
+from vllm_mp.status_page import StatusPage
 
 if TYPE_CHECKING:
     from vllm_mp.core.engine_core import EngineCore
@@ -223,7 +224,11 @@ def _load(
     except StopSignal.Stopped:
         return None
     if faults is not None:
+        from vllm_mp.core.lora.adapter_cache import AdapterCache
+        from vllm_mp.core.structured_output.backends import TrialCompilation
+
         faults.install(runner, handler)
+        faults.install_outside(handler, TrialCompilation, AdapterCache)
     handler.model_digest = model_digest(config.model_config)
     handler.processors = processors
     logger.info(

@@ -25,6 +25,7 @@ from shared.roofline import measure_ceilings, product_dtype
 from shared.test_run import commit_of_tree, run_tests
 
 from vllm_mp.cpu_info import KERNEL_BUILDS, cpu_name, obstacle, runnable_builds
+from vllm_mp.file_owner import write_output
 from vllm_mp.kernels.cpu.library import load
 
 SUBJECTS = ("cpu_kernels", "cpu_blocks", "cpu_experts", "mixture_decoder", "tiles")
@@ -99,7 +100,7 @@ def main() -> int:
     if args.tests:
         found["tests"] = run_tests(args.tests, args.tests_limit_s, {})
     for found["measured"] in measure(builds, QUICK if args.quick else FULL):
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
+        write_output(args.out, json.dumps(found, indent=2) + "\n")
     print(table(found))
     tests = found["tests"]
     return int(bool(tests) and bool(not tests["passed"] or tests["failed"] or tests["errors"] or tests["timed_out"]))

@@ -17,6 +17,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from shared.gpu_report import table
 
+from vllm_mp.file_owner import write_output
+
 _HEAD = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>GPU check</title>'
     "<style>body {font: 16px sans-serif; margin: 2em} pre {overflow-x: auto}</style>"
@@ -77,7 +79,7 @@ def main() -> None:
     parser.add_argument("results", nargs="+", type=Path, help="files that tools/gpu_check.py has written")
     parser.add_argument("--out", type=Path, required=True, help="the page to write")
     args = parser.parse_args()
-    args.out.write_text(page({path.stem: json.loads(path.read_text()) for path in args.results}))
+    write_output(args.out, page({path.stem: json.loads(path.read_text()) for path in args.results}))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Sharing: the time to the first token of a second request that begins with the same 1,500 tokens, divided by the time of
 the first request. Flow: the longest time between two tokens of running streams while a prompt of four full steps is
 computed, divided by the time of a full step. A full step is a fourth of the time that such a prompt takes alone; its
-steps differ, since later steps attend to more context. Figures are medians over rounds, each with its own prompts.
+steps differ, since later steps attend to more context. Pace: the median time between two tokens of the same streams
+meanwhile, divided by the median before. Figures are medians over rounds, each with its own prompts.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from vllm_mp import AsyncEngineArgs, AsyncLLM, RequestOutput, RequestOutputKind,
 
 SHARING_GOAL = 0.15
 FLOW_GOAL = 2.0
+PACE_GOAL = 3.0
 
 
 class Workload(NamedTuple):
@@ -36,10 +38,12 @@ class Workload(NamedTuple):
     long_steps: int
     """Full steps of the long prompt."""
     streams: int
+    alone: int
+    """Outputs of each stream before the long prompt."""
 
 
-FULL = Workload(rounds=5, shared_len=1500, own_len=20, budget=512, long_steps=4, streams=8)
-QUICK = Workload(rounds=2, shared_len=300, own_len=10, budget=64, long_steps=4, streams=2)
+FULL = Workload(rounds=5, shared_len=1500, own_len=20, budget=512, long_steps=4, streams=8, alone=60)
+QUICK = Workload(rounds=2, shared_len=300, own_len=10, budget=64, long_steps=4, streams=2, alone=10)
 
 
 class Bench:
@@ -74,35 +78,50 @@ class Bench:
 
     async def flow_round(self) -> tuple[float, float]:
         """Return the seconds of a full step, and the longest wait of a stream beside a long prompt."""
+        full_step, _, gaps = await self._beside_a_long_prompt()
+        return full_step, max(gaps)
+
+    async def pace_round(self) -> tuple[float, float]:
+        """Return the usual seconds between two tokens of a stream, and those beside a long prompt."""
+        _, before, gaps = await self._beside_a_long_prompt()
+        return statistics.median(before), statistics.median(gaps)
+
+    async def _beside_a_long_prompt(self) -> tuple[float, list[float], list[float]]:
+        """Return the seconds of a full step, and the gaps of streams before a long prompt is computed and meanwhile."""
         workload, long_is_computed = self.workload, asyncio.Event()
         long_len = workload.long_steps * workload.budget
         full_step = await self.seconds_to_first_token(self.tokens(long_len)) / workload.long_steps
         streams = [self.stream(self.tokens(workload.own_len), 1000) for _ in range(workload.streams)]
-        for stream in streams:
-            await anext(stream)
-        watches = [asyncio.create_task(_arrivals(stream, long_is_computed)) for stream in streams]
+        times: list[list[float]] = [[] for _ in streams]
+        await asyncio.gather(*(_take(stream, own, workload.alone) for stream, own in zip(streams, times, strict=True)))
+        watches = [
+            asyncio.create_task(_arrivals(stream, own, long_is_computed))
+            for stream, own in zip(streams, times, strict=True)
+        ]
         begun = time.perf_counter()
         await self.seconds_to_first_token(self.tokens(long_len))
         ended = time.perf_counter()
         long_is_computed.set()
-        gaps = [
-            after - before
-            for times in await asyncio.gather(*watches)
-            for before, after in itertools.pairwise(times)
-            if after > begun and before < ended
-        ]
-        return full_step, max(gaps)
+        await asyncio.gather(*watches)
+        pairs = [pair for own in times for pair in itertools.pairwise(own)]
+        before = [after - earlier for earlier, after in pairs if after <= begun]
+        return full_step, before, [after - earlier for earlier, after in pairs if after > begun and earlier < ended]
 
 
-async def _arrivals(stream: AsyncGenerator[RequestOutput, None], stop: asyncio.Event) -> list[float]:
-    """Return when the outputs arrive, up to the first output after `stop`."""
-    times = []
+async def _take(stream: AsyncGenerator[RequestOutput, None], times: list[float], count: int) -> None:
+    """Add to `times` when the next `count` outputs arrive."""
+    for _ in range(count):
+        await anext(stream)
+        times.append(time.perf_counter())
+
+
+async def _arrivals(stream: AsyncGenerator[RequestOutput, None], times: list[float], stop: asyncio.Event) -> None:
+    """Add to `times` when the outputs arrive, up to the first output after `stop`."""
     async with contextlib.aclosing(stream):
         async for _ in stream:
             times.append(time.perf_counter())
             if stop.is_set():
                 break
-    return times
 
 
 async def measure(engine: AsyncLLM, workload: Workload) -> list[dict[str, Any]]:
@@ -112,6 +131,7 @@ async def measure(engine: AsyncLLM, workload: Workload) -> list[dict[str, Any]]:
     for name, run, goal in (
         ("sharing", bench.sharing_round, SHARING_GOAL),
         ("flow", bench.flow_round, FLOW_GOAL),
+        ("pace", bench.pace_round, PACE_GOAL),
     ):
         await run()
         rounds = [await run() for _ in range(workload.rounds)]
@@ -133,6 +153,7 @@ def table(records: list[dict[str, Any]], workload: Workload) -> str:
     explained = {
         "sharing": f"first token, {workload.shared_len:,} tokens shared",
         "flow": f"longest gap of {workload.streams} streams, full step {workload.budget}",
+        "pace": f"median gap of {workload.streams} streams beside it",
     }
     lines = [f"{'':<44}{'base s':>9}{'measured s':>12}{'ratio':>8}{'goal':>8}"]
     for record in records:
@@ -148,9 +169,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--quick", action="store_true", help="use short prompts and few rounds, to test the tool")
+    parser.add_argument("--slowdown", type=float, default=2.0, help="max_prefill_slowdown; 0: no limit (default: 2)")
     args = parser.parse_args()
     workload = QUICK if args.quick else FULL
-    engine_args = AsyncEngineArgs(max_model_len=4096, max_num_batched_tokens=workload.budget, disable_log_requests=True)
+    engine_args = AsyncEngineArgs(
+        max_model_len=4096,
+        max_num_batched_tokens=workload.budget,
+        max_prefill_slowdown=args.slowdown,
+        disable_log_requests=True,
+    )
     engine = AsyncLLM.from_engine_args(engine_args)
     try:
         records = asyncio.run(measure(engine, workload))

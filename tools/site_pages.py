@@ -74,8 +74,8 @@ def _options() -> str:
     rows = ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
     for field in dataclasses.fields(AsyncEngineArgs):
         meaning = html.escape(field.metadata["help"], quote=False).replace("|", "&#124;")
-        if reason := field.metadata["unserved"]:
-            meaning += f" (other values are not served: {reason})"
+        if reason := field.metadata["without_effect"]:
+            meaning += f" (without effect: {reason})"
         if choices := field.metadata["choices"]:
             meaning += f" ({', '.join(f'`{choice}`' for choice in choices)})"
         kind = inspect.formatannotation(field.type)

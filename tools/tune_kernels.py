@@ -30,6 +30,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
+from vllm_mp.file_owner import write_output
 from vllm_mp.kernels.reference import FLOAT8
 from vllm_mp.kernels.triton import launch, operations
 from vllm_mp.testing.attention_steps import scattered_step
@@ -336,7 +337,7 @@ def main() -> None:
             options = launch.table(device)[key]
         tuned[key] = dict(options)
         print(f"{key}: {dict(options)}, {share:.0%} of the time before", file=sys.stderr, flush=True)
-        out.write_text(json.dumps(tuned, indent=1) + "\n")
+        write_output(out, json.dumps(tuned, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The public names are imported when they are first used, so that `import vllm_mp`
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vllm_mp.unserved_names import refuse
+from vllm_mp.unserved_names import refuse, refuse_modules
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM, AsyncLLMEngine
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         EngineGenerateError,
         EngineStartError,
         NotOperatorError,
+        TooManyConstraintsError,
     )
     from vllm_mp.lora_request import LoRARequest
     from vllm_mp.outputs import (
@@ -130,6 +131,7 @@ _MODULE_OF = {
     "StructuredOutputsParams": "structured_outputs",
     "TextPrompt": "client.prompt",
     "TokensPrompt": "client.prompt",
+    "TooManyConstraintsError": "errors",
     "UsageContext": "usage_context",
     "VllmConfig": "config",
     "stream_generate": "client.text_stream",
@@ -195,6 +197,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "TooManyConstraintsError",
     "UsageContext",
     "VllmConfig",
     "stream_generate",
@@ -209,6 +212,7 @@ _refuse = refuse(
         "initialize_ray_cluster": "an engine connects to Ray by itself; give data_parallel_backend='ray'",
     },
 )
+refuse_modules()
 
 
 def __getattr__(name: str) -> Any:

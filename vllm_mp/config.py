@@ -134,6 +134,8 @@ class SchedulerConfig(msgspec.Struct, kw_only=True):
     max_num_partial_prefills: int
     """Maximum number of prompts in one step that are computed in part."""
     enable_chunked_prefill: bool
+    max_prefill_slowdown: float = 0.0
+    """Factor by which a prompt may lengthen the steps of requests in decode; 0: no limit."""
     policy: str
     """"fcfs" or "priority"."""
     stream_interval: int
@@ -222,6 +224,12 @@ class DecodingConfig(msgspec.Struct, kw_only=True):
     """The library that compiles constraints; "auto": the default library, and another for what it refuses."""
     reasoning_backend: str = ""
     """Empty: no reasoning parser."""
+    disable_any_whitespace: bool = False
+    """JSON has only the whitespace of a compact form, unless a request gives a `whitespace_pattern`."""
+    disable_additional_properties: bool = False
+    """Objects have only the properties that their schema names."""
+    whitespace_pattern: str = ""
+    """The regular expression of the whitespace in JSON for requests that give none; empty: a little whitespace."""
 
 
 class ObservabilityConfig(msgspec.Struct, kw_only=True):

@@ -122,7 +122,12 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
         parallel_config=_parallel_config(args),
         device_config=_section(DeviceConfig, args),
         attention_config=AttentionConfig(backend=args.attention_backend),
-        decoding_config=DecodingConfig(backend=BACKEND_NAMES[args.guided_decoding_backend]),
+        decoding_config=DecodingConfig(
+            backend=BACKEND_NAMES[args.guided_decoding_backend],
+            disable_any_whitespace=args.guided_decoding_disable_any_whitespace,
+            disable_additional_properties=args.guided_decoding_disable_additional_properties,
+            whitespace_pattern=args.guided_whitespace_pattern or "",
+        ),
         observability_config=_section(ObservabilityConfig, args),
         liveness_config=_section(LivenessConfig, args, engine_iteration_timeout_s=_iteration_timeout(args)),
         lora_config=_lora_config(args, architecture),

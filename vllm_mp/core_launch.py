@@ -8,8 +8,8 @@ import msgspec
 
 import vllm_mp
 from vllm_mp.config import VllmConfig
+from vllm_mp.core_status import NOT_SUSPENDED, Suspension
 from vllm_mp.lora_request import AdapterRecord
-from vllm_mp.status_page import NOT_SUSPENDED, Suspension
 from vllm_mp.wire import LastDeath
 
 _MAX_CAUSE_CHARACTERS = 500
@@ -80,20 +80,24 @@ class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
     is_from_outside: bool
     """Another process killed or stopped the core, which no request can have caused."""
     in_step: list[tuple[bytes, int, int]]
-    """(token of the client, slot, progress as in `wire.LastDeath`) of each request in the pending steps; the token is
-    empty for a client without one."""
+    """(token of the client, slot, progress as in `wire.LastDeath`) of each request in the pending steps, or for which
+    the core did something outside of steps; the token is empty for a client without one."""
     in_earlier_steps: list[tuple[bytes, int, int]] = []
     """The same for the cores before it, of requests that may still be suspects."""
     num_restarts: int = 1
     """Number of restarts by the parent, with the one that followed this death."""
+    clients: list[bytes] = []
+    """The tokens of its clients, and of those of the cores shortly before it, that may come back."""
     earlier_deaths: list[tuple[int, list[bytes]]] = []
     """(incarnation, tokens of the clients with requests in the pending steps) of the cores that died shortly before."""
+    calls: list[tuple[bytes, int]] = []
+    """(token of the client, id) of each call that was carried out."""
 
     @property
     def deaths(self) -> list[tuple[int, list[bytes]]]:
         """This death and `earlier_deaths`, the latest first."""
-        tokens = sorted({token for token, _, _ in self.in_step if token})
-        return [(self.incarnation, tokens), *self.earlier_deaths]
+        tokens = {token for token, _, _ in self.in_step} | {token for token, _ in self.calls}
+        return [(self.incarnation, sorted(filter(None, tokens))), *self.earlier_deaths]
 
     def suspects(self) -> dict[tuple[bytes, int], int]:
         """Return the furthest progress of each request that was in the step of a death, by (token, slot)."""
@@ -108,8 +112,10 @@ class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
         own = [(slot, progress) for other, slot, progress in self.in_step if token and other == token]
         # What follows the first clause may quote the core's log, which is not for every client.
         cause = self.cause.partition(";")[0][:_MAX_CAUSE_CHARACTERS]
+        num_at_work = len(self.in_step) + len(self.calls)
+        calls = [call_id for other, call_id in self.calls if token and other == token]
         return LastDeath(
-            self.incarnation, cause, self.kind, self.is_from_outside, len(self.in_step), own, self.num_restarts
+            self.incarnation, cause, self.kind, self.is_from_outside, num_at_work, own, self.num_restarts, calls
         )
 
 

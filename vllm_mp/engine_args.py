@@ -5,7 +5,7 @@ of the configuration that has a field of its name.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.config_resolution import DEFAULT_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_VARIABLE, resolve_config
@@ -13,7 +13,9 @@ from vllm_mp.fault_injection.faults import parse_faults
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS
 from vllm_mp.options import MAX_INTEGER, Options, option
 from vllm_mp.processor_registration import as_specs, registered
-from vllm_mp.structured_outputs import BACKEND_NAMES
+from vllm_mp.structured_outputs import BACKEND_NAMES, StructuredOutputsParams
+from vllm_mp.unserved_arguments import accepts_unserved
+from vllm_mp.unserved_table import ENGINE_ARGUMENTS
 from vllm_mp.usage_context import UsageContext
 
 _DTYPES = {"half": "float16", "float": "float32"}
@@ -21,14 +23,35 @@ _DTYPES = {"half": "float16", "float": "float32"}
 _ATTENTION_BACKENDS = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"}
 """vLLM's names of attention backends."""
 
+_EXECUTORS = {"uni": "mp"}
+"""vLLM's other names of executors."""
+_STRUCTURED_OUTPUTS = {
+    "backend": "guided_decoding_backend",
+    "disable_additional_properties": "guided_decoding_disable_additional_properties",
+    "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
+    "whitespace_pattern": "guided_whitespace_pattern",
+}
+"""The option for each name in `structured_outputs_config`."""
+_WITHOUT_EFFECT = frozenset({"disable_fallback"})
+Args = TypeVar("Args", bound="EngineArgs")
 
+
+def _accepts_unserved_options(kind: type[Args]) -> type[Args]:
+    """Let a class of options accept the options of vLLM that it does not have."""
+    kind.__init__ = accepts_unserved(kind.__name__, ENGINE_ARGUMENTS)(kind.__init__)  # type: ignore[method-assign]
+    return kind
+
+
+@_accepts_unserved_options
 @dataclasses.dataclass
 class EngineArgs(Options):
     """The options of an engine, each also a flag of the shell commands (`--max-model-len`, ...).
 
-    Construction raises TypeError for an unknown field or a value of the wrong type, ValueError for a value out
-    of range, and NotImplementedError for a value that this version does not serve. The message names the field, the
-    value and what is allowed.
+    None stands for an option's default. The options that vLLM has and this engine has not are accepted at their
+    defaults, and those that change no result with any value (`vllm_mp/unserved_table.py` lists them). Construction
+    raises TypeError for an unknown field or a value of the wrong type, ValueError for a value out of range, and
+    NotImplementedError for a value that this version does not serve. The message names the field, the value and what
+    is allowed.
     """
 
     CLI_GROUP = "engine options"
@@ -132,7 +155,7 @@ class EngineArgs(Options):
     swap_space: float = option(
         0.0,
         "Keep evicted KV blocks in this many GiB of host memory.",
-        unserved="evicted requests are computed again; to evict less, raise kv_cache_memory_bytes",
+        without_effect="evicted requests are computed again; to evict less, raise kv_cache_memory_bytes",
     )
     block_size: int = option(16, "Divide the KV cache into blocks of N tokens.", low=1, high=1024)
     kv_cache_dtype: str = option(
@@ -156,6 +179,12 @@ class EngineArgs(Options):
     max_num_partial_prefills: int = option(1, "Compute at most N prompts in part in one step.", low=1)
     enable_chunked_prefill: bool | None = option(
         None, "Let a long prompt take several steps. Default: on, except for encoders."
+    )
+    max_prefill_slowdown: float = option(
+        2.0,
+        "Compute a prompt in chunks with which a step takes at most about X times as long as for the requests that "
+        "run; 0: in chunks as long as a step may be.",
+        low=0.0,
     )
     scheduling_policy: str = option(
         "fcfs",
@@ -214,7 +243,7 @@ class EngineArgs(Options):
         "Start the ranks of a core in this way; mp: processes of the core's machine, or of nnodes machines; ray: "
         "processes of a node of a Ray cluster that has room for all of them, or of nnodes nodes. Default: ray with "
         "worker_use_ray, else mp.",
-        choices=("mp", "ray"),
+        choices=("mp", "ray", *_EXECUTORS),
     )
     worker_use_ray: bool = option(False, "Do what distributed_executor_backend=ray does.")
     engine_use_ray: bool = option(False, "Do what data_parallel_backend=ray does, also with one core.")
@@ -260,6 +289,22 @@ class EngineArgs(Options):
         "with xgrammar, if that is installed.",
         choices=tuple(BACKEND_NAMES),
     )
+    guided_decoding_disable_any_whitespace: bool = option(
+        False, "Let JSON have only the whitespace of a compact form, unless a request gives a whitespace pattern."
+    )
+    guided_decoding_disable_additional_properties: bool = option(
+        False, "Let JSON objects have only the properties that their schema names."
+    )
+    guided_whitespace_pattern: str | None = option(
+        None,
+        "Let whitespace between the parts of JSON match this regular expression, unless a request gives another. "
+        "Default: a space, or up to two line breaks with up to 32 spaces or tabs.",
+    )
+    structured_outputs_config: dict[str, Any] | None = option(
+        None,
+        "Set options of structured output by vLLM's newer names, as a JSON object: backend, disable_any_whitespace, "
+        "disable_additional_properties, whitespace_pattern. Default: the options of these commands.",
+    )
     logits_processors: tuple[str, ...] | None = option(
         (),
         "Load this logits processor, MODULE:CLASS or the name of an entry point; it applies to every request, or with "
@@ -293,12 +338,46 @@ class EngineArgs(Options):
 
     def __post_init__(self) -> None:
         self.logits_processors = as_specs(self.logits_processors)
+        self._accept_other_types()
         super().__post_init__()
         registered(self.logits_processors)
+        self._apply_structured_outputs_config()
         parse_faults(self.fault_injection, self.device)
         self.dtype = _DTYPES.get(self.dtype, self.dtype)
+        executor = self.distributed_executor_backend
+        self.distributed_executor_backend = _EXECUTORS.get(executor or "", executor)
         self.attention_backend = _ATTENTION_BACKENDS.get(self.attention_backend, self.attention_backend)
         self.kv_cache_dtype = self.kv_cache_dtype.replace("fp8_e4m3", "fp8")
+
+    def _accept_other_types(self) -> None:
+        """Replace values of types that vLLM takes too. Raises NotImplementedError for several names of the model."""
+        name: Any = self.served_model_name
+        if isinstance(name, list | tuple):
+            if len(name) > 1:
+                raise NotImplementedError(
+                    f"served_model_name={name!r} is not served: a model has one name; give one, and lora_modules for "
+                    "the names of adapters"
+                )
+            self.served_model_name = name[0] if name else None
+        if str(self.dtype).startswith("torch."):
+            self.dtype = str(self.dtype).removeprefix("torch.")
+        token: Any = self.hf_token
+        if token is True:  # the token that the hub's own programs use
+            self.hf_token = None
+
+    def _apply_structured_outputs_config(self) -> None:
+        """Set the options that `structured_outputs_config` names, and check their values."""
+        for name, value in (self.structured_outputs_config or {}).items():
+            if name in _STRUCTURED_OUTPUTS:
+                setattr(self, _STRUCTURED_OUTPUTS[name], value)
+            elif value and name not in _WITHOUT_EFFECT:
+                raise NotImplementedError(
+                    f"structured_outputs_config[{name!r}]={value!r} is not served; leave it out, or set one of "
+                    f"{', '.join(_STRUCTURED_OUTPUTS)}"
+                )
+        if self.structured_outputs_config:
+            super().__post_init__()
+        StructuredOutputsParams(json_object=True, whitespace_pattern=self.guided_whitespace_pattern)
 
     def create_engine_config(self, usage_context: UsageContext | None = None) -> VllmConfig:
         """Find the model, fetching and converting it if need be, and return the engine's configuration.
@@ -312,6 +391,7 @@ class EngineArgs(Options):
         return resolve_config(self)
 
 
+@_accepts_unserved_options
 @dataclasses.dataclass
 class AsyncEngineArgs(EngineArgs):
     """`EngineArgs` and the options that concern only the asyncio client."""

@@ -56,6 +56,20 @@ class ConstraintError(EngineGenerateError, ValueError):
     """
 
 
+class NoRoomError(EngineGenerateError):
+    """The core has no memory for a request beside the live requests of this client, its tenant and others.
+
+    Raised by the stream of that request: send it again when some of them have ended.
+    """
+
+
+class TooManyConstraintsError(EngineGenerateError):
+    """The constraint of a request was not compiled, because too many others of this client, or of all, wait for that.
+
+    Raised by the stream of that request: send it again later.
+    """
+
+
 class NotOperatorError(EngineError, PermissionError):
     """The call, or request, changes a shared core for all its clients, and this client is no operator of it.
 

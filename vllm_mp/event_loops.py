@@ -36,7 +36,7 @@ def run_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *
         loop.call_soon_threadsafe(function, *args)
 
 
-def cancel_task_threadsafe(task: "asyncio.Task[Any]") -> None:
-    """Cancel `task` from any thread; no-op if it is done, or if its loop is closed."""
-    if not task.done():
+def cancel_task_threadsafe(task: "asyncio.Task[Any] | None") -> None:
+    """Cancel `task` from any thread; no-op if it is None or done, or if its loop is closed."""
+    if task is not None and not task.done():
         run_in_loop(task.get_loop(), task.cancel)

@@ -85,3 +85,22 @@ def open_own_file(path: Path) -> int:
         raise ValueError(f"{path} belongs to user {user_name(info.st_uid)}, who is not trusted; use another path")
     what = f"has {info.st_nlink} names" if stat.S_ISREG(info.st_mode) else "is no regular file"
     raise ValueError(f"{path} {what}; remove it")
+
+
+def write_output(path: Path, text: str) -> None:
+    """Replace the content of the file `path`, which the user has named, by `text`.
+
+    In a folder that others may write, such as /tmp, the file is opened by `open_own_file`, whose errors are raised.
+    Elsewhere, links and devices are the user's own. Raises OSError if it cannot be written.
+    """
+    if not _others_may_write(path.parent):
+        path.write_text(text)
+        return
+    with os.fdopen(open_own_file(path), "w") as file:
+        file.truncate(0)
+        file.write(text)
+
+
+def _others_may_write(folder: Path) -> bool:
+    info = folder.stat()
+    return bool(info.st_mode & 0o022) or info.st_uid not in trusted_owners()

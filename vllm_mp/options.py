@@ -8,10 +8,11 @@ import typing
 from typing import Any, ClassVar, Final, Self
 
 from vllm_mp.suggestions import did_you_mean
+from vllm_mp.unserved_arguments import tell_without_effect
 
 FURTHER: Final = "further "
 """How the heading of flags begins that the help of a command leaves out, and `--help-all` shows."""
-UNSERVED: Final = "options that are not served yet"
+WITHOUT_EFFECT: Final = "options without effect"
 """The heading of flags that no help of a command shows."""
 _METAVARS: Final = {int: "N", float: "X", dict: "JSON"}
 """How the help of a flag shows a value of a type; other values are shown by the name of the option."""
@@ -26,17 +27,17 @@ def option(
     choices: tuple[str, ...] | None = None,
     low: float | None = None,
     high: float | None = None,
-    unserved: str = "",
+    without_effect: str = "",
     takes_list: bool = False,
     subject: str = "",
 ) -> Any:
     """Declare an option, from which its flag, help and validation follow.
 
     `help` is a full sentence. If the default is None or empty, `help` ends with "Default: " and the default in words;
-    any other default is added to the flag's help. `low` and `high` are the least and the greatest value. `unserved`
-    says why only the default is accepted; empty: other values are too. `takes_list`: the flag of a tuple takes several
-    values at once; else it is given once for each value. `subject` is the heading under which the help of a command
-    shows a common option; empty: only `--help-all` shows it.
+    any other default is added to the flag's help. `low` and `high` are the least and the greatest value.
+    `without_effect` says why no value changes anything; empty: values do. `takes_list`: the flag of a tuple takes
+    several values at once; else it is given once for each value. `subject` is the heading under which the help of a
+    command shows a common option; empty: only `--help-all` shows it.
     """
     return dataclasses.field(
         default=default,
@@ -45,7 +46,7 @@ def option(
             "choices": choices,
             "low": low,
             "high": high,
-            "unserved": unserved,
+            "without_effect": without_effect,
             "takes_list": takes_list,
             "subject": subject,
         },
@@ -56,8 +57,8 @@ def option(
 class Options:
     """The base class of dataclasses whose fields are declared with `option`.
 
-    A tuple may be given as a list. Construction raises TypeError for a value of the wrong type, ValueError for a value
-    out of range, and NotImplementedError for a value that this version does not serve.
+    A tuple may be given as a list, and None stands for the default. Construction raises TypeError for a value of the
+    wrong type, and ValueError for a value out of range.
     """
 
     CLI_GROUP: ClassVar[str] = "options"
@@ -67,6 +68,9 @@ class Options:
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if value is None and type(None) not in typing.get_args(hints[field.name]):
+                value = field.default
+                setattr(self, field.name, value)
             _check(field, hints[field.name], value)
             if isinstance(value, list):
                 setattr(self, field.name, tuple(value))
@@ -76,9 +80,13 @@ class Options:
         """Add a flag for every option to `parser`, grouped by subject, and return it."""
         hints = typing.get_type_hints(cls)
         groups: dict[str, argparse._ArgumentGroup] = {}
-        # The sort is stable: the common options come first and the unserved last, else in the order of declaration.
+        # The sort is stable: the common options come first, those without effect last.
         for field in sorted(dataclasses.fields(cls), key=_rank):
-            heading = UNSERVED if field.metadata["unserved"] else field.metadata["subject"] or FURTHER + cls.CLI_GROUP
+            heading = (
+                WITHOUT_EFFECT
+                if field.metadata["without_effect"]
+                else field.metadata["subject"] or FURTHER + cls.CLI_GROUP
+            )
             if heading not in groups:
                 groups[heading] = parser.add_argument_group(heading)
             _add_flag(groups[heading], field, _value_type(hints[field.name]))
@@ -100,8 +108,8 @@ class Options:
 
 
 def _rank(field: "dataclasses.Field[Any]") -> int:
-    """Return the place of an option in the help: common, further, unserved."""
-    return 2 if field.metadata["unserved"] else 0 if field.metadata["subject"] else 1
+    """Return the place of an option in the help: common, further, without effect."""
+    return 2 if field.metadata["without_effect"] else 0 if field.metadata["subject"] else 1
 
 
 def _add_flag(group: "argparse._ArgumentGroup", field: "dataclasses.Field[Any]", value_type: type) -> None:
@@ -131,8 +139,8 @@ def _add_flag(group: "argparse._ArgumentGroup", field: "dataclasses.Field[Any]",
 def _help(field: "dataclasses.Field[Any]") -> str:
     """Return the help of the option's flag, with its default."""
     parts = [field.metadata["help"]]
-    if field.metadata["unserved"]:
-        parts.append("This is not served.")
+    if field.metadata["without_effect"]:
+        parts.append("This has no effect.")
     if isinstance(field.default, bool):
         parts.append(f"Default: {'on' if field.default else 'off'}.")
     elif field.default not in (None, "", ()):
@@ -167,10 +175,8 @@ def _check(field: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
             if high != MAX_INTEGER or not value <= high:
                 limits.append(f"at most {high}")
             raise ValueError(f"{name} must be {' and '.join(limits)}, got {value}")
-    if meta["unserved"] and value != field.default:
-        raise NotImplementedError(
-            f"{name}={value!r} is not served: {meta['unserved']}; leave it at its default ({field.default!r})"
-        )
+    if meta["without_effect"] and value != field.default:
+        tell_without_effect(name, value, meta["without_effect"])
 
 
 def _check_unicode(name: str, value: object) -> None:

@@ -4,11 +4,13 @@ import numbers
 
 import msgspec
 
+from vllm_mp.unserved_arguments import AcceptsUnserved
+
 POOLING_TYPES = ("last", "mean", "cls")
 POOLING_TASKS = ("embed", "classify")
 
 
-class PoolingParams(msgspec.Struct, omit_defaults=True):
+class PoolingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserved):
     """How one vector is made from a prompt's hidden states.
 
     `pooling_type` is "last" (of the last token), "mean" (the average of all tokens) or "cls" (of the first token), in

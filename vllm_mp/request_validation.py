@@ -36,11 +36,10 @@ def validate_generation(
     """
     model = config.model_config
     _check_request_id(request_id)
-    if model.architecture.is_encoder:
-        raise ValueError(f"{model.model} is an encoder and generates no text; call encode() for its embeddings")
+    check_generates(model)
     _check_not_empty(prompt)
     if len(prompt) >= model.max_model_len:
-        raise generation_prompt_too_long(f"{len(prompt)} tokens", model)
+        raise generation_prompt_too_long(f"{len(prompt)} tokens", model, params.truncate_prompt_tokens)
     vocab_size = model.architecture.vocab_size
     _check_token_ids("prompt_token_ids", prompt, vocab_size)
     _check_token_ids("the completion so far", output, vocab_size)
@@ -63,13 +62,26 @@ def validate_generation(
     return max_total_tokens
 
 
+def check_generates(model: ModelConfig) -> None:
+    """Raise ValueError if the model generates no text."""
+    if "generate" in model.supported_tasks:
+        return
+    architecture = model.architecture
+    what = (
+        "is an encoder" if architecture.is_encoder else f"has no head for tokens ({architecture.name} without lm_head)"
+    )
+    raise ValueError(
+        f"{model.model} {what} and generates no text; call encode() for its embeddings, or ask /v1/embeddings for them"
+    )
+
+
 def validate_pooling(request_id: str, prompt: npt.NDArray[np.int32], params: PoolingParams, config: VllmConfig) -> None:
     """Raise ValueError, naming the field, for a pooling request on `prompt` [n] that can never run."""
     model = config.model_config
     _check_request_id(request_id)
     _check_not_empty(prompt)
     if len(prompt) > model.max_model_len:
-        raise pooling_prompt_too_long(f"{len(prompt)} tokens", model)
+        raise pooling_prompt_too_long(f"{len(prompt)} tokens", model, params.truncate_prompt_tokens)
     _check_token_ids("prompt_token_ids", prompt, model.architecture.vocab_size)
     _check_second_text(params, len(prompt), model.architecture)
     if pooling_task(params, model) == "classify":
@@ -124,20 +136,35 @@ def _check_second_text(params: PoolingParams, num_tokens: int, architecture: Arc
         )
 
 
-def generation_prompt_too_long(size: str, model: ModelConfig) -> ValueError:
-    """Return the error for a prompt of `size`, the number of its tokens in words, that leaves no room for a token."""
+def generation_prompt_too_long(size: str, model: ModelConfig, truncation: int | None = None) -> ValueError:
+    """Return the error for a prompt of `size`, the number of its tokens in words, that leaves no room for a token.
+
+    `truncation` is the request's truncate_prompt_tokens.
+    """
     return ValueError(
         f"the prompt is too long: {size}, and {_MAX_CONTEXT} max_model_len={model.max_model_len} for prompt and "
-        "completion; shorten it, set truncate_prompt_tokens, or raise max_model_len if the model's context allows it"
+        f"completion; {_shorten(truncation, model.max_model_len - 1)}"
     )
 
 
-def pooling_prompt_too_long(size: str, model: ModelConfig) -> ValueError:
-    """Return the error for a prompt of `size`, the number of its tokens in words, of which no vector can be made."""
+def pooling_prompt_too_long(size: str, model: ModelConfig, truncation: int | None = None) -> ValueError:
+    """Return the error for a prompt of `size`, the number of its tokens in words, of which no vector can be made.
+
+    `truncation` is the request's truncate_prompt_tokens.
+    """
     return ValueError(
-        f"the prompt is too long: {size}, and {_MAX_CONTEXT} max_model_len={model.max_model_len}; shorten it, set "
-        "truncate_prompt_tokens, or raise max_model_len if the model's context allows it"
+        f"the prompt is too long: {size}, and {_MAX_CONTEXT} max_model_len={model.max_model_len}; "
+        f"{_shorten(truncation, model.max_model_len)}"
     )
+
+
+def _shorten(truncation: int | None, limit: int) -> str:
+    """Return what to do about a prompt of which `limit` tokens have room."""
+    if truncation is None:
+        how = "shorten it, set truncate_prompt_tokens"
+    else:
+        how = f"shorten it, lower truncate_prompt_tokens={truncation} to at most {limit} or set it to -1"
+    return f"{how}, or raise max_model_len if the model's context allows it"
 
 
 def _check_request_id(request_id: str) -> None:

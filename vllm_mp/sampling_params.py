@@ -25,6 +25,7 @@ from vllm_mp.parameters import (
 )
 from vllm_mp.structured_outputs import GuidedDecodingParams as GuidedDecodingParams
 from vllm_mp.structured_outputs import StructuredOutputsParams, checked_form
+from vllm_mp.unserved_arguments import AcceptsUnserved
 
 MAX_BAD_WORDS = 1024
 MAX_EXTRA_ARGS_BYTES = 2**14
@@ -79,7 +80,7 @@ def _at_most(count: int) -> msgspec.Meta:
     return msgspec.Meta(max_length=count)
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True):
+class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserved):
     """Sampling parameters of one request; names, defaults and meanings are vLLM's.
 
     `temperature` 0 takes the most likely token at each position. The logits change in this order: allowed tokens, stop

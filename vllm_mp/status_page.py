@@ -7,7 +7,6 @@ The page has one writer and any number of readers, kept consistent by a seqlock:
 odd before a write and even after it, and a reader repeats a reading during which the number was odd or changed.
 """
 
-import contextlib
 import enum
 import mmap
 import os
@@ -15,19 +14,20 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.core_description import CoreDescription
+from vllm_mp.core_status import AWAKE, CoreState, CoreStatus, OutsideTask, SleepState, StepRequests, Suspension
 from vllm_mp.file_owner import trusted_owners
 from vllm_mp.lora_request import AdapterRecord
+from vllm_mp.page_file import make_page_file
 from vllm_mp.wire import MAX_CLIENTS, MAX_CONVICTED_DEATHS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
 
 _MAGIC_OF_VERSION_0 = 0x564D_5053_0000
-VERSION = 5
+VERSION = 6
 """Version of the layout of the page."""
 _MAGIC = _MAGIC_OF_VERSION_0 + VERSION
 _HEADER_BYTES = 4096
@@ -48,24 +48,15 @@ _CLIENTS_OFFSET = _HEADER_BYTES + _REQUEST_BYTES * MAX_STEP_REQUESTS
 _ADAPTERS_OFFSET = _CLIENTS_OFFSET + _CLIENT.itemsize * MAX_CLIENTS
 MAX_ADAPTER_BYTES = 2**18
 """Maximum size of the records of the known adapters on the page."""
-_DESCRIPTION_OFFSET = _ADAPTERS_OFFSET + 2 * MAX_ADAPTER_BYTES
+_TASK = np.dtype([("client", "<i8"), ("id", "<i8"), ("progress", "<i8")])
+"""A place of the list of tasks, as in `OutsideTask`; the progress of a call is `_CALL`."""
+_CALL = -(2**63)
+MAX_OUTSIDE_TASKS = 4096
+"""Maximum number of tasks outside of steps on the page; further ones are left out."""
+_TASKS_OFFSET = _ADAPTERS_OFFSET + 2 * MAX_ADAPTER_BYTES
+_DESCRIPTION_OFFSET = _TASKS_OFFSET + 2 * _TASK.itemsize * MAX_OUTSIDE_TASKS
 _MAX_DESCRIPTION_BYTES = 2**16
 _SIZE = _DESCRIPTION_OFFSET + _MAX_DESCRIPTION_BYTES
-
-
-class CoreState(enum.IntEnum):
-    """What the core is doing."""
-
-    STARTING = 0
-    """It imports its modules and reads its configuration."""
-    LOADING = 1
-    """It loads weights and allocates the KV cache."""
-    IDLE = 2
-    """It serves, and no step is executing."""
-    STEPPING = 3
-    """A step is executing."""
-    STOPPED = 4
-    """It has ended, or is about to."""
 
 
 class _Field(enum.IntEnum):
@@ -100,80 +91,12 @@ class _Field(enum.IntEnum):
     0: none were noted. The other half is written first, so that a core that is killed leaves complete records."""
     DESCRIPTION = 22
     """Size in bytes of the description; 0: it is not known yet, or does not fit on the page."""
-
-
-class SleepState(NamedTuple):
-    """The level of a core's sleep, and the memory that it has released."""
-
-    level: int
-    """Level of the sleep; 0: awake."""
-    missing: tuple[str, ...]
-    """The tags of `wire.SLEEP_TAGS` whose memory is released; empty if and only if the core is awake."""
-
-
-AWAKE = SleepState(0, ())
-
-
-class Suspension(NamedTuple):
-    """The pause and the sleep in force. It belongs to the core, and its successor enters it before it serves."""
-
-    generation: int = 0
-    """Number of changes of the pause or the sleep, over all incarnations."""
-    pause: str = ""
-    """The mode of the pause, one of `PAUSE_MODES`; empty: not paused."""
-    num_draining: int = 0
-    """Requests that arrived before a pause with mode "wait" and have not ended."""
-    sleep: SleepState = AWAKE
-    calls: tuple[int, ...] = ()
-    """The ids of the latest calls that were carried out; of a call that failed, the complement of its id."""
-
-
-NOT_SUSPENDED = Suspension()
-
-
-class StepRequests(NamedTuple):
-    """The requests of one or several steps, as columns of [n]. No request may occur twice."""
-
-    clients: npt.NDArray[np.uint32]
-    slots: npt.NDArray[np.uint32]
-    num_output_tokens: npt.NDArray[np.integer]
-    """Tokens that each request has generated so far; while its prompt is read, minus the number of prompt tokens that
-    are left."""
-
-
-class CoreStatus(NamedTuple):
-    """One consistent reading of the page. Ages are in seconds."""
-
-    incarnation: int
-    pid: int
-    state: CoreState
-    step: int
-    heartbeat_age: float
-    """Age of the core's last beat; every step and change of state is a beat too."""
-    state_age: float
-    """Time since the state was entered; while STEPPING, time since a step began or ended."""
-    load_progress: float
-    """Share of the loading that is done, 0 to 1."""
-    num_running: int
-    num_waiting: int
-    free_blocks: int
-    total_blocks: int
-    step_requests: list[tuple[int, int, int]]
-    """(client index, slot, number of output tokens) of each request in the executing steps; empty between steps. The
-    number is as in `StepRequests`."""
-    suspension: Suspension = NOT_SUSPENDED
-    outside_signal: int = 0
-    """Number of the fatal signal that another process sent to the core; 0: none, or the core cannot tell."""
-
-    def __str__(self) -> str:
-        """Return a short line for logs and error messages."""
-        return (
-            f"{self.state.name} for {self.state_age:.1f} s, step {self.step} with {len(self.step_requests)} requests, "
-            f"last beat {self.heartbeat_age:.1f} s ago, {self.num_running} running, {self.num_waiting} waiting, "
-            f"{self.free_blocks} of {self.total_blocks} KV blocks free"
-            f"{', paused' if self.suspension.pause else ''}"
-            f"{f', asleep at level {self.suspension.sleep.level}' if self.suspension.sleep.missing else ''}"
-        )
+    OUTSIDE_TASKS = 23
+    """Two times the number of tasks outside of steps, plus the number of the half that lists them, as for `ADAPTERS`"""
+    HANDLED_CLIENT = 24
+    """1 + the client whose message is handled; 0: none is. The next two belong to it."""
+    HANDLED_ID = 25
+    HANDLED_PROGRESS = 26
 
 
 class StatusPage:
@@ -188,6 +111,9 @@ class StatusPage:
         self._adapters: npt.NDArray[np.uint8] = np.frombuffer(
             memory, np.uint8, count=2 * MAX_ADAPTER_BYTES, offset=_ADAPTERS_OFFSET
         ).reshape(2, -1)
+        self._tasks: npt.NDArray[np.void] = np.frombuffer(
+            memory, _TASK, count=2 * MAX_OUTSIDE_TASKS, offset=_TASKS_OFFSET
+        ).reshape(2, -1)
         self._description: npt.NDArray[np.uint8] = np.frombuffer(
             memory, np.uint8, count=_MAX_DESCRIPTION_BYTES, offset=_DESCRIPTION_OFFSET
         )
@@ -196,27 +122,9 @@ class StatusPage:
     def create(cls, path: str | None, incarnation: int) -> "StatusPage":
         """Make an empty page at `path` that only its owner can read; without a path, in this process's memory only.
 
-        Raises ValueError if there is no space or no permission to make it.
+        Raises ValueError as `make_page_file` does.
         """
-        if path is None:
-            page = cls(mmap.mmap(-1, _SIZE))
-        else:
-            try:
-                # A new file is made: truncating a file that readers have mapped would end those processes.
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-                try:
-                    # The space is allocated now: on a full disk the first write to the page would end this process.
-                    os.posix_fallocate(descriptor, 0, _SIZE)
-                    page = cls(mmap.mmap(descriptor, _SIZE))
-                finally:
-                    os.close(descriptor)
-            except OSError as error:
-                raise ValueError(
-                    f"cannot make the status page {path}: {error.strerror}; free space there, or set TMPDIR to "
-                    "another folder"
-                ) from error
+        page = cls(mmap.mmap(-1, _SIZE) if path is None else make_page_file(path, _SIZE))
         page._header[_Field.INCARNATION] = incarnation
         page._header[_Field.PID] = os.getpid()
         page.enter(CoreState.STARTING)
@@ -331,6 +239,36 @@ class StatusPage:
             return None
         return msgspec.msgpack.decode(self._adapters[half, :size].tobytes(), type=list[AdapterRecord])
 
+    def note_outside(self, tasks: Sequence[OutsideTask]) -> None:
+        """Publish what the core does outside of steps, in place of what was published; threads must take turns."""
+        rows = [(client, id, _CALL if progress is None else progress) for client, id, progress in tasks]
+        half = 1 - int(self._header[_Field.OUTSIDE_TASKS]) % 2
+        count = min(len(rows), MAX_OUTSIDE_TASKS)
+        self._tasks[half, :count] = rows[:count]
+        self._header[_Field.OUTSIDE_TASKS] = 2 * count + half
+
+    def begin_message(self, task: OutsideTask) -> None:
+        """Publish the request whose message the core's thread handles, until `end_message`."""
+        assert task.progress is not None, "calls are published by `note_outside`"
+        header = self._header
+        header[_Field.HANDLED_ID] = task.id
+        header[_Field.HANDLED_PROGRESS] = task.progress
+        header[_Field.HANDLED_CLIENT] = task.client + 1
+
+    def end_message(self) -> None:
+        """Publish that no message of a request is handled."""
+        self._header[_Field.HANDLED_CLIENT] = 0
+
+    def _outside_tasks(self, fields: list[int]) -> tuple[OutsideTask, ...]:
+        """Return what the core does outside of steps, which may be torn unless the core has ended."""
+        count, half = divmod(fields[_Field.OUTSIDE_TASKS], 2)
+        rows = self._tasks[half, : max(0, count)].tolist()
+        tasks = [OutsideTask(client, id, None if progress == _CALL else progress) for client, id, progress in rows]
+        if fields[_Field.HANDLED_CLIENT]:
+            client, id, progress = fields[_Field.HANDLED_CLIENT : _Field.HANDLED_PROGRESS + 1]
+            tasks.append(OutsideTask(client - 1, id, progress))
+        return tuple(tasks)
+
     def note_convicted(self, deaths: Iterable[int]) -> None:
         """Publish the incarnations of cores for whose deaths a request is to blame; beyond 64, the first are kept."""
         noted = self._header[_CONVICTED_AT : _CONVICTED_AT + MAX_CONVICTED_DEATHS]
@@ -433,6 +371,7 @@ class StatusPage:
                 calls=tuple(calls[: max(0, fields[_Field.NUM_CALLS])]),
             ),
             outside_signal=fields[_Field.OUTSIDE_SIGNAL],
+            outside_tasks=self._outside_tasks(fields),
         )
 
 

@@ -1,7 +1,7 @@
 """The form that a request may demand of its output: a JSON schema, a regular expression, a choice or a grammar."""
 
 import reprlib
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -27,7 +27,7 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, omit_defaults=Tru
     """A JSON schema, a regular expression, the choices as a JSON list of strings, a grammar (EBNF in the form of Lark
     or of GBNF), or a structural tag as JSON; empty for "json_object"."""
     any_whitespace: bool = True
-    """JSON may have any whitespace between its parts; False: only what a compact form has."""
+    """JSON may have a space, or a line break with an indentation, between its parts; False: a compact form."""
     additional_properties: bool = True
     """An object of a schema that does not say so may have properties that the schema does not name."""
     whitespace_pattern: Annotated[str, msgspec.Meta(max_length=256)] = ""
@@ -42,14 +42,20 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, omit_defaults=Tru
     constraint holds for the whole output. -1: the output begins inside the reasoning."""
 
 
+_FORM_NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+FORMS = frozenset(_FORM_NAMES)
+"""The fields of `StructuredOutputsParams` that say what to match; the others are options."""
+
+
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     """The form that a completion must have; names and meanings are vLLM's.
 
     Exactly one of `json` (a JSON schema as a dict, as text, or as a pydantic class), `json_object` (True: any JSON
     object), `regex`, `choice` (a list of strings), `grammar` (EBNF) and `structural_tag` (JSON) must be given.
     `disable_any_whitespace` allows JSON in one line only, `whitespace_pattern` is a regular expression for the
-    whitespace in JSON, and `disable_additional_properties` forbids properties that a schema does not name. For models
-    that think, `reasoning_end` are the token ids that end the thought, after which the constraint begins, and
+    whitespace between the parts of JSON (None: the engine's choice, by default a space, or up to two line breaks with
+    up to 32 spaces or tabs), and `disable_additional_properties` forbids properties that a schema does not name. For
+    models that think, `reasoning_end` are the token ids that end the thought, after which the constraint begins, and
     `reasoning_start` is the token id that begins it; None: the prompt has begun the thought already.
 
     Raises ValueError, naming the field and its value, for a value that can be no constraint, and TypeError for a value
@@ -69,13 +75,11 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     reasoning_start: int | None = None
     reasoning_end: list[int] | None = None
 
-    _FORMS: ClassVar[tuple[str, ...]] = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-
     def __post_init__(self) -> None:
-        given = [name for name in self._FORMS if getattr(self, name) is not None]
+        given = [name for name in _FORM_NAMES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"exactly one of {', '.join(self._FORMS)} must be given, got {' and '.join(given) or 'none of them'}"
+                f"exactly one of {', '.join(_FORM_NAMES)} must be given, got {' and '.join(given) or 'none of them'}"
             )
         self.constraint()
 
@@ -83,7 +87,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     def from_optional(cls, **fields: Any) -> "StructuredOutputsParams | None":
         """Return the parameters with the `fields` that are not None; None if no form of output is among them."""
         given = {name: value for name, value in fields.items() if value is not None}
-        return cls(**given) if any(name in given for name in cls._FORMS) else None
+        return cls(**given) if FORMS & given.keys() else None
 
     def constraint(self) -> Constraint:
         """Return what the wire carries. Raises as the constructor does, if fields were changed since."""

@@ -42,6 +42,8 @@ TCP_HEARTBEAT_MS = 5000
 """Time between two heartbeats of a client over TCP, whose connection breaks after three that are not answered."""
 MAX_CLIENTS = 4096
 """Clients of one core that have said hello and have not left."""
+MAX_TENANTS = 4096
+"""Tenants of one client are integers in [0, MAX_TENANTS)."""
 TOKEN_BYTES = 16
 """Length of a client's token."""
 MAX_LIVE_REQUESTS = 2**20
@@ -69,6 +71,7 @@ _LARGE_FRAME_BYTES = 2**16
 
 _MAX_NAME_LENGTH = 64
 _Name = Annotated[str, msgspec.Meta(max_length=_MAX_NAME_LENGTH)]
+_Tenant = Annotated[int, msgspec.Meta(ge=0, lt=MAX_TENANTS)]
 _Token = Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)]
 _PACKAGE = __version__[:_MAX_NAME_LENGTH]
 
@@ -110,7 +113,9 @@ class AddRequest(_Message, tag=2):
     `prompt`, which is then empty. `extra_args` are `params.extra_args`, which are None in the message, as msgpack.
     `constraint` is what `params.structured_outputs`, which are None in the message, demand of the output.
     `lora` is the adapter for the request, or None for the base model, and `adapter_digest` the digest of the weights
-    that computed `output`; it is empty if the client does not know it.
+    that computed `output`; it is empty if the client does not know it. `is_replay`: an earlier core has admitted the
+    request, so that it waits where a new one is refused because too much is under way. `tenant` is the party of this
+    client for which the request runs: tenants take turns and have shares of the memory as clients do.
     """
 
     incarnation: int
@@ -135,6 +140,8 @@ class AddRequest(_Message, tag=2):
     constraint: Constraint | None = None
     lora: LoRARequest | None = None
     adapter_digest: _Name = ""
+    is_replay: bool = False
+    tenant: _Tenant = 0
 
 
 class AddPooling(_Message, tag=6):
@@ -152,6 +159,7 @@ class AddPooling(_Message, tag=6):
     after_pause: bool = False
     arrival_time: float = 0.0
     lora: LoRARequest | None = None
+    tenant: _Tenant = 0
 
 
 class AbortRequests(_Message, tag=3):
@@ -171,13 +179,15 @@ class Call(_Message, tag=4):
     """Client to core: run the named operation and answer with a `Reply`.
 
     `call_id` names the call among the calls of all clients, so clients count from a random number. An operation that
-    pauses the core, puts it to sleep or ends that is carried out once under each id, also by successors.
+    pauses the core, puts it to sleep or ends that is carried out once under each id, also by successors. `is_suspect`:
+    an earlier core died while it carried out the call, so that nothing else may go on meanwhile.
     """
 
     incarnation: int
     call_id: int
     name: str
     args: Annotated[list[CallArgument], msgspec.Meta(max_length=_MAX_ARGS)] = []
+    is_suspect: bool = False
 
 
 class Bye(_Message, tag=5):
@@ -217,12 +227,14 @@ class LastDeath(msgspec.Struct, array_like=True, frozen=True):
     is_from_outside: bool
     """Another process killed or stopped the core, which no request can have caused."""
     num_in_step: int
-    """Requests in the pending steps, of all clients."""
+    """Requests in the pending steps or at work on outside of steps, and calls that were carried out, of all clients."""
     in_step: list[tuple[int, int]] = []
-    """(slot, progress) of each request of this client in the pending steps. The progress is the number of output
-    tokens, or minus the number of prompt tokens that are left."""
+    """(slot, progress) of each of these requests of this client. The progress is the number of output tokens, or minus
+    the number of prompt tokens that are left."""
     num_restarts: int = 1
     """Number of restarts by the core's parent, with the one that followed this death."""
+    calls: list[int] = []
+    """The ids of this client's calls that were carried out."""
 
 
 class ModelDigest(msgspec.Struct, array_like=True, frozen=True):
@@ -270,7 +282,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     `num_output_tokens` counts the tokens of the whole completion. `reason` is "stop", "length", "abort" or "error".
     `stop_reason` is a token id; the client finds stop strings itself. `needs_operator`: the error is that only
     operators may make such a request. `invalid_constraint`: the error is that the request's constraint cannot be
-    compiled or followed.
+    compiled or followed. `too_many_constraints`: the error is that too many constraints of this client, or of all, are
+    being compiled. `no_room`: the error is that live requests take too much of the core's memory.
     """
 
     slot: int
@@ -280,6 +293,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     error: str | None = None
     needs_operator: bool = False
     invalid_constraint: bool = False
+    too_many_constraints: bool = False
+    no_room: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):

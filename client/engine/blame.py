@@ -8,7 +8,13 @@ from vllm_mp import wire
 from vllm_mp.client.engine.launcher import Core
 from vllm_mp.client.engine.news import Death
 from vllm_mp.client.engine.peers import Peers
-from vllm_mp.client.engine.suspects import Entry, Suspects
+from vllm_mp.client.engine.suspects import (
+    MAX_DEATHS,
+    MIN_DEATHS,
+    MIN_OUTSIDE_DEATHS_ALONE,
+    Entry,
+    Suspects,
+)
 from vllm_mp.client.engine.unexplained_death import UnexplainedDeath
 from vllm_mp.client.outputs.stream import RequestStream
 
@@ -29,6 +35,8 @@ class Blame:
         """The death of a shared core, until its successor says what it was computing."""
         self._convicted: deque[int] = deque(maxlen=wire.MAX_CONVICTED_DEATHS)
         """The incarnations of shared cores for whose deaths requests of this client are to blame."""
+        self._calls: dict[int, _CallDeaths] = {}
+        """By id: the deaths of cores that carried out a call of this client."""
         self._cores_work = True
         """A core has computed something since the latest conviction, so not every request ends every core."""
 
@@ -41,6 +49,14 @@ class Blame:
         """Return whether `stream` may have caused a death."""
         unexplained = self._unexplained
         return self._suspects.is_exposed(stream) or (unexplained is not None and unexplained.may_be_due_to(stream))
+
+    def is_suspect_call(self, call_id: int) -> bool:
+        """Return whether a core has died while it carried out a call that is not answered."""
+        return call_id in self._calls
+
+    def forget_call(self, call_id: int) -> None:
+        """Note that a call has ended."""
+        self._calls.pop(call_id, None)
 
     def note_output(self, output: wire.StepOutput) -> None:
         """Note that a core has sent `output`."""
@@ -71,9 +87,41 @@ class Blame:
     def _record(self, death: Death, core: Core, live: list[Entry]) -> None:
         """Record a death for each live request in its step, and fail those that are to blame."""
         for conviction in self._suspects.record(death, live):
-            deaths = self._peers.convict(conviction, self._client)
-            if core.process is None:
-                self._convicted.extend(sorted({death.incarnation for death in deaths if death.is_step_known}))
-            elif self._cores_work:  # else the limit of restarts ends an engine in which no request can run
-                self._peers.forgive(sorted({death.time for death in deaths}))
-            self._cores_work = False
+            self._forgive(self._peers.convict(conviction, self._client), core)
+        for call_id in death.calls:
+            deaths_of_call = self._calls.setdefault(call_id, _CallDeaths())
+            deaths_of_call.record(death)
+            if (why := deaths_of_call.why_to_blame(death)) is not None:
+                del self._calls[call_id]
+                self._client.fail_call(call_id, why)
+                self._forgive(deaths_of_call.deaths, core)
+
+    def _forgive(self, deaths: list[Death], core: Core) -> None:
+        """Count deaths no longer against the limit of restarts, because it is known what caused them."""
+        if core.process is None:
+            self._convicted.extend(sorted({death.incarnation for death in deaths if death.is_step_known}))
+        elif self._cores_work:  # else the limit of restarts ends an engine in which nothing can run
+            self._peers.forgive(sorted({death.time for death in deaths}))
+        self._cores_work = False
+
+
+class _CallDeaths:
+    """The deaths of cores that carried out a call."""
+
+    def __init__(self) -> None:
+        self.deaths: list[Death] = []
+        self._num_inside = 0
+
+    def record(self, death: Death) -> None:
+        self.deaths.append(death)
+        self._num_inside += not death.is_from_outside
+
+    def why_to_blame(self, death: Death) -> str | None:
+        """Return why the call is to blame, for which the evidence is as for a request; None if it is not."""
+        count, least = len(self.deaths), MIN_DEATHS
+        if death.is_from_outside:
+            least = MIN_OUTSIDE_DEATHS_ALONE
+        enough = (count if death.is_from_outside else self._num_inside) >= least
+        if not (enough and death.num_in_step == 1) and count < MAX_DEATHS:
+            return None
+        return f"{count} cores died while they carried it out; the last time, {death.cause}"

@@ -28,7 +28,7 @@ from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.client.stats import EngineStats, Restart
 from vllm_mp.counted import counted
-from vllm_mp.errors import EngineDeadError
+from vllm_mp.errors import EngineDeadError, EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +222,7 @@ class EngineCoreClient:
                 return await call.reply
         finally:
             self._calls.pop(call.call_id, None)
+            self._blame.forget_call(call.call_id)
 
     def _begin_call(self, name: str, args: tuple[wire.CallArgument, ...]) -> PendingCall:
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -229,6 +230,11 @@ class EngineCoreClient:
         self._calls[call.call_id] = call
         self._send_call(call)
         return call
+
+    def fail_call(self, call_id: int, why: str) -> None:
+        """End a call that is to blame for deaths of cores with EngineError; no-op if its caller waits no more."""
+        if (call := self._calls.pop(call_id, None)) is not None:
+            call.settle(None, EngineError(f"the call {call.name} failed: {why}"))
 
     def count_drops(self) -> None:
         """Count the messages that the connection to the current core has dropped since the last call."""
@@ -282,7 +288,8 @@ class EngineCoreClient:
             wire.encode_bounded(message)  # so that the caller hears of its size now
 
     def _send_call(self, call: PendingCall) -> None:
-        self._send(wire.Call(self.incarnation, call.call_id, call.name, list(call.args)))
+        is_suspect = self._blame.is_suspect_call(call.call_id)
+        self._send(wire.Call(self.incarnation, call.call_id, call.name, list(call.args), is_suspect))
 
     def _note_pause(self, is_paused: bool) -> None:
         self._is_paused = is_paused
@@ -333,6 +340,7 @@ class EngineCoreClient:
         call = self._calls.pop(reply.call_id, None)
         if call is None:
             return
+        self._blame.forget_call(reply.call_id)
         if reply.error is None:
             self.supervisor.note_call(call.name, call.args)
         call.take(reply)
@@ -406,6 +414,7 @@ class EngineCoreClient:
         if stream.is_over:  # another of its completions could not be sent, which failed all of them
             self.requests.free_unsent(awaited)
             return
+        stream.is_replay = True
         try:
             self._send_request(stream, awaited)
         except ValueError as error:

@@ -16,8 +16,8 @@ from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.stats import EngineStats
+from vllm_mp.core_status import CoreState
 from vllm_mp.errors import EngineDeadError, EngineError
-from vllm_mp.status_page import CoreState
 
 _PING_TIMEOUT_S = 5.0
 _KEPT_CALLS = frozenset(

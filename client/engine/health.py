@@ -4,7 +4,8 @@ import time
 from pathlib import Path
 
 from vllm_mp.control_group import oom_kills
-from vllm_mp.status_page import CoreState, StatusPage
+from vllm_mp.core_status import CoreState
+from vllm_mp.status_page import StatusPage
 
 _IDLE_BEAT_S = 0.75
 """Time that an idle core may take between two beats. It beats every 0.5 s; the rest is a margin."""

@@ -154,7 +154,8 @@ class HeldAddress:
                 # A lock on a file that its last owner has just removed would exclude no other process.
                 if os.path.samestat(os.fstat(lock), file.stat()):
                     os.ftruncate(lock, 0)
-                    os.write(lock, str(os.getpid()).encode())
+                    with contextlib.suppress(OSError):  # a full disk costs the pid, which only errors name
+                        os.write(lock, str(os.getpid()).encode())
                     return lock
             os.close(lock)
         raise ValueError(f"cannot lock {file}: it keeps changing; choose another folder")

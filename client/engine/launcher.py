@@ -25,13 +25,14 @@ from vllm_mp.client.engine.process import CoreProcess
 from vllm_mp.client.engine.socket_owner import check_socket_file
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import Predecessor
+from vllm_mp.core_status import NOT_SUSPENDED, CoreState
 from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.lora_request import AdapterRecord
 from vllm_mp.model_store.gguf import gguf_place
 from vllm_mp.nodes import is_missing_node, prepare_node_0
 from vllm_mp.operator_key import new_operator_key
-from vllm_mp.status_page import NOT_SUSPENDED, CoreState, StatusPage
+from vllm_mp.status_page import StatusPage
 
 if TYPE_CHECKING:
     from vllm_mp.client.ray import RayCore
@@ -175,7 +176,10 @@ class CoreLauncher:
         try:
             timeout = self._limits.start_timeout_s
             welcome, config = connection.greet(timeout, look, lambda: _load_progress(process.status_page()))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, EngineStartError) and (core := self._core_that_served(process, connection)):
+                self._process = self._connection = None
+                return core
             connection.close()
             process.kill()
             self.discard(process)
@@ -184,6 +188,22 @@ class CoreLauncher:
         if self._public is not None:
             connection.send(wire.Bye(welcome.incarnation))  # the parent of a shared core is no client
         return Core(connection, welcome.client, config, process.status_page(), process, welcome)
+
+    def _core_that_served(self, process: CoreProcess, connection: CoreConnection) -> Core | None:
+        """Return a shared core that died before it greeted its parent, but after clients had found it; else None.
+
+        Its successor must know what it was computing for them.
+        """
+        page = None if self._public is None or process.is_alive() else process.status_page()
+        if page is None:
+            return None
+        status = page.read()
+        if not (status.requests or status.calls):
+            return None
+        connection.incarnation = process.incarnation
+        last_death = None if self.predecessor is None else self.predecessor.last_death(b"")
+        welcome = wire.welcome(process.incarnation, -1, process.pid, b"", last_death)
+        return Core(connection, -1, self._config, page, process, welcome)
 
     def prepare_standby(self) -> None:
         """Start a standby, if `warm_standby` is set and none is alive. Raises OSError if no process can start."""

@@ -10,10 +10,10 @@ class Death(NamedTuple):
 
     cause: str
     in_step: dict[int, int]
-    """The progress of each request of this client in the step that was executing, by slot: the number of its output
-    tokens, or minus the number of prompt tokens that were left."""
+    """The progress of each request of this client in the step that was executing, or for which the core did something
+    outside of steps, by slot: the number of its output tokens, or minus the number of prompt tokens that were left."""
     num_in_step: int
-    """Requests in that step, of all clients."""
+    """These requests of all clients, and the calls that were carried out."""
     is_from_outside: bool
     """Another process killed or stopped the core, which no request can have caused.
 
@@ -29,6 +29,9 @@ class Death(NamedTuple):
     """The incarnation of the core that died."""
     num_restarts_left: int | None = None
     """Number of further deaths that a successor follows; -1: none follows this one; None: any number, or unknown."""
+
+    calls: tuple[int, ...] = ()
+    """The ids of this client's calls that were carried out."""
 
     @property
     def is_final(self) -> bool:

@@ -1,6 +1,7 @@
 """A core process that this process started: its launch, its end and the cause of its end."""
 
 import contextlib
+import fcntl
 import logging
 import os
 import signal
@@ -16,15 +17,20 @@ import msgspec
 from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import CoreLaunch, Predecessor, core_environment, package_path, status_path
+from vllm_mp.core_status import Suspension
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.file_owner import check_private
 from vllm_mp.lora_request import AdapterRecord
-from vllm_mp.status_page import StatusPage, Suspension
+from vllm_mp.status_page import StatusPage
 
 logger = logging.getLogger(__name__)
 
 _LOG_LINES = 8
 """Number of lines of the core's log that errors quote."""
+_LOG_TAIL_BYTES = 16_384
+"""Bytes at the end of the log in which these lines are looked for; a disk without this space is full."""
+_MEMORY_LOG_BYTES = 2**20
+"""Size of a log in memory; lines that come after it is full are lost."""
 _STOP_TIMEOUT_S = 10.0
 """Time that a core gets to stop by itself before it is killed."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -64,6 +70,8 @@ class CoreProcess:
             self._status_path = status_path(public.path)
         self.address = f"ipc://{self._socket_path}"
         self.log_path = folder / f"core-{incarnation}.log" if has_log_file else None
+        self._memory_log: int | None = None
+        """Descriptor of the log if it lies in memory because the disk is full; None: it is a file."""
         self._page: StatusPage | None = None
         folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
         _check_folder(folder)
@@ -163,19 +171,29 @@ class CoreProcess:
         if self.log_path is None:
             return f"{end}; its log says more"
         lines = self.last_log_lines()
-        where = f" ({self.log_path})" if log_stays else ""
-        return end + (f"; its last log lines{where}:\n" + "\n".join(lines) if lines else "; its log is empty")
+        where = f" ({self.log_path})" if log_stays and self._memory_log is None else ""
+        if lines:
+            return f"{end}; its last log lines{where}:\n" + "\n".join(lines)
+        return f"{end}; its log is empty{_full_disk(self._folder)}"
 
     def last_log_lines(self) -> list[str]:
-        """Return the last 8 lines of the core's log file; none if it cannot be read."""
+        """Return the last 8 lines of the core's log; none if it cannot be read."""
         if self.log_path is None:
             return []
         try:
-            with self.log_path.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - 16_384))
-                return log.read().decode("utf-8", "replace").splitlines()[-_LOG_LINES:]
+            return self._log_tail(self.log_path).decode("utf-8", "replace").splitlines()[-_LOG_LINES:]
         except OSError:
             return []
+
+    def _log_tail(self, path: Path) -> bytes:
+        """Return the end of the log. Raises OSError if the file `path` cannot be read."""
+        if self._memory_log is not None:
+            end = os.lseek(self._memory_log, 0, os.SEEK_CUR)  # where the core writes, which shares the position
+            begin = max(0, end - _LOG_TAIL_BYTES)
+            return os.pread(self._memory_log, end - begin, begin)
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            return log.read()
 
     def kill(self) -> None:
         """End the core at once, even if a signal stopped it; give it up if its device keeps it from ending for 20 s."""
@@ -211,6 +229,9 @@ class CoreProcess:
         if self.pid_fd >= 0:
             os.close(self.pid_fd)
             self.pid_fd = -1
+        if self._memory_log is not None:
+            os.close(self._memory_log)
+            self._memory_log = None
 
     def remove_files(self) -> None:
         """Remove the files of a core that has ended, except its log."""
@@ -219,13 +240,26 @@ class CoreProcess:
                 path.unlink()
 
     def _open_log(self) -> AbstractContextManager[IO[bytes] | None]:
-        """Return the log file, or the null device if it cannot be made; None: the core inherits its outputs."""
+        """Return the log file, or one in memory if the disk is full; None: the core inherits its outputs.
+
+        Raises OSError if no file can be opened.
+        """
         if self.log_path is None:
             return contextlib.nullcontext()
-        try:
-            return self.log_path.open("wb")
-        except OSError:  # a full disk must cost the log only, not the core
-            return open(os.devnull, "wb")
+        with contextlib.suppress(OSError):
+            log = self.log_path.open("wb")
+            try:
+                os.posix_fallocate(log.fileno(), 0, _LOG_TAIL_BYTES)
+                os.ftruncate(log.fileno(), 0)
+                return log
+            except BaseException:
+                log.close()
+                raise
+        # The log says why a core has ended, also where the disk is full.
+        self._memory_log = os.memfd_create("vllm_mp-core-log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._memory_log, _MEMORY_LOG_BYTES)
+        fcntl.fcntl(self._memory_log, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+        return open(os.dup(self._memory_log), "wb")
 
 
 def _has_working_folder() -> bool:
@@ -235,6 +269,14 @@ def _has_working_folder() -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def _full_disk(folder: Path) -> str:
+    """Return the words for an error that say that the disk of `folder` is full; nothing if it is not."""
+    with contextlib.suppress(OSError):
+        if os.statvfs(folder).f_bavail == 0:
+            return f", and no space is left in {folder}: free some, or set TMPDIR to another folder"
+    return ""
 
 
 def _exit_descriptor(pid: int) -> int:

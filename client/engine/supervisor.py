@@ -18,8 +18,9 @@ from vllm_mp.client.engine.news import Absence, Death, End, News
 from vllm_mp.client.engine.pings import Pings
 from vllm_mp.client.engine.restart_limit import RestartLimit
 from vllm_mp.core_launch import Predecessor
+from vllm_mp.core_status import CoreStatus
 from vllm_mp.errors import EngineStartError
-from vllm_mp.status_page import CoreStatus, StatusPage
+from vllm_mp.status_page import StatusPage
 
 if TYPE_CHECKING:
     from vllm_mp.client.ray import RayCore
@@ -280,7 +281,7 @@ class CoreSupervisor:
     def _death(self, core: Core, cause: str, kind: str, was_hung: bool = False) -> Death:
         """Return the death of `core`, with what its status page says. `was_hung`: it was killed for a hang."""
         status = core.page.read() if core.page else None
-        in_step = status.step_requests if status else []
+        in_step, calls = (status.requests, status.calls) if status else ([], [])
         kills, self._oom_kills = self._oom_kills, count_oom_kills()
         was_killed = core.process is not None and core.process.was_killed and not was_hung
         if was_killed and self._oom_kills > kills:
@@ -293,12 +294,13 @@ class CoreSupervisor:
         return Death(
             cause,
             own,
-            len(in_step),
+            len(in_step) + len(calls),
             is_from_outside,
             kind,
             time.monotonic(),
             is_step_known=status is not None,
             incarnation=core.connection.incarnation,
+            calls=tuple(call_id for client, call_id in calls if client == core.client),
         )
 
     def _replace(self, core: Core, death: Death) -> Core | None:
@@ -369,12 +371,14 @@ class CoreSupervisor:
 
     def _predecessor(self, source: CoreLauncher, core: Core, death: Death) -> Predecessor:
         """Return what the successor of `core` must be told of its death."""
-        in_step = core.page.read().step_requests if core.page else []
+        status = core.page.read() if core.page else None
+        in_step, calls = (status.requests, status.calls) if status else ([], [])
         tokens = core.page.tokens() if core.page else {}
         former = source.predecessor
         is_recent = death.time < self._previous_death + self._limits.core_restart_window_s
         self._previous_death = death.time
         earlier = former.suspects() if former is not None and is_recent else {}
+        earlier_clients = former.clients if former is not None and is_recent else []
         earlier_deaths = former.deaths[:_MAX_EARLIER_DEATHS] if former is not None and is_recent else []
         return Predecessor(
             incarnation=core.connection.incarnation,
@@ -384,7 +388,9 @@ class CoreSupervisor:
             in_step=[(tokens.get(client, b""), slot, progress) for client, slot, progress in in_step],
             in_earlier_steps=[(token, slot, progress) for (token, slot), progress in earlier.items()],
             num_restarts=core.num_restarts + 1,
+            clients=[*dict.fromkeys(filter(None, [*tokens.values(), *earlier_clients]))][: wire.MAX_CLIENTS],
             earlier_deaths=earlier_deaths,
+            calls=[(tokens.get(client, b""), call_id) for client, call_id in calls],
         )
 
     def _rejoin(self, source: "RemoteCore | RayCore", death: Death) -> Core | None:

@@ -17,6 +17,9 @@ If it is unknown which requests were in the step, all requests without a new tok
 core isolates them then, so the client sends one group, and holds back all other requests until each request of the
 group has a new token. A request that was alone in its group is to blame after five deaths.
 
+What the core does outside of steps counts as a step does: the requests for which it compiles a constraint, loads an
+adapter or reads a message are in the step as well, as the calls that it carries out. A suspect has these to itself too.
+
 An engine of several cores counts the deaths of all of them together. A request that may have caused one death is
 exposed: `CoreGroup` moves all exposed requests of a core to one other core, so that a further death costs that core
 alone, and leaves suspects with the core that died, whose successor tests them while other cores serve all others. If no
@@ -31,13 +34,13 @@ from weakref import WeakKeyDictionary, WeakSet
 from vllm_mp.client.engine.news import Death
 from vllm_mp.client.outputs.stream import Awaited, Isolation, RequestStream
 
-_MIN_DEATHS = 2
+MIN_DEATHS = 2
 """Number of deaths without progress that make a request a suspect, or a suspect that was alone the culprit."""
 _MIN_OUTSIDE_DEATHS = 3
 """The same for deaths that came from outside, or whose step or cause is unknown."""
-_MIN_OUTSIDE_DEATHS_ALONE = 5
+MIN_OUTSIDE_DEATHS_ALONE = 5
 """Number of such deaths after which a suspect that was alone is the culprit."""
-_MAX_DEATHS = 16
+MAX_DEATHS = 16
 """Number of deaths without progress after which a request fails in any company: more than a search by halves takes."""
 
 Entry = tuple[RequestStream, Awaited]
@@ -60,12 +63,12 @@ class _Deaths:
     deaths: list[Death] = field(default_factory=list)
 
     def is_suspect(self, is_inside: bool, is_final: bool) -> bool:
-        min_inside = 1 if is_final else _MIN_DEATHS
+        min_inside = 1 if is_final else MIN_DEATHS
         return self.num_inside >= min_inside if is_inside else self.num_outside >= _MIN_OUTSIDE_DEATHS
 
     def is_culprit(self, is_inside: bool, was_alone: bool) -> bool:
-        enough = self.num_inside >= _MIN_DEATHS if is_inside else self.num_outside >= _MIN_OUTSIDE_DEATHS_ALONE
-        return (was_alone and enough) or self.num_inside + self.num_outside >= _MAX_DEATHS
+        enough = self.num_inside >= MIN_DEATHS if is_inside else self.num_outside >= MIN_OUTSIDE_DEATHS_ALONE
+        return (was_alone and enough) or self.num_inside + self.num_outside >= MAX_DEATHS
 
 
 class Conviction(NamedTuple):

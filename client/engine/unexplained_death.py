@@ -38,6 +38,7 @@ class UnexplainedDeath(NamedTuple):
             kind=last.kind,
             is_step_known=True,
             incarnation=last.incarnation,
+            calls=tuple(last.calls),
         )
 
     def live(self) -> list[Entry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -378,6 +379,33 @@ def _decoder(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary) -> Cal
         return text
 
     return decode_fast
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A token of a vocabulary with byte fallback that stands for one byte."""
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
+    """Return a function that gives the bytes of a single token, which may be a part of a character in UTF-8."""
+    vocabulary = _vocabulary_of(tokenizer)
+    text_of = token_texts(tokenizer)
+    byte_level = vocabulary.byte_level
+
+    def bytes_of(token_id: int) -> bytes:
+        text = text_of(token_id)
+        if _REPLACEMENT not in text:
+            return text.encode()
+        if byte_level is not None:
+            return byte_level[0].token_bytes[token_id]
+        token = tokenizer.convert_ids_to_tokens(token_id) or ""
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        try:  # the Python tokenizer of a byte-level vocabulary
+            return bytes([_BYTE_OF[char] for char in token])
+        except KeyError:
+            return text.encode()
+
+    return bytes_of
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:

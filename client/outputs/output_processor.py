@@ -16,7 +16,9 @@ from vllm_mp.errors import (
     ConstraintError,
     EngineError,
     EngineGenerateError,
+    NoRoomError,
     NotOperatorError,
+    TooManyConstraintsError,
 )
 
 
@@ -286,4 +288,8 @@ def _error_of(finish: wire.Finished) -> type[EngineError]:
     """Return the type of the error that ended a request."""
     if finish.needs_operator:
         return NotOperatorError
+    if finish.no_room:
+        return NoRoomError
+    if finish.too_many_constraints:
+        return TooManyConstraintsError
     return ConstraintError if finish.invalid_constraint else EngineGenerateError

@@ -48,6 +48,7 @@ class RequestStream(ABC):
         "group",
         "has_logprobs",
         "is_ready",
+        "is_replay",
         "num_cached_tokens",
         "number",
         "params",
@@ -64,6 +65,8 @@ class RequestStream(ABC):
         self.prompt_token_ids = request.prompt_token_ids
         self.after_pause = False
         """The client knew of a pause, which has not ended, when it sent the request."""
+        self.is_replay = False
+        """A core before the current one has admitted the request."""
         self.number = 0
         """Place of the request among the requests and calls that this client sent."""
         self.num_cached_tokens = 0
@@ -310,6 +313,8 @@ class GenerationStream(RequestStream):
             constraint=request.constraint,
             lora=request.lora,
             adapter_digest=completion.adapter_digest if completion.token_ids else "",
+            tenant=request.tenant,
+            is_replay=self.is_replay,
         )
 
     def take_in_prompt_logprobs(self, message: wire.TokenLogprobs) -> None:

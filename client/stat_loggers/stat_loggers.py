@@ -292,6 +292,11 @@ def _check_logger(name: Any, stat_logger: Any) -> None:
         raise TypeError(f"the name of a stat logger must be a str, got {name!r}")
     if isinstance(stat_logger, type):
         raise TypeError(f"stat logger {name!r} must be a logger, got the class {stat_logger!r}; make an instance of it")
+    if isinstance(stat_logger, logging.Logger):
+        raise TypeError(
+            f"stat logger {name!r} must be an object that is told of tokens, got Python's {stat_logger!r}; derive from "
+            "StatLoggerBase, and write to it in `log`"
+        )
     if not any(callable(getattr(stat_logger, method, None)) for method in ("record", "log")):
         raise TypeError(f"stat logger {name!r} must have a method `record` or `log`, got {stat_logger!r}")
 

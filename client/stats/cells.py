@@ -49,12 +49,14 @@ class Cells:
         `folder` must be private to one server. Raises OSError if the file cannot be made.
         """
         file = folder / f"{name}{_SUFFIX}"
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             size = self.values.nbytes
             if os.fstat(descriptor).st_size != size:
                 os.ftruncate(descriptor, 0)
                 os.ftruncate(descriptor, size)
+            # The space is allocated now: on a full disk the first write to the memory would end this process.
+            os.posix_fallocate(descriptor, 0, size)
             mapped: Values = np.frombuffer(mmap.mmap(descriptor, size), np.float64)
         finally:
             os.close(descriptor)

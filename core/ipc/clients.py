@@ -1,6 +1,7 @@
 """The clients of a core: who has said hello, who has left, and who does not read."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -8,6 +9,7 @@ import zmq
 
 from vllm_mp import wire
 from vllm_mp.core.ipc.client_log import ClientLog
+from vllm_mp.core.ipc.client_places import ClientPlaces
 from vllm_mp.core.ipc.peer_connection import PeerConnection
 from vllm_mp.core.ipc.unread_output import UnreadOutput
 
@@ -31,6 +33,7 @@ class _Client:
     """The frame that the ROUTER socket puts before each message of the client."""
     token: bytes
     connection: PeerConnection | None
+    owner: str
     unread: UnreadOutput = field(default_factory=UnreadOutput)
 
 
@@ -49,12 +52,18 @@ class Clients:
     A client's number is never given to another client.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", incarnation: int, is_shared: bool) -> None:
-        """`is_shared`: a client that leaves too much output unread is dropped, and the log names the clients."""
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", incarnation: int, is_shared: bool, returning: Iterable[bytes] = ()
+    ) -> None:
+        """`is_shared`: a client that leaves too much output unread is dropped, and the log names the clients.
+
+        `returning` are the tokens of the clients that the predecessor had.
+        """
         self._socket = socket
         self._incarnation = incarnation
         self._is_shared = is_shared
         self._clients: dict[int, _Client] = {}
+        self._places = ClientPlaces(returning)
         self._number_of: dict[bytes, int] = {}
         """By identity."""
         self._number_with: dict[bytes, int] = {}
@@ -91,20 +100,33 @@ class Clients:
         """Return the token with which a client said hello; empty if it has none."""
         return self._clients[client].token
 
+    def owner_of(self, client: int) -> str:
+        """Return the process or the key that a client belongs to; empty if it is not known."""
+        return self._clients[client].owner
+
     def find_token(self, token: bytes) -> int | None:
         """Return the number of the client that has said hello with `token`; None if there is none."""
         return self._number_with.get(token)
 
-    def add(self, identity: bytes, token: bytes, connection: PeerConnection | None) -> int:
+    def add(
+        self,
+        identity: bytes,
+        token: bytes,
+        connection: PeerConnection | None,
+        is_operator: bool = False,
+        has_place: bool = False,
+    ) -> int:
         """Return a number for a client that has not said hello before, and whose `token` no other client has.
 
-        Raises ValueError if there are too many clients.
+        `has_place`: the client was removed a moment ago, and connects again. Raises ValueError if there is no place.
         """
-        if len(self) >= wire.MAX_CLIENTS:
-            raise ValueError(f"too many clients of this core: the limit is {wire.MAX_CLIENTS}; close some clients")
+        owner = "" if connection is None else connection.owner
+        if not has_place:
+            self._places.check(owner, token, is_operator)
+        self._places.take(owner, token)
         number = self._next_number
         self._next_number += 1
-        self._clients[number] = _Client(identity, token, connection)
+        self._clients[number] = _Client(identity, token, connection, owner)
         self._number_of[identity] = number
         self._unconfirmed.append(number)
         self._num_refusals.pop(identity, None)
@@ -117,6 +139,7 @@ class Clients:
     def remove(self, client: int) -> None:
         """Forget a client that has left."""
         removed = self._clients.pop(client)
+        self._places.give_back(removed.owner)
         del self._number_of[removed.identity]
         self._number_with.pop(removed.token, None)
         if self._log is not None:

@@ -66,6 +66,7 @@ def _pooling(
         isolation_group=message.isolation_group,
         after_pause=message.after_pause,
         arrival_time=checked_arrival_time(message.arrival_time),
+        tenant=message.tenant,
         num_bytes=num_bytes + REQUEST_BYTES,
     )
 
@@ -120,6 +121,7 @@ def _generation(
         isolation_group=message.isolation_group,
         after_pause=message.after_pause,
         arrival_time=checked_arrival_time(message.arrival_time),
+        tenant=message.tenant,
         num_bytes=num_bytes + REQUEST_BYTES,
     )
 

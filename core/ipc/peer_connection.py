@@ -7,6 +7,9 @@ import struct
 from typing import NamedTuple
 
 import zmq
+from zmq.utils import z85
+
+from vllm_mp.curve_keys import encode_key
 
 _CREDENTIALS = struct.Struct("3i")
 """The pid, user and group of a peer of a Unix socket, as SO_PEERCRED gives them."""
@@ -18,15 +21,25 @@ class PeerConnection(NamedTuple):
     descriptor: int
     inode: int
     """Identifies the connection: another one may have got the descriptor since."""
+    key: str = ""
+    """The public key with which the peer has proved who it is, as text; empty over a Unix socket."""
 
     @classmethod
     def of(cls, frame: zmq.Frame) -> "PeerConnection | None":
         """Return the connection that brought `frame`; None if it is closed."""
         try:
             descriptor = int(frame.get(zmq.MessageOption.SRCFD))
-            return cls(descriptor, os.fstat(descriptor).st_ino)
+            inode = os.fstat(descriptor).st_ino
         except (OSError, ValueError, zmq.ZMQError):
             return None
+        with contextlib.suppress(zmq.ZMQError, ValueError):  # if there is none
+            return cls(descriptor, inode, encode_key(z85.decode(str(frame.get("User-Id")))))
+        return cls(descriptor, inode)
+
+    @property
+    def owner(self) -> str:
+        """What the peer belongs to: a key, or a process of this machine; empty if the connection is closed."""
+        return f"the key {self.key}" if self.key else self.peer()
 
     @property
     def is_open(self) -> bool:

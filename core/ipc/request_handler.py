@@ -21,14 +21,19 @@ from vllm_mp.core.ipc.peer_connection import PeerConnection
 from vllm_mp.core.ipc.step_messages import by_client, step_outputs
 from vllm_mp.core.lora.adapter_cache import AdapterCache, NotOperatorOfAdapterError
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
+from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
+from vllm_mp.core.scheduler.memory_quota import NoRoomError
+from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
-from vllm_mp.core.structured_output.compiler import GrammarCompiler
+from vllm_mp.core.structured_output.compile_lanes import Waiter
+from vllm_mp.core.structured_output.compiler import GrammarCompiler, TooManyConstraintsError
 from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core_launch import Predecessor
+from vllm_mp.core_status import OutsideTask
 from vllm_mp.status_page import StatusPage
 
 if TYPE_CHECKING:
@@ -39,6 +44,8 @@ logger = logging.getLogger(__name__)
 _RECEIVE_S = 0.01
 """Seconds that messages may take between two steps, so that a flood of messages does not hold up the streams."""
 _MAX_ERROR_CHARACTERS = 2000
+_MAX_CALL_ID = 2**63
+_MAX_PROGRESS = 2**31 - 1
 _AddMessage = wire.AddRequest | wire.AddPooling
 
 
@@ -93,9 +100,16 @@ class RequestHandler:
         self.model_digest = wire.NO_DIGEST
         """What clients are told of the model, once it is loaded."""
         self.is_shared = is_shared
+        self.outside: OutsideWork = OutsideWork()
+        """What is done outside of steps."""
+        self.process_pending: Callable[[], None] = lambda: None
+        """Processes all pending steps; raises StepFailedError."""
+        self._suspect_calls = set() if predecessor is None else set(predecessor.calls)
+        """(token of the client, id) of the calls that clients may have carried out alone."""
         self._suspects = {} if predecessor is None else predecessor.suspects()
         """The progress of each request that clients may have isolated, by (token, slot)."""
-        self._clients = Clients(socket, incarnation, is_shared)
+        returning = [] if predecessor is None else predecessor.clients
+        self._clients = Clients(socket, incarnation, is_shared, returning)
         self._operator_key = operator_key
         self._operators: set[int] = set()
         """The clients that are operators."""
@@ -281,7 +295,8 @@ class RequestHandler:
         if (former := self._clients.find_token(hello.token)) is not None:
             self._forget(former)
         try:
-            client = self._clients.add(identity, hello.token, connection)
+            is_operator = bool(hello.operator_key)
+            client = self._clients.add(identity, hello.token, connection, is_operator, has_place=former is not None)
         except ValueError as error:
             self._clients.refuse(identity, connection, str(error))
             return
@@ -331,7 +346,9 @@ class RequestHandler:
             "error",
             error=_shortened(why),
             needs_operator=isinstance(cause, NotOperatorOfAdapterError),
-            invalid_constraint=isinstance(cause, GrammarError),
+            invalid_constraint=isinstance(cause, GrammarError) and not isinstance(cause, TooManyConstraintsError),
+            too_many_constraints=isinstance(cause, TooManyConstraintsError),
+            no_room=isinstance(cause, NoRoomError),
         )
         self._send_ends(client, [end])
 
@@ -341,20 +358,54 @@ class RequestHandler:
         Raises _SlotInUse, and ValueError or NotImplementedError for a request that cannot run.
         """
         scheduler = self._scheduler_for_new(client, message.slot)
+        isolate_until = self._isolate_until(client, message)
+        with self._alone() if isolate_until else contextlib.nullcontext(), self._handling(client, message):
+            self._admit(client, message, num_bytes, scheduler, isolate_until)
+
+    def _admit(
+        self, client: int, message: _AddMessage, num_bytes: int, scheduler: Scheduler, isolate_until: int
+    ) -> None:
         adapter = self._find_adapter(client, message)
         try:
             order = scheduler.order_of(message.priority)
             request = new_request(client, message, self._config, order, num_bytes, adapter)
             if self.processors is not None and request.pooling is None:
                 self.processors.enter(request)
-            if request.constrained is not None:
-                self._begin_to_constrain(request.constrained)
-            request.isolate_until_num_tokens = self._isolate_until(client, message)
+            request.owner = self._clients.owner_of(client)
+            request.isolate_until_num_tokens = isolate_until
+            if request.constrained is not None and isinstance(message, wire.AddRequest):
+                self._begin_to_constrain(request, request.constrained, message.is_replay)
             scheduler.add(request)
         except BaseException:
+            if self.grammars is not None:
+                self.grammars.forget((client, message.slot))
             if adapter is not None and self.adapters is not None:
                 self.adapters.release(adapter)
             raise
+
+    @contextlib.contextmanager
+    def _handling(self, client: int, message: _AddMessage) -> Iterator[None]:
+        """Publish on the status page that the message of a request is handled."""
+        if self._page is None:
+            yield
+            return
+        output = message.output if isinstance(message, wire.AddRequest) else b""
+        embeds = message.prompt_embeds if isinstance(message, wire.AddRequest) else None
+        left = len(message.prompt) // wire.TOKEN_IDS.itemsize if embeds is None else embeds.num_tokens
+        progress = len(output) // wire.TOKEN_IDS.itemsize or -min(max(left, 0), _MAX_PROGRESS)
+        self._page.begin_message(OutsideTask(client, message.slot, progress))
+        try:
+            yield
+        finally:
+            self._page.end_message()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let neither a step nor other work outside of steps be under way in this block."""
+        self.process_pending()
+        beat = (lambda: None) if self._page is None else self._page.beat
+        with self.outside.exclusively(beat):
+            yield
 
     def _find_adapter(self, client: int, message: _AddMessage) -> CachedAdapter | None:
         """Return the adapter that a new request names, if any. Raises ValueError if the request may not have it."""
@@ -365,14 +416,17 @@ class RequestHandler:
         digest = message.adapter_digest if isinstance(message, wire.AddRequest) else ""
         return self.adapters.find(message.lora, client in self._operators, digest)
 
-    def _begin_to_constrain(self, constrained: ConstrainedOutput) -> None:
+    def _begin_to_constrain(self, request: Request, constrained: ConstrainedOutput, is_replay: bool) -> None:
         """Give the output of a new request its grammar, or have its constraint compiled.
 
         Raises ValueError if the constraint was refused, or if too many others are being compiled.
         """
         if self.grammars is None:
             raise ValueError("structured_outputs are for models that generate text")
-        if (grammar := self.grammars.request(constrained.constraint)) is not None:
+        group = request.isolation if request.isolate_until_num_tokens else None
+        owner = request.owner, request.tenant
+        waiter = Waiter(request.task, owner=owner, group=group, is_replay=is_replay)
+        if (grammar := self.grammars.request(constrained.constraint, waiter)) is not None:
             constrained.begin(grammar)
 
     def _isolate_until(self, client: int, message: _AddMessage) -> int:
@@ -412,7 +466,7 @@ class RequestHandler:
                 inspect.signature(run).bind(*message.args)
             except TypeError as error:
                 raise ValueError(f"operation {message.name}: {error}") from error
-            result = record.carry_out(message.call_id, run, *message.args) if record else run(*message.args)
+            result = self._carry_out(client, message, run, record)
         except ValueError as error:
             self._reply(client, message.call_id, error=str(error))
             return
@@ -421,6 +475,32 @@ class RequestHandler:
             result.add_done_callback(lambda done: self._reply_with(client, message.call_id, done))
         else:
             self._reply(client, message.call_id, result)
+
+    def _carry_out(
+        self, client: int, message: wire.Call, run: Callable[..., Any], record: SuspensionRecord | None
+    ) -> Any:
+        """Return the result of a call, which is on the status page until it, or its future, is done.
+
+        A call during which an earlier core died is alone until this returns; so is what threads do for it after that.
+        """
+        is_suspect = message.is_suspect and (
+            not self.is_shared or (self._clients.token_of(client), message.call_id) in self._suspect_calls
+        )
+        is_known = -_MAX_CALL_ID <= message.call_id < _MAX_CALL_ID  # else the page has no room for the id
+        result: Any = None
+        with self._alone() if is_suspect else contextlib.nullcontext():
+            number = self.outside.begin([OutsideTask(client, message.call_id)] if is_known else [], is_suspect)
+            try:
+                result = self._run_call(message, run, record)
+            finally:
+                if not isinstance(result, Future):
+                    self.outside.end(number)
+        if isinstance(result, Future):
+            result.add_done_callback(lambda _: self.outside.end(number))
+        return result
+
+    def _run_call(self, message: wire.Call, run: Callable[..., Any], record: SuspensionRecord | None) -> Any:
+        return record.carry_out(message.call_id, run, *message.args) if record else run(*message.args)
 
     def _refuse_operation(self, client: int, message: wire.Call) -> None:
         error = (

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
+from vllm_mp.core.outside_work import OutsideWork
+from vllm_mp.core_status import OutsideTask
 from vllm_mp.lora_request import AdapterRecord, LoRARequest
 from vllm_mp.status_page import MAX_ADAPTER_BYTES
 
@@ -59,11 +61,14 @@ class AdapterCache:
         num_slots: int,
         read: "Callable[[str], tuple[Adapter, str]]",
         note: Callable[[Sequence[AdapterRecord]], None],
+        outside: OutsideWork | None = None,
     ) -> None:
         """`read` returns the weights in a folder, and their digest. It runs in a thread, and raises any Exception.
 
-        `note` is called with what a successor must know, at each change.
+        `note` is called with what a successor must know, at each change. `outside` publishes what is read, and for
+        which requests.
         """
+        self._outside = OutsideWork() if outside is None else outside
         self._max_in_memory = max_in_memory
         self._num_slots = num_slots
         self._read = read
@@ -395,22 +400,30 @@ class AdapterCache:
         while self._queued and self._may_start():
             adapter = self._queued.popleft()
             self._loads[adapter] = time.monotonic()
+            requests = list(adapter.requests.values())
+            is_suspect = all(request.isolate_until_num_tokens for request in requests)
+            alone = is_suspect and (bool(requests) or self._outside.has_suspect_calls)
+            tasks = [request.task for request in requests]
             thread = threading.Thread(
-                target=self._load, args=(adapter,), name=f"load-adapter-{adapter.id}", daemon=True
+                target=self._load, args=(adapter, tasks, alone), name=f"load-adapter-{adapter.id}", daemon=True
             )
             try:
                 thread.start()
             except RuntimeError as error:  # the system has no thread left; that must not end the core
                 self._note_end(_Loaded(adapter, None, "", error))
 
-    def _load(self, adapter: CachedAdapter) -> None:
-        """Read the folder of an adapter, in a thread."""
+    def _load(self, adapter: CachedAdapter, tasks: Sequence[OutsideTask], alone: bool) -> None:
+        """Read the folder of an adapter for the requests `tasks`, in a thread."""
         weights, digest, error = None, "", None
         try:
-            weights, digest = self._read(adapter.path)
+            with self._outside.of(tasks, alone):
+                weights, digest = self._read_folder(adapter)
         except Exception as failure:
             error = failure.with_traceback(None)
         self._note_end(_Loaded(adapter, weights, digest, error))
+
+    def _read_folder(self, adapter: CachedAdapter) -> "tuple[Adapter, str]":
+        return self._read(adapter.path)
 
     def _note_end(self, loaded: _Loaded) -> None:
         os.eventfd_write(self.fd, 1)  # `_ended_loads` waits for what follows

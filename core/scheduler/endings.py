@@ -24,6 +24,7 @@ class Ending(NamedTuple):
     error: str | None = None
     needs_operator: bool = False
     invalid_constraint: bool = False
+    too_many_constraints: bool = False
 
 
 def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:

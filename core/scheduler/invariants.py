@@ -9,7 +9,7 @@ import numpy as np
 from vllm_mp.core.lora.cached_adapter import NO_SLOT
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch
 from vllm_mp.core.scheduler.block_pool import BlockPool
-from vllm_mp.core.scheduler.request import NO_ROW
+from vllm_mp.core.scheduler.request import NO_ROW, Line
 from vllm_mp.core.scheduler.scheduler import Scheduler
 
 
@@ -68,12 +68,10 @@ def _check_requests(scheduler: Scheduler) -> None:
         {suspect.row for suspect in running_suspects} ^ set(np.flatnonzero(batch.is_isolated).tolist()),
     )
     _require("waiting requests are counted", [len(queue)] if len(queue) != len(waiting) else [])
-    counted, used = scheduler.memory._used, Counter[int]()
+    counted, used = scheduler.memory._used, Counter[Line]()
     for request in scheduler._requests.values():
-        used[request.client] += request.num_bytes
-    _require(
-        "the bytes of each client are counted", [client for client in used | counted if used[client] != counted[client]]
-    )
+        used[request.line] += request.num_bytes
+    _require("the bytes of each client are counted", [line for line in used | counted if used[line] != counted[line]])
     _require("only a paused scheduler holds requests back", [] if scheduler.is_paused else held)
     _require("no request has a row while the scheduler sleeps", running if scheduler._is_asleep else [])
     _require("only a paused scheduler is frozen", [True] if scheduler._is_frozen and not scheduler.is_paused else [])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from vllm_mp.core_status import OutsideTask
 from vllm_mp.pooling_params import PoolingParams
 from vllm_mp.prompt_embeds import PromptEmbeds
 from vllm_mp.sampling_params import SamplingParams
@@ -20,6 +21,9 @@ NO_ROW = -1
 
 RequestKey = tuple[int, int]
 """(client, slot), which names one live request."""
+
+Line = tuple[int, int]
+"""(client, tenant): the requests of one client for one of its tenants."""
 
 GroupKey = tuple[int, int]
 """(client, isolation group), which names suspects that run in steps together."""
@@ -82,12 +86,26 @@ class Request:
     arrival_time: float = 0.0
     """When the request arrived at the client, by the client's clock: the order among waiting requests of the same
     client and priority. It counts for nothing else, so that no client can get ahead of another by it."""
+    owner: str = ""
+    """The process, or the key, that the request's client belongs to."""
+    tenant: int = 0
+    """The party of the client for which the request runs."""
     row: int = NO_ROW
     """Row of the batch; `NO_ROW` while the request waits."""
 
     @property
     def key(self) -> RequestKey:
         return self.client, self.slot
+
+    @property
+    def line(self) -> Line:
+        return self.client, self.tenant
+
+    @property
+    def task(self) -> OutsideTask:
+        """The request as the status page names it while the core does something outside of steps for it."""
+        num_output_tokens = self.num_output_tokens
+        return OutsideTask(self.client, self.slot, num_output_tokens or -self.num_prompt_tokens)
 
     @property
     def isolation(self) -> GroupKey:

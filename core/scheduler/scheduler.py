@@ -26,6 +26,10 @@ prefill. So a successor repeats the step during which a core died. Only forced t
 token before them.
 """
 
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
 import numpy as np
 
 from vllm_mp.config import SchedulerConfig
@@ -37,6 +41,7 @@ from vllm_mp.core.scheduler.forced_tokens import ForcedTokens
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.memory_quota import MemoryQuota
 from vllm_mp.core.scheduler.preemption import next_to_preempt
+from vllm_mp.core.scheduler.prefill_pace import PrefillPace
 from vllm_mp.core.scheduler.request import NO_ROW, GroupKey, Request, RequestKey
 from vllm_mp.core.scheduler.step import (
     ModelOutput,
@@ -48,10 +53,17 @@ from vllm_mp.core.scheduler.step import (
     StepUpdate,
 )
 from vllm_mp.core.scheduler.waiting_queue import WaitingQueue
-from vllm_mp.core.structured_output.compiler import grammar_key
+from vllm_mp.core.structured_output.compiler import NotCompiledError
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
-from vllm_mp.structured_outputs import Constraint
 from vllm_mp.wire import Finished
+
+
+class Grammars(Protocol):
+    """Where requests wait for their grammars."""
+
+    def forget(self, key: RequestKey) -> None:
+        """Note that a request has ended; no-op if it does not wait."""
+        ...
 
 
 class Scheduler:
@@ -64,8 +76,9 @@ class Scheduler:
         cache: KVCacheManager,
         adapters: AdapterTurns | None = None,
         num_stages: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`num_stages` is the number of stages of the pipeline that computes the steps."""
+        """`num_stages` is the number of stages of the pipeline that computes the steps. `clock` returns seconds."""
         self.config = config
         self.batch = batch
         self.cache = cache
@@ -74,7 +87,12 @@ class Scheduler:
         self.pending_steps = PendingSteps(len(batch.requests))
         self._num_stages = num_stages
         self._forced = ForcedTokens(batch, self.pending_steps, config.num_cheap_tokens)
+        self._pace = PrefillPace(config.max_prefill_slowdown, clock)
+        self._scheduled_at = self._updated_at = clock()
+        """When the latest step was scheduled, and when the latest output was processed."""
         self.memory = MemoryQuota()
+        self.grammars: Grammars | None = None
+        """Where the requests wait whose constraints are being compiled; None: no request is constrained."""
         self.num_preemptions = 0
         self._requests: dict[RequestKey, Request] = {}
         self._num_arrivals = 0
@@ -130,13 +148,13 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let `request` wait; its (client, slot) must not be live, and its tokens must fit the context.
 
-        Raises ValueError if the client has no memory left for it.
+        Raises NoRoomError if there is no memory for it.
         """
-        self.memory.check(request.client, request.num_bytes)
+        self.memory.check(request)
         self._requests[request.key] = request
         if self.adapters is not None:
             self.adapters.note_added(request)
-        self.memory.take(request.client, request.num_bytes)
+        self.memory.take(request)
         precedes_pause = self.num_returning is not None and not request.after_pause
         if self.num_returning is not None and precedes_pause:
             self.num_returning = max(0, self.num_returning - 1)
@@ -171,21 +189,20 @@ class Scheduler:
             for request in list(adapter.requests.values())
         ]
 
-    def note_compiled(self, constraint: Constraint, grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
-        """Let the requests run that wait for the grammar of `constraint`, or end them if it could not be compiled.
+    def note_compiled(self, keys: Iterable[RequestKey], grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
+        """Let the requests run that wait for `grammar`, or end them if it could not be compiled.
 
-        `constraint` is a `grammar_key`. Return (client, end) of each request that ends.
+        `keys` are those of live requests. Return (client, end) of each request that ends.
         """
         ends = []
-        for request in list(self._requests.values()):
-            constrained = request.constrained
-            if constrained is None or constrained.is_compiled or grammar_key(constrained.constraint) != constraint:
-                continue
+        for request in [self._requests[key] for key in keys]:
             if isinstance(grammar, GrammarError):
-                ending = Ending(request.num_output_tokens, "error", error=str(grammar), invalid_constraint=True)
+                is_invalid = not isinstance(grammar, NotCompiledError)
+                ending = Ending(request.num_output_tokens, "error", error=str(grammar), invalid_constraint=is_invalid)
                 ends.append((request.client, self._end(request, ending)))
             else:
-                constrained.begin(grammar)
+                assert request.constrained is not None
+                request.constrained.begin(grammar)
                 self.waiting.note_compiled(request)
         return ends
 
@@ -265,7 +282,7 @@ class Scheduler:
         decodes = decodes[:share]
         awaits = NO_ROWS if is_awaited is None else np.flatnonzero(is_awaited[decodes])
         self.cache.register_decodes(decodes, awaits)
-        prefills = self._continue_prefills(rows[wanted > 1], self.config.max_num_batched_tokens - len(decodes))
+        prefills = self._continue_prefills(rows[wanted > 1], len(decodes))
         self._admit(prefills)
         return self._step_of(decodes, prefills, awaits)
 
@@ -275,7 +292,11 @@ class Scheduler:
         if prefills.rows:
             rows = np.concatenate([decodes, np.array(prefills.rows, np.int64)])
             counts = np.array([1] * len(decodes) + prefills.counts, np.int64)
-        return ScheduledStep.of(self.batch, rows, counts, len(decodes), awaits) if len(rows) else None
+        if not len(rows):
+            return None
+        step = ScheduledStep.of(self.batch, rows, counts, len(decodes), awaits)
+        self._scheduled_at = self._pace.clock()
+        return step._replace(num_prompt_tokens=prefills.num_prompt_tokens)
 
     def launched(self, step: ScheduledStep, output: OutputHandle, number: int) -> None:
         """Queue `step`, just launched under `number`, as pending; from now on its tokens count as known tokens."""
@@ -283,7 +304,7 @@ class Scheduler:
         ends = batch.num_computed_tokens[step.rows] + step.counts
         batch.num_computed_tokens[step.rows] = ends
         batch.num_tokens[step.rows[step.samples]] = ends[step.samples] + 1
-        self.pending_steps.append(PendingStep(number, step, output, ends, {}, {}))
+        self.pending_steps.append(PendingStep(number, step, output, ends, {}, {}, self._scheduled_at))
 
     def update(self, output: ModelOutput) -> StepUpdate:
         """Process the output of the oldest pending step, which leaves the queue.
@@ -293,6 +314,7 @@ class Scheduler:
         """
         batch = self.batch
         pending = self.pending_steps.pop_oldest()
+        self._note_time(pending)
         live = pending.live_output(output)
         endings = find_endings(batch, live)
         rows, ends, tokens = live.rows, live.ends, live.tokens
@@ -342,7 +364,9 @@ class Scheduler:
         del self._requests[request.key]
         if self.adapters is not None:
             self.adapters.note_end(request)
-        self.memory.give_back(request.client, request.num_bytes)
+        if request.constrained is not None and not request.constrained.is_compiled and self.grammars is not None:
+            self.grammars.forget(request.key)
+        self.memory.give_back(request)
         return Finished(request.slot, *ending)
 
     def _has_group(self) -> bool:
@@ -362,7 +386,7 @@ class Scheduler:
         wanted = batch.num_tokens[rows] - batch.num_computed_tokens[rows]
         decodes = rows[wanted == 1]
         self.cache.register_decodes(decodes, NO_ROWS)
-        prefills = self._continue_prefills(rows[wanted > 1], self.config.max_num_batched_tokens - len(decodes))
+        prefills = self._continue_prefills(rows[wanted > 1], len(decodes))
         self._admit(prefills, self._group)
         return self._step_of(decodes, prefills)
 
@@ -379,26 +403,51 @@ class Scheduler:
                 request.isolate_until_num_tokens = 0
                 batch.is_isolated[row] = False
 
-    def _continue_prefills(self, rows: Rows, budget: int) -> Prefills:
-        """Return chunks of the prompts in progress, in `rows` [n], of at most `budget` tokens in all."""
+    def _note_time(self, pending: PendingStep) -> None:
+        """Note how long a step has taken whose output is processed now; steps that overlap begin one after another."""
+        now, step = self._pace.clock(), pending.step
+        seconds = now - max(pending.scheduled_at, self._updated_at)
+        self._pace.observe(step.num_prompt_tokens, int(step.counts.sum()) - step.num_prompt_tokens, seconds)
+        self._updated_at = now
+
+    def _continue_prefills(self, rows: Rows, num_decodes: int) -> Prefills:
+        """Return chunks of what the step of `num_decodes` decodes computes for `rows` [n], which want several tokens.
+
+        These are prompts in progress, and rows with forced tokens.
+        """
         config, batch = self.config, self.batch
+        budget = config.max_num_batched_tokens - num_decodes
         # If several prompts may be in progress they share the budget, so that a short prompt does not wait for a long
         # prompt before it.
         shares = 1
         if config.enable_chunked_prefill:
             shares = min(config.max_num_partial_prefills, len(rows) + len(self.waiting))
         prefills = Prefills(budget, shares)
-        for row in rows.tolist():
-            computed = int(batch.num_computed_tokens[row])
-            known = int(batch.num_tokens[row])
-            wanted = known - computed
-            if known > batch.num_prompt_tokens[row] and wanted > batch.num_forced_tokens[row] + 1:
-                wanted -= 1  # A decode computes the last output.
-            count = prefills.chunk(wanted)
-            if count > 0:
-                self.cache.register(row, computed + count)
-            prefills.add(row, count, wanted)
+        known, prompt = batch.num_tokens[rows], batch.num_prompt_tokens[rows]
+        is_forced = (known > prompt) & (known - batch.num_computed_tokens[rows] <= batch.num_forced_tokens[rows] + 1)
+        for row in rows[is_forced].tolist():
+            self._continue_prefill(row, prefills)
+        prompts = rows[~is_forced]
+        if config.enable_chunked_prefill:
+            num_prompts = len(prompts) + (0 if batch.is_full else len(self.waiting))
+            num_running = num_decodes + budget - prefills.budget
+            prefills.begin_prompts(self._pace.limit(num_running, num_prompts, prefills.budget))
+        for row in prompts.tolist():
+            self._continue_prefill(row, prefills)
         return prefills
+
+    def _continue_prefill(self, row: int, prefills: Prefills) -> None:
+        """Add a chunk of what `row` wants to the step of `prefills`."""
+        batch = self.batch
+        computed = int(batch.num_computed_tokens[row])
+        known = int(batch.num_tokens[row])
+        wanted = known - computed
+        if known > batch.num_prompt_tokens[row] and wanted > batch.num_forced_tokens[row] + 1:
+            wanted -= 1  # A decode computes the last output.
+        count = prefills.chunk(wanted)
+        if count > 0:
+            self.cache.register(row, computed + count)
+        prefills.add(row, count, wanted)
 
     def _admit(self, prefills: Prefills, group: GroupKey | None = None) -> None:
         """Give rows and blocks to the next waiting requests and add chunks of them, as the budget and room allow.
@@ -485,5 +534,5 @@ class Scheduler:
         self.pending_steps.leave(request)
         if self.adapters is not None:
             self.adapters.note_vacancy(request)
-        self.waiting.turns.count(request.client, int(self.batch.num_tokens[request.row]) - len(request.tokens))
+        self.waiting.turns.count(request, int(self.batch.num_tokens[request.row]) - len(request.tokens))
         self.cache.remove_row(request.row)

@@ -33,6 +33,8 @@ class ScheduledStep(NamedTuple):
     """[n] indexes into `rows` of the decodes whose input token the pending step samples."""
     samples_after_update: bool = False
     """True: how a row is sampled depends on a token that the pending step samples, which must be processed before."""
+    num_prompt_tokens: int = 0
+    """Tokens of prompts, of which rows in decode have none."""
 
     @classmethod
     def of(
@@ -56,7 +58,14 @@ class Prefills:
         """Number of tokens to compute for each of `rows`."""
         self.num_partial = 0
         """Number of prompts that get less than they want."""
+        self.num_prompt_tokens = 0
+        """Tokens that were added since `begin_prompts`."""
         self._shares = shares
+
+    def begin_prompts(self, limit: int) -> None:
+        """Leave at most `limit` tokens for what is added from now on, the chunks of prompts."""
+        self.budget = min(self.budget, limit)
+        self.num_prompt_tokens = 0
 
     def chunk(self, wanted: int) -> int:
         """Return the number of tokens that a prompt gets if it wants `wanted`; may be 0."""
@@ -68,6 +77,7 @@ class Prefills:
             self.rows.append(row)
             self.counts.append(count)
             self.budget -= count
+            self.num_prompt_tokens += count
         self.num_partial += count < wanted
 
 
@@ -150,6 +160,8 @@ class PendingStep(NamedTuple):
     """By row, the request that left the row after the launch."""
     forced: dict[int, list[int]]
     """By row, the tokens that follow the sampled token and are known, as it is, because a grammar forces them."""
+    scheduled_at: float = 0.0
+    """By the clock of the scheduler's `PrefillPace`."""
 
     @property
     def live(self) -> Mask:

@@ -65,7 +65,7 @@ class WaitingQueue:
         """
         if request.isolate_until_num_tokens:
             self.isolated.remove(request)
-            self.turns.count(request.client, num_tokens)
+            self.turns.count(request, num_tokens)
         else:
             self.turns.take_turn(request, num_tokens)
         if request.adapter is not None:

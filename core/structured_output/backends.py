@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 
 from vllm_mp.config import ModelConfig
-from vllm_mp.core.structured_output.compiler import GrammarCompiler
+from vllm_mp.core.outside_work import OutsideWork
+from vllm_mp.core.structured_output.compiler import GrammarCompiler, Trial
 from vllm_mp.core.structured_output.grammar import Backend, Grammar, GrammarError, PreparedConstraint
 from vllm_mp.core.structured_output.llguidance_backend import LLGuidanceBackend
 from vllm_mp.core.structured_output.schema_place import with_place
 from vllm_mp.core.structured_output.tokenizer import GrammarTokenizer, TokenizerSource
-from vllm_mp.core.structured_output.trial_process import TrialProcess
+from vllm_mp.core.structured_output.trial_process import QUICK, SLOW, TrialProcess
 from vllm_mp.core.structured_output.xgrammar_backend import XGrammarBackend
 from vllm_mp.structured_outputs import Backend as BackendName
 from vllm_mp.structured_outputs import Constraint
@@ -84,17 +85,26 @@ class Backends:
             return True
         return False
 
+    def form(self, constraint: Constraint, name: str) -> PreparedConstraint:
+        """Return a constraint in the form of the library `name`. Raises GrammarError if the library has none."""
+        return self._backends[name].prepare(constraint)
+
     def compile(self, prepared: PreparedConstraint) -> Grammar:
         """Return the grammar of what `prepare` returned. Raises GrammarError if it cannot be compiled."""
         return self._backends[prepared.backend].compile(prepared)
 
 
 class TrialCompilation:
-    """Compiles constraints, suspicious ones in a process of their own first."""
+    """Compiles constraints, after each was compiled in a process of its own.
+
+    There are two such processes. So a constraint that takes long, or needs a library that loads slowly, keeps no other
+    waiting. A constraint without a text of a client needs none.
+    """
 
     def __init__(self, source: TokenizerSource, default: BackendName) -> None:
         self._backends = Backends(source, default)
-        self._trials = TrialProcess(source, default)
+        self._quick_trials = TrialProcess(source, default, QUICK)
+        self._slow_trials = TrialProcess(source, default, SLOW)
 
     def load(self) -> None:
         try:
@@ -102,23 +112,32 @@ class TrialCompilation:
         except GrammarError as error:
             logger.info("%s", error)
 
-    def compile_plain(self, constraint: Constraint) -> Grammar | None:
-        first, *others = self._backends.names(constraint)
-        try:
-            return self._backends.prepare(constraint, [first])[1]
-        except GrammarError as error:
-            if any(self._backends.may_fall_back(constraint, name, str(error)) for name in others):
-                return None
-            raise
+    def try_out(self, trial: Trial, is_quick: bool) -> PreparedConstraint | None:
+        constraint = trial.constraint
+        first = self._backends.names(constraint)[0]
+        if constraint.kind == "json_object" and not constraint.whitespace_pattern and first == "llguidance":
+            return self._backends.form(constraint, first)  # it has no text of a client
+        return self._trials(is_quick).run(*trial)
 
-    def compile_suspicious(self, constraint: Constraint) -> Grammar:
-        self._backends.names(constraint)
-        return self._backends.compile(self._trials.run(constraint))
+    def cancel(self, is_quick: bool) -> None:
+        self._trials(is_quick).cancel()
+
+    def compile(self, prepared: PreparedConstraint) -> Grammar:
+        return self._backends.compile(prepared)
 
     def stop(self) -> None:
-        self._trials.stop()
+        self._quick_trials.stop()
+        self._slow_trials.stop()
+
+    def _trials(self, is_quick: bool) -> TrialProcess:
+        return self._quick_trials if is_quick else self._slow_trials
 
 
-def grammar_compiler(config: ModelConfig, default: BackendName = "auto") -> GrammarCompiler:
-    """Return the compiler of constraints for a model; `default` is the library for those that name none."""
-    return GrammarCompiler(TrialCompilation(TokenizerSource.of(config), default))
+def grammar_compiler(
+    config: ModelConfig, default: BackendName = "auto", outside: OutsideWork | None = None
+) -> GrammarCompiler:
+    """Return the compiler of constraints for a model; `default` is the library for those that name none.
+
+    `outside` publishes what is compiled, and for which requests.
+    """
+    return GrammarCompiler(TrialCompilation(TokenizerSource.of(config), default), outside)

@@ -3,38 +3,45 @@
 import logging
 import os
 import queue
-import re
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import Protocol
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
+from vllm_mp.core.outside_work import OutsideWork
+from vllm_mp.core.structured_output.compile_lanes import Job, Lane, Waiter, WaiterKey
+from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, PreparedConstraint
+from vllm_mp.core.structured_output.trial_process import TrialUnavailableError
 from vllm_mp.structured_outputs import Constraint, ConstraintKind
 
 logger = logging.getLogger(__name__)
 
-_MAX_PENDING = 256
-"""Number of compilations that may run or wait."""
+_MAX_PENDING = 1024
+"""Number of constraints that may be compiled or wait, without those of replayed requests."""
+_MAX_PENDING_OF_OWNER = 256
+"""The same for those of one owner."""
 _MAX_GRAMMARS = 512
 _MAX_BYTES = 2**28
 """Host memory of the cached grammars, as they estimate it."""
 _MAX_FAILURES = 512
-_STOP_S = 0.5
-"""Time for which a closing compiler waits for each thread."""
-_STACK_BYTES = 2**23
-"""Stack of a thread that compiles, more than a constraint has where it is tried first."""
 _MAX_PLAIN: dict[ConstraintKind, int] = {"json_object": 0, "json": 4096, "regex": 256, "choice": 65_536}
 """Maximum length of a constraint that is plain, in characters; constraints of other kinds never are."""
 _COSTLY_KEYWORDS = ('"pattern', '"allOf"', '"multipleOf"', '"x-guidance"')
 """What stands in schemas that are short and take long to compile."""
-_EXTREME_NUMBER = re.compile(r"\d{16}|\d[eE]\+?\d")
-"""Numbers that may be beyond 2**53: with bounds near -2**63, llguidance ends its process."""
 _FAILURE_S = 30.0
 """Time for which the error of a constraint is kept, so that its requests do not have it compiled again and again."""
+_RETRY_S = 1.0
+"""Time after which a constraint of a replayed request is tried again that could not be tried."""
+
+
+class TooManyConstraintsError(GrammarError):
+    """The constraint is not at fault: too many others are being compiled."""
+
+
+class NotCompiledError(GrammarError):
+    """The constraint is not at fault: it cannot be compiled now."""
 
 
 def grammar_key(constraint: Constraint) -> Constraint:
@@ -44,6 +51,15 @@ def grammar_key(constraint: Constraint) -> Constraint:
     return msgspec.structs.replace(constraint, starts_after=(), reasoning_start=-1)
 
 
+class Trial(NamedTuple):
+    """A constraint to compile where a crash or a limit harms nothing."""
+
+    constraint: Constraint
+    is_replay: bool
+    is_needed: Callable[[], bool]
+    """Returns False as soon as `Compilation.cancel` may be called for this trial."""
+
+
 class Compilation(Protocol):
     """What compiles constraints, in threads."""
 
@@ -51,44 +67,62 @@ class Compilation(Protocol):
         """Load what compiling needs."""
         ...
 
-    def compile_plain(self, constraint: Constraint) -> Grammar | None:
-        """Return the grammar of a plain constraint; None if it must be compiled as a suspicious one.
+    def try_out(self, trial: Trial, is_quick: bool) -> PreparedConstraint | None:
+        """Compile a constraint where it harms nothing, and return it in the form in which that succeeded.
 
-        Raises GrammarError if it cannot be compiled.
+        None, only with `is_quick`: it must be tried with `is_quick` false, which may take long.
+
+        Raises GrammarError if it cannot be compiled, and TrialUnavailableError if it cannot be tried now.
         """
         ...
 
-    def compile_suspicious(self, constraint: Constraint) -> Grammar:
-        """Return the grammar of a constraint that may take long, take much memory or crash.
+    def cancel(self, is_quick: bool) -> None:
+        """End the trial that runs, which then raises an error. Any thread may call this."""
+        ...
 
-        Raises GrammarError if it cannot be compiled.
-        """
+    def compile(self, prepared: PreparedConstraint) -> Grammar:
+        """Return the grammar of what `try_out` returned. Raises GrammarError."""
         ...
 
     def stop(self) -> None:
-        """Let suspicious constraints fail from now on, also the one that is being compiled."""
+        """Let trials fail from now on, also those that run."""
         ...
+
+
+class Compiled(NamedTuple):
+    """The end of a compilation."""
+
+    constraint: Constraint
+    """A `grammar_key`."""
+    waiters: list[WaiterKey]
+    """The requests that wait for it."""
+    result: Grammar | GrammarError
 
 
 class GrammarCompiler:
     """Owns the compiled grammars.
 
-    Constraints are compiled by two threads, one for plain and one for suspicious constraints, so that plain ones never
-    wait for suspicious ones. Everything else happens in the core's thread. `fd` is readable when a
-    compilation has ended; `take_compiled` then returns its result. A thread is started when it is first needed.
+    Constraints are compiled by two threads, one for plain ones and one for those that may take long, so that plain ones
+    never wait for the others. Each is tried outside of this process first. Owners take turns, and a compilation ends
+    with the last request that waits for it. Everything else happens in the core's thread. `fd` is readable when a
+    compilation has ended; `take_compiled` then returns its result.
     """
 
-    def __init__(self, compilation: Compilation) -> None:
+    def __init__(self, compilation: Compilation, outside: OutsideWork | None = None) -> None:
         self._compilation = compilation
-        self._suspicious = _Lane(compilation.compile_suspicious, self._note_end)
-        self._plain = _Lane(compilation.compile_plain, self._note_end, self._suspicious)
+        self._outside = OutsideWork() if outside is None else outside
+        self._slow = Lane(lambda job: self._compile(job, is_quick=False), self._refuse)
+        self._quick = Lane(lambda job: self._compile(job, is_quick=True), self._refuse)
         self._grammars: OrderedDict[Constraint, Grammar] = OrderedDict()
         """The cached grammars, least recently used first."""
         self._num_bytes = 0
         self._failures: OrderedDict[Constraint, tuple[GrammarError, float]] = OrderedDict()
         """(error, time of `time.monotonic()` until which it is kept), oldest first."""
-        self._pending: set[Constraint] = set()
-        self._ended: queue.SimpleQueue[tuple[Constraint, Grammar | GrammarError]] = queue.SimpleQueue()
+        self._jobs: dict[Constraint, Job] = {}
+        self._job_of: dict[WaiterKey, Job] = {}
+        self._jobs_of: defaultdict[Hashable, dict[Job, int]] = defaultdict(dict)
+        """By owner, the jobs for which its requests wait, with the number of these requests."""
+        self._ended: queue.SimpleQueue[tuple[Job, Grammar | GrammarError]] = queue.SimpleQueue()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def load(self) -> None:
@@ -98,10 +132,12 @@ class GrammarCompiler:
         """
         self._compilation.load()
 
-    def request(self, constraint: Constraint) -> Grammar | None:
+    def request(self, constraint: Constraint, waiter: Waiter) -> Grammar | None:
         """Return the grammar of a constraint; None while it is compiled, which this call begins if need be.
 
-        Raises GrammarError if the constraint was found to be invalid lately, or if too many are being compiled.
+        In that case `waiter` waits until its key is among those of a `Compiled`, or until `forget`.
+
+        Raises GrammarError if the constraint was found to be invalid lately, and TooManyConstraintsError.
         """
         key = grammar_key(constraint)
         grammar = self._grammars.get(key)
@@ -113,37 +149,98 @@ class GrammarCompiler:
             if time.monotonic() < end:
                 raise error
             del self._failures[key]
-        if key not in self._pending:
-            if len(self._pending) >= _MAX_PENDING:
-                raise GrammarError(
-                    f"too many constraints are being compiled: the limit is {_MAX_PENDING}; send it again later"
-                )
-            self._pending.add(key)
-            (self._suspicious if is_suspicious(key) else self._plain).add(key)
+        job = self._jobs.get(key)
+        if job is None:
+            if not waiter.is_replay:
+                self._check_room(waiter.owner)
+            job = self._jobs[key] = Job(key)
+            self._add_waiter(job, waiter)
+            (self._slow if may_take_long(key) else self._quick).add(job)
+        else:
+            self._add_waiter(job, waiter)
+            for lane in (self._quick, self._slow):
+                lane.note_owners(job)
         return None
 
-    def take_compiled(self) -> list[tuple[Constraint, Grammar | GrammarError]]:
-        """Return the compilations that have ended since the last call: (`grammar_key` of the constraint, result)."""
+    def forget(self, key: WaiterKey) -> None:
+        """Note that a request has ended; the compilation that no other request waits for ends. No-op if none waits."""
+        job = self._job_of.get(key)
+        if job is None:
+            return
+        self._remove_waiter(job, key)
+        if job.waiters:
+            for lane in (self._quick, self._slow):
+                lane.note_owners(job)
+            return
+        if self._jobs.get(job.constraint) is job:
+            del self._jobs[job.constraint]
+        for lane in (self._quick, self._slow):
+            if lane.remove(job):
+                self._compilation.cancel(is_quick=lane is self._quick)
+
+    def take_compiled(self) -> list[Compiled]:
+        """Return the compilations that have ended since the last call and for which requests wait."""
         try:
             count = os.eventfd_read(self.fd)
         except BlockingIOError:
             return []
-        ended = [self._ended.get() for _ in range(count)]
-        for key, result in ended:
-            self._pending.discard(key)
-            if isinstance(result, GrammarError):
+        compiled = []
+        for job, result in [self._ended.get() for _ in range(count)]:
+            key = job.constraint
+            if self._jobs.get(key) is job:
+                del self._jobs[key]
+            waiters = list(job.waiters)
+            for waiter in waiters:
+                self._remove_waiter(job, waiter)
+            if not isinstance(result, GrammarError):
+                self._keep(key, result)
+            elif waiters and not isinstance(result, NotCompiledError):
                 self._failures[key] = (result, time.monotonic() + _FAILURE_S)
-            else:
-                self._grammars[key] = result
-                self._num_bytes += result.num_bytes
+            if waiters:
+                compiled.append(Compiled(key, waiters, result))
         self._evict()
-        return ended
+        return compiled
 
     def close(self) -> None:
         """End the threads, and close `fd`. A library that compiles may keep its thread until the process ends."""
         self._compilation.stop()
-        if self._plain.stop() & self._suspicious.stop():
+        self._outside.close()
+        if self._quick.stop() & self._slow.stop():
             os.close(self.fd)
+
+    def _check_room(self, owner: Hashable) -> None:
+        """Raise TooManyConstraintsError if `owner` may not have another constraint compiled."""
+        num_own, num_all = len(self._jobs_of.get(owner, ())), len(self._jobs)
+        if num_own >= _MAX_PENDING_OF_OWNER:
+            raise TooManyConstraintsError(
+                f"too many constraints are being compiled for this client: the limit is {_MAX_PENDING_OF_OWNER}; send "
+                "the request again later"
+            )
+        if num_all >= _MAX_PENDING:
+            raise TooManyConstraintsError(
+                f"too many constraints are being compiled: the limit is {_MAX_PENDING}; send the request again later"
+            )
+
+    def _add_waiter(self, job: Job, waiter: Waiter) -> None:
+        job.waiters[waiter.key] = waiter
+        self._job_of[waiter.key] = job
+        jobs = self._jobs_of[waiter.owner]
+        jobs[job] = jobs.get(job, 0) + 1
+
+    def _remove_waiter(self, job: Job, key: WaiterKey) -> None:
+        waiter = job.waiters.pop(key)
+        del self._job_of[key]
+        jobs = self._jobs_of[waiter.owner]
+        jobs[job] -= 1
+        if not jobs[job]:
+            del jobs[job]
+        if not jobs:
+            del self._jobs_of[waiter.owner]
+
+    def _keep(self, key: Constraint, grammar: Grammar) -> None:
+        former = self._grammars.pop(key, None)
+        self._num_bytes += grammar.num_bytes - (0 if former is None else former.num_bytes)
+        self._grammars[key] = grammar
 
     def _evict(self) -> None:
         """Forget the least recently used grammars beyond the limits; requests that use them keep them alive."""
@@ -153,80 +250,45 @@ class GrammarCompiler:
         while len(self._failures) > _MAX_FAILURES:
             self._failures.popitem(last=False)
 
-    def _note_end(self, key: Constraint, result: Grammar | GrammarError) -> None:
-        """Make the result of a compilation known; runs in a thread."""
-        self._ended.put((key, result))
+    def _compile(self, job: Job, is_quick: bool) -> None:
+        """Do a job, in the thread of a lane."""
+        result: Grammar | GrammarError
+        try:
+            trial = Trial(job.constraint, job.is_replay, job.is_needed)
+            prepared = self._compilation.try_out(trial, is_quick)
+            if prepared is None:
+                self._slow.add(job)
+                return
+            if not job.is_needed():
+                return
+            with self._outside.of(*job.tasks()):
+                result = self._compilation.compile(prepared)
+        except TrialUnavailableError as error:
+            if job.is_replay:
+                lane = self._quick if is_quick else self._slow
+                logger.warning("%s; it is tried again for requests of an earlier core", error)
+                lane.wait(_RETRY_S)
+                lane.add(job)
+                return
+            result = NotCompiledError(f"the constraint cannot be compiled now: {error}; send the request again later")
+        except GrammarError as error:
+            result = error.with_traceback(None)
+        except Exception as error:
+            logger.exception("a constraint of kind %s could not be compiled", job.constraint.kind)
+            result = GrammarError(f"the constraint could not be compiled: {type(error).__name__}: {error}")
+        self._note_end(job, result)
+
+    def _refuse(self, job: Job, error: Exception) -> None:
+        self._note_end(job, NotCompiledError(f"the constraint cannot be compiled now: {error}"))
+
+    def _note_end(self, job: Job, result: Grammar | GrammarError) -> None:
+        """Make the result of a compilation known; any thread may call this."""
+        self._ended.put((job, result))
         os.eventfd_write(self.fd, 1)
 
 
-class _Lane:
-    """A thread that compiles constraints in the order in which they were added."""
-
-    def __init__(
-        self,
-        compile: Callable[[Constraint], Grammar | None],
-        note_end: Callable[[Constraint, Grammar | GrammarError], None],
-        other: "_Lane | None" = None,
-    ) -> None:
-        """`other` gets the constraints for which `compile` returns None."""
-        self._compile = compile
-        self._note_end = note_end
-        self._other = other
-        self._queue: queue.SimpleQueue[Constraint | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._start_lock = threading.Lock()
-        self._is_stopped = False
-
-    def add(self, key: Constraint) -> None:
-        with self._start_lock:
-            if self._thread is not None:
-                self._queue.put(key)
-                return
-            self._thread = threading.Thread(target=self._run, name="compile-grammars", daemon=True)
-            before = threading.stack_size(_STACK_BYTES)
-            try:
-                self._thread.start()
-            except RuntimeError as error:  # the system has no thread left; that must not end the core
-                self._thread = None
-                self._note_end(key, GrammarError(f"the constraint cannot be compiled now: {error}"))
-            else:
-                self._queue.put(key)
-            finally:
-                threading.stack_size(before)
-
-    def stop(self) -> bool:
-        """End the thread; return False if it is still compiling."""
-        self._is_stopped = True
-        self._queue.put(None)
-        if self._thread is None:
-            return True
-        self._thread.join(_STOP_S)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (key := self._queue.get()) is not None and not self._is_stopped:
-            try:
-                result: Grammar | GrammarError | None = self._compile(key)
-            except GrammarError as error:
-                result = error.with_traceback(None)
-            except Exception as error:
-                logger.exception("a constraint of kind %s could not be compiled", key.kind)
-                result = GrammarError(f"the constraint could not be compiled: {type(error).__name__}: {error}")
-            if result is None:
-                assert self._other is not None
-                self._other.add(key)
-            else:
-                self._note_end(key, result)
-
-
-def is_suspicious(constraint: Constraint) -> bool:
-    """Return whether compiling a constraint may take long, take much memory or crash."""
-    if constraint.backend == "xgrammar" or constraint.whitespace_pattern:
+def may_take_long(constraint: Constraint) -> bool:
+    """Return whether a constraint is tried where others do not wait for it, because it may take long to compile."""
+    if constraint.backend == "xgrammar" or len(constraint.text) > _MAX_PLAIN.get(constraint.kind, -1):
         return True
-    if len(constraint.text) > _MAX_PLAIN.get(constraint.kind, -1):
-        return True
-    if constraint.kind != "json":
-        return False
-    return any(keyword in constraint.text for keyword in _COSTLY_KEYWORDS) or bool(
-        _EXTREME_NUMBER.search(constraint.text)
-    )
+    return constraint.kind == "json" and any(keyword in constraint.text for keyword in _COSTLY_KEYWORDS)

@@ -1,5 +1,6 @@
 """The interface between the scheduler and the libraries that hold output to a grammar."""
 
+import logging
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -8,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.structured_outputs import Constraint
+
+logger = logging.getLogger(__name__)
 
 Mask = npt.NDArray[np.int32]
 """[num_words]: bit t % 32 of word t // 32 is set if token t is allowed; num_words covers the model's vocabulary."""
@@ -55,6 +58,13 @@ class PreparedConstraint(msgspec.Struct, frozen=True):
     form: Literal["lark", "json", "regex", "ebnf", "structural_tag"]
     any_whitespace: bool = True
     additional_properties: bool = True
+    notes: tuple[str, ...] = ()
+    """Lines for the log about what is not enforced."""
+
+    def log_notes(self) -> None:
+        """Write the notes to the log. The process in which constraints are tried has no log."""
+        for note in self.notes:
+            logger.warning("%s", note)
 
 
 class Backend(Protocol):

@@ -1,22 +1,37 @@
 """Constraints as grammars in Lark's notation, which llguidance compiles."""
 
+import dataclasses
 import json
 import re
 from typing import Any
 
+from vllm_mp.core.structured_output.exact_schema import ExactSchema, has_rounded_numbers
 from vllm_mp.core.structured_output.grammar import GrammarError
+from vllm_mp.core.structured_output.json_schema import check_held, drop_annotations
 from vllm_mp.structured_outputs import Constraint
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_WHITESPACE = r" |( ?(\r?\n){1,2}[ \t]{0,32})"
+"""The whitespace between the parts of JSON. Without a bound, a model may write whitespace until its tokens run out."""
 
 
-def lark_grammar(constraint: Constraint) -> str:
+@dataclasses.dataclass
+class Additions:
+    """What the JSON schemas of a constraint add to its grammar."""
+
+    rules: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """Lines for the log about what is not enforced."""
+
+
+def lark_grammar(constraint: Constraint, added: Additions) -> str:
     """Return the grammar of a constraint that is no structural tag. Raises GrammarError if it has none."""
     match constraint.kind:
         case "json":
-            return f"start: {json_rule(constraint.text, constraint)}"
+            rule = json_rule(parse_json("the JSON schema", constraint.text), constraint, added)
+            return "\n".join([f"start: {rule}", *added.rules])
         case "json_object":
-            return "start: " + json_rule('{"type": "object"}', constraint)
+            return "start: " + json_rule({"type": "object"}, constraint, added)
         case "regex":
             return f"start: {regex_terminal(constraint.text)}"
         case "choice":
@@ -46,21 +61,31 @@ def _escape_in_regex(match: re.Match[str]) -> str:
     return names.get(character, match[0])
 
 
-def json_rule(schema: str | bool, constraint: Constraint) -> str:
-    """Return the rule for JSON that matches the text of a schema, with the options of `constraint`."""
-    if not constraint.additional_properties:
-        schema = json.dumps(closed_schema(parse_json("the JSON schema", schema)))
-    if schema in (True, "true"):
-        schema = "{}"
-    if not isinstance(schema, str) or not schema.lstrip().startswith("{"):
+def json_rule(schema: Any, constraint: Constraint, added: Additions) -> str:
+    """Return the expression for JSON that matches a schema, with the options of `constraint`; `schema` is changed.
+
+    Raises GrammarError, with the place, if the schema would not be held.
+    """
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
         raise GrammarError(f"a JSON schema must be an object or true, got {str(schema)[:100]}: nothing matches it")
+    if not constraint.additional_properties:
+        closed_schema(schema)
+    added.notes += drop_annotations(schema)
+    check_held(schema)
     options: dict[str, Any] = {"whitespace_flexible": constraint.any_whitespace}
-    if constraint.whitespace_pattern:
-        options["whitespace_pattern"] = constraint.whitespace_pattern
-    rest = schema.lstrip()[1:]
-    comma = "" if rest.lstrip().startswith("}") else ","
-    # The text is not parsed here: that would hold the interpreter lock, for a large schema longer than a step may wait.
-    return f'%json {{"x-guidance":{json.dumps(options)}{comma}{rest}'
+    whitespace = constraint.whitespace_pattern or (_WHITESPACE if constraint.any_whitespace else "")
+    if whitespace:
+        options["whitespace_pattern"] = whitespace
+
+    def plain_rule(schema: dict[str, Any]) -> str:
+        return f"%json {json.dumps({'x-guidance': options, **schema})}"
+
+    if not has_rounded_numbers(schema):
+        return plain_rule(schema)
+    terminal = regex_terminal(f"({whitespace})?") if whitespace else ""
+    return ExactSchema(schema, plain_rule, terminal, added.rules).expression()
 
 
 def is_gbnf(text: str) -> bool:

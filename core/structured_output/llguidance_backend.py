@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_mp.core.structured_output.grammar import GrammarError, Mask, PreparedConstraint
-from vllm_mp.core.structured_output.lark import lark_grammar
+from vllm_mp.core.structured_output.lark import Additions, lark_grammar
 from vllm_mp.core.structured_output.structural_tag import structural_tag_grammar
 from vllm_mp.core.structured_output.tokenizer import GrammarTokenizer
 from vllm_mp.structured_outputs import Constraint
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _MAX_LEXER_STATES = 50_000
 """Bounds the memory that a compiled grammar may take while it is used: a state takes 1 to 2 kB."""
+_MAX_TEXT = 2**22
+"""Maximum length of a grammar, in characters. The rules for large numbers are longer than their schema."""
 _MIN_BYTES = 2**16
 _BYTES_PER_CHARACTER = 160
 """Memory of a grammar per character of its text: measured at up to 155 for thousands of alternatives."""
@@ -24,6 +26,9 @@ _MAX_ERROR = 1000
 """Maximum length of the library's part of an error, in characters."""
 _SCHEMA_ERROR = "failed to compile JSON schema: "
 """What stands before an error in a schema; behind it stands an excerpt of the grammar that was made of the schema."""
+
+_NO_CONTINUATION = "NoExtension"
+"""What the library says if no token may come next."""
 
 
 class LLGuidanceMatcher:
@@ -86,11 +91,14 @@ class LLGuidanceBackend:
 
     def prepare(self, constraint: Constraint) -> PreparedConstraint:
         """Return the constraint as a grammar in Lark's notation. Raises GrammarError if it has none."""
+        added = Additions()
         if constraint.kind == "structural_tag":
-            text = structural_tag_grammar(constraint, self._split)
+            text = structural_tag_grammar(constraint, self._split, added)
         else:
-            text = lark_grammar(constraint)
-        return PreparedConstraint("llguidance", text, "lark")
+            text = lark_grammar(constraint, added)
+        if len(text) > _MAX_TEXT:
+            raise GrammarError(f"the constraint is too large: its grammar has {len(text)} characters; simplify it")
+        return PreparedConstraint("llguidance", text, "lark", notes=tuple(added.notes))
 
     def compile(self, prepared: PreparedConstraint) -> LLGuidanceGrammar:
         """Return the grammar of a constraint. Raises GrammarError if it cannot be compiled."""
@@ -108,9 +116,10 @@ class LLGuidanceBackend:
         mask = np.zeros(num_words, np.int32)
         matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)
         if matcher.is_error():
-            raise GrammarError(f"the grammar has no beginning: {_error_of(matcher)}")
+            raise GrammarError(_no_text(matcher))
         if matcher.is_stopped() and not matcher.is_accepting():
-            raise GrammarError("the grammar matches no text")
+            raise GrammarError(_no_text(matcher))
+        prepared.log_notes()
         return compiled
 
     def _split(self, text: str) -> list[str | int]:
@@ -134,6 +143,13 @@ def _limits() -> "LLParserLimits":
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+
+
+def _no_text(matcher: "LLMatcher") -> str:
+    """Return the error of a grammar that matches nothing; the library's reason for it is none."""
+    reason = _error_of(matcher)
+    text = "the constraint matches no text that ends: a part of it may need itself again and again"
+    return text if _NO_CONTINUATION in reason else f"the constraint matches no text: {reason}"
 
 
 def _error_of(matcher: "LLMatcher") -> str:

@@ -6,14 +6,20 @@ are joined to one: a regular expression before an end tag would else swallow the
 first trigger, or at the first end tag.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from vllm_mp.core.structured_output.grammar import GrammarError
-from vllm_mp.core.structured_output.lark import ebnf_grammar, json_rule, literal, parse_json, regex_terminal
+from vllm_mp.core.structured_output.lark import (
+    Additions,
+    ebnf_grammar,
+    json_rule,
+    literal,
+    parse_json,
+    regex_terminal,
+)
 from vllm_mp.structured_outputs import MAX_NESTING, Constraint
 
 SplitText = Callable[[str], list[str | int]]
@@ -31,10 +37,10 @@ class FormatError(GrammarError):
     """A format is not valid, or llguidance cannot express it; the message begins with its place."""
 
 
-def structural_tag_grammar(constraint: Constraint, split: SplitText) -> str:
+def structural_tag_grammar(constraint: Constraint, split: SplitText, added: Additions) -> str:
     """Return the grammar of a structural tag. Raises GrammarError, with the place in the tag, if it has none."""
     tag = parse_json("the structural tag", constraint.text)
-    builder = _Builder(constraint, split)
+    builder = _Builder(constraint, split, added)
     try:
         if isinstance(tag, dict) and "structures" in tag:
             start = builder.build(current_form(tag), "structures", ())
@@ -71,10 +77,11 @@ def current_form(tag: dict[str, Any]) -> dict[str, Any]:
 class _Builder:
     """Collects the rules of a grammar."""
 
-    def __init__(self, constraint: Constraint, split: SplitText) -> None:
+    def __init__(self, constraint: Constraint, split: SplitText, added: Additions) -> None:
         self._constraint = constraint
         self._split = split
-        self._rules: list[str] = []
+        self._added = added
+        self._rules = added.rules
         self._side_grammars: list[dict[str, str]] = []
         self._depth = 0
 
@@ -111,7 +118,12 @@ class _Builder:
         constraint = self._constraint
         if (most := format.get("max_whitespace_cnt")) is not None:
             constraint = msgspec.structs.replace(constraint, whitespace_pattern=rf"[ \t\n\r]{{0,{int(most)}}}")
-        rule = json_rule(json.dumps(format.get("json_schema")), constraint)
+        try:
+            rule = json_rule(format.get("json_schema"), constraint, self._added)
+        except FormatError:
+            raise
+        except GrammarError as error:
+            raise FormatError(f"{place}.json_schema: {error}") from None
         return [_Part(rule, False), *self._ends(ends)]
 
     def _build_regex(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:

@@ -1,5 +1,6 @@
-"""The core's end of the process that compiles suspicious constraints first."""
+"""The core's end of a process that compiles constraints before the core does."""
 
+import contextlib
 import os
 import select
 import signal
@@ -7,24 +8,43 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
 from vllm_mp.core.structured_output.grammar import GrammarError, PreparedConstraint
 from vllm_mp.core.structured_output.tokenizer import TokenizerSource
+from vllm_mp.core_launch import package_path
 from vllm_mp.structured_outputs import Backend, Constraint
 
-MAX_CPU_S = 4
-"""Processor time for a constraint, in seconds."""
-MAX_MEMORY = 2**30
-"""Memory that compiling may take beyond the process's own, in bytes."""
-_MAX_WALL_S = 30.0
-"""Time for a constraint, in seconds: loading of a library, and time in which other processes run, included."""
-_MAX_START_S = 60.0
-_END_S = 0.5
+MAX_MEMORY: Final = 2**30
+"""Memory that a trial may take beyond the process's own, in bytes."""
+_PATIENCE: Final = 4
+"""How many times as much processor time and time the trial of a replayed request may take."""
+_MAX_START_S: Final = 60.0
+_ANSWER_S: Final = 10.0
+"""Time that the process has to answer after the end of a trial's time."""
+_CANCEL_S: Final = 0.01
+_END_S: Final = 0.5
 """Time that a process without an answer has to end by itself."""
-_MAX_TRIALS = 256
-"""Number of constraints after which the process is replaced, so that memory that the libraries keep is freed."""
+
+
+class TrialLimits(msgspec.Struct, frozen=True):
+    """What a trial may take, and what happens beyond that."""
+
+    cpu_s: int
+    """Processor time, in seconds."""
+    wall_s: float
+    """Time, in seconds, in which other processes run too."""
+    is_nice: bool
+    """Other processes come first."""
+    is_last: bool
+    """A constraint beyond these limits is refused; False: another process tries it, with higher limits."""
+
+
+QUICK: Final = TrialLimits(cpu_s=1, wall_s=10.0, is_nice=False, is_last=False)
+SLOW: Final = TrialLimits(cpu_s=4, wall_s=60.0, is_nice=True, is_last=True)
 
 
 class TrialSetup(msgspec.Struct, frozen=True):
@@ -32,42 +52,97 @@ class TrialSetup(msgspec.Struct, frozen=True):
 
     source: TokenizerSource
     default: Backend
+    is_last: bool
 
 
-class TrialResult(msgspec.Struct, frozen=True):
-    """The process's answer to a message."""
+class TrialRequest(msgspec.Struct, frozen=True):
+    """A constraint to try. The number of the request, alone in a line, cancels the trial."""
+
+    number: int
+    constraint: Constraint
+    limits: TrialLimits
+    is_replay: bool
+
+
+class TrialResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The process's answer to a message; empty for the first message."""
 
     prepared: PreparedConstraint | None = None
-    """The constraint in the form in which it was compiled; None for the first message, and if there is an error."""
+    """The constraint in the form in which it was compiled; None without success."""
     error: str = ""
+    is_beyond: bool = False
+    """Another process must try the constraint, which has exceeded the limits or needs a library that loads slowly."""
+    needs: str = ""
+    """The library to load before the constraint can be compiled; for the process's own use."""
+    is_late: bool = False
+    """The trial got too little processor time within its time; `error` says so."""
+
+
+class TrialUnavailableError(Exception):
+    """A constraint cannot be tried now, for a reason that passes; the message says why."""
 
 
 class TrialProcess:
-    """Owns the process, which is started when it is first needed and replaced when a constraint has ended it.
+    """Owns a process that tries constraints, each in a fork of its own, so that the end of a trial costs nothing else.
 
-    The process ends with the core, because its standard input does. Only one thread may call `run`.
+    The process is started when it is first needed, and ends with the core, because its standard input does. Only one
+    thread may call `run`.
     """
 
-    def __init__(self, source: TokenizerSource, default: Backend) -> None:
-        self._setup = TrialSetup(source, default)
+    def __init__(self, source: TokenizerSource, default: Backend, limits: TrialLimits) -> None:
+        self._setup = TrialSetup(source, default, limits.is_last)
+        self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_trials = 0
+        self._number = 0
         self._is_stopped = False
         self._lock = threading.Lock()
 
-    def run(self, constraint: Constraint) -> PreparedConstraint:
+    def start(self) -> None:
+        """Start the process, which `run` does otherwise. Raises TrialUnavailableError if that fails."""
+        self._running()
+
+    def run(
+        self, constraint: Constraint, is_replay: bool = False, is_needed: Callable[[], bool] = lambda: True
+    ) -> PreparedConstraint | None:
         """Compile a constraint in the process, and return it in the form in which that succeeded.
 
-        Raises GrammarError if compiling fails, takes too long or ends the process.
+        None: another process must try it. A constraint of a replayed request, `is_replay`, was compiled before, so it
+        has more time. `is_needed` is false as soon as `cancel` may be called for this trial.
+
+        Raises GrammarError if compiling fails, takes too much, is cancelled or ends the trial, and
+        TrialUnavailableError.
         """
-        process = self._running()
-        self._num_trials += 1
-        result = self._exchange(process, constraint, _MAX_WALL_S)
+        process, limits = self._running(), self._limits
+        if is_replay and limits.is_last:
+            limits = msgspec.structs.replace(limits, cpu_s=_PATIENCE * limits.cpu_s, wall_s=_PATIENCE * limits.wall_s)
+        with self._lock:
+            if not is_needed():
+                raise GrammarError("the constraint is needed no more")
+            self._number += 1
+        result = self._exchange(
+            process, TrialRequest(self._number, constraint, limits, is_replay), limits.wall_s + _ANSWER_S
+        )
         if result is None:
-            raise GrammarError(f"{self._reason_of_end(process)}; simplify the constraint")
-        if result.prepared is None:
+            raise TrialUnavailableError(self._reason_of_end(process))
+        if result.is_late:
+            raise TrialUnavailableError(result.error)
+        if result.prepared is None and not result.is_beyond:
             raise GrammarError(result.error)
         return result.prepared
+
+    def cancel(self) -> None:
+        """End the trial that runs now, if any, which then fails; any thread may call this.
+
+        No-op if the process does not read; then the limits end the trial.
+        """
+        if not self._lock.acquire(timeout=_CANCEL_S):
+            return
+        try:
+            if self._process is not None and self._process.stdin is not None:
+                with contextlib.suppress(OSError):  # the process has ended, and the trial with it
+                    self._process.stdin.write(b"%d\n" % self._number)
+        finally:
+            self._lock.release()
 
     def stop(self) -> None:
         """End the process, and start none any more; any thread may call this."""
@@ -79,7 +154,6 @@ class TrialProcess:
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        self._num_trials = 0
         if process is not None:
             process.kill()
             process.communicate()
@@ -87,20 +161,25 @@ class TrialProcess:
     def _running(self) -> "subprocess.Popen[bytes]":
         """Return the process, started if need be."""
         with self._lock:
-            if self._process is not None and self._num_trials < _MAX_TRIALS and self._process.poll() is None:
+            if self._process is not None and self._process.poll() is None:
                 return self._process
             self._end()
             if self._is_stopped:
                 raise GrammarError("the engine stops")
-            process = self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "vllm_mp.core.structured_output.trial"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-            )
+            try:
+                process = self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "vllm_mp.core.structured_output.trial"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    bufsize=0,
+                    env=os.environ | package_path(),
+                )
+            except OSError as error:  # such as no memory for another process
+                raise TrialUnavailableError(f"the process that compiles constraints cannot start: {error}") from error
         if self._exchange(process, self._setup, _MAX_START_S) is None:
-            raise GrammarError(f"the constraint cannot be compiled now: {self._reason_of_end(process)}")
+            reason = self._reason_of_end(process)
+            raise TrialUnavailableError(f"the process that compiles constraints did not start: {reason}")
         return process
 
     def _exchange(
@@ -108,9 +187,12 @@ class TrialProcess:
     ) -> TrialResult | None:
         """Send a message and return the result; None if the process ends, or gives none in time."""
         assert process.stdin is not None
+        data = memoryview(msgspec.json.encode(message) + b"\n")
         try:
-            process.stdin.write(msgspec.json.encode(message) + b"\n")
-        except BrokenPipeError:
+            with self._lock:  # so that a number which cancels comes after the message
+                while data:
+                    data = data[process.stdin.write(data) or 0 :]
+        except OSError:
             return None
         line = self._read(process, timeout_s)
         return msgspec.json.decode(line, type=TrialResult) if line.endswith(b"\n") else None
@@ -141,13 +223,6 @@ class TrialProcess:
         with self._lock:
             if self._process is process:
                 self._end()
-        if code is None or code == -signal.SIGXCPU:
-            return f"compiling takes longer than {MAX_CPU_S} s"
-        if code == -signal.SIGABRT:
-            return f"compiling takes more than {MAX_MEMORY >> 20} MiB of memory"
-        if code == -signal.SIGSEGV:
-            return (
-                "compiling crashes the library: definitions refer to one another in too long a chain, which needs more "
-                "stack than there is, or bounds of numbers are near -2**63"
-            )
-        return f"compiling ended its process with exit code {code}"
+        if code is None:
+            return "it gave no answer in time"
+        return f"it ended with {f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_mp.core.structured_output.grammar import GrammarError, Mask, PreparedConstraint
+from vllm_mp.core.structured_output.json_schema import drop_annotations
 from vllm_mp.core.structured_output.lark import closed_schema, is_gbnf, parse_json
 from vllm_mp.core.structured_output.schema_place import schema_members
 from vllm_mp.core.structured_output.structural_tag import current_form
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 _SOURCE_LINE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ")
 _MAX_ERROR = 1000
+_MAX_WHITESPACE = 36
+"""Characters of whitespace between two parts of JSON. Without a bound, a model may write whitespace until its tokens
+run out."""
 
 
 class XGrammarMatcher:
@@ -98,9 +102,16 @@ class XGrammarBackend:
         text = constraint.text
         match constraint.kind:
             case "json":
-                check_schema(parse_json("the JSON schema", text))
+                schema = parse_json("the JSON schema", text)
+                notes = drop_annotations(schema)
+                check_schema(schema)
                 return PreparedConstraint(
-                    "xgrammar", text, "json", constraint.any_whitespace, constraint.additional_properties
+                    "xgrammar",
+                    json.dumps(schema),
+                    "json",
+                    constraint.any_whitespace,
+                    constraint.additional_properties,
+                    tuple(notes),
                 )
             case "json_object":
                 return PreparedConstraint("xgrammar", '{"type":"object"}', "json", constraint.any_whitespace)
@@ -113,11 +124,13 @@ class XGrammarBackend:
                 tag = parse_json("the structural tag", text)
                 if not constraint.additional_properties:
                     tag = closed_schema(tag)
+                tag_notes: list[str] = []
                 for place, schema in _schemas_of(tag):
+                    tag_notes += drop_annotations(schema)
                     check_schema(schema, place)
                 if isinstance(tag, dict) and "structures" in tag:
                     tag = {"type": "structural_tag", "format": current_form(tag)}
-                return PreparedConstraint("xgrammar", json.dumps(tag), "structural_tag")
+                return PreparedConstraint("xgrammar", json.dumps(tag), "structural_tag", notes=tuple(tag_notes))
             case "regex":
                 return PreparedConstraint("xgrammar", text, "regex")
 
@@ -131,6 +144,7 @@ class XGrammarBackend:
                         prepared.text,
                         any_whitespace=prepared.any_whitespace,
                         strict_mode=not prepared.additional_properties,
+                        max_whitespace_cnt=_MAX_WHITESPACE if prepared.any_whitespace else None,
                     )
                 case "regex":
                     compiled = compiler.compile_regex(prepared.text)
@@ -148,6 +162,7 @@ class XGrammarBackend:
         grammar.matcher().fill(mask)
         if not mask.any():
             raise GrammarError("the grammar matches no text")
+        prepared.log_notes()
         return grammar
 
     def _loaded(self) -> "xgrammar.GrammarCompiler":

@@ -11,7 +11,7 @@ from vllm_mp.core.structured_output.grammar import GrammarError
 _ANNOTATIONS = frozenset(
     {
         *("$schema", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "example"),
-        *("deprecated", "readOnly", "writeOnly"),
+        *("deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType", "contentSchema"),
     }
 )
 _NUMBER = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
@@ -27,6 +27,7 @@ _KEYWORDS = {
 """The keywords that are enforced beside `type`."""
 _ALONE = ("$ref", "const", "enum", "anyOf")
 """Keywords of which one may stand without `type`, and with nothing but annotations."""
+_END_OF_INT64 = 2**63
 _FORMATS = frozenset({"date", "time", "date-time", "email", "hostname", "ipv4", "ipv6", "uuid"})
 
 
@@ -64,8 +65,24 @@ def _check_values(schema: dict[str, Any], place: str) -> None:
         raise GrammarError(f"at {place}/$ref: xgrammar has no references to other documents")
     if schema.get("format", "date") not in _FORMATS:
         raise GrammarError(f"at {place}/format: xgrammar does not enforce the format {schema['format']!r}")
+    _check_numbers(schema, place)
     if len({"pattern", "format"} & set(schema)) + bool({"minLength", "maxLength"} & set(schema)) > 1:
         raise GrammarError(f"at {place}: xgrammar enforces only one of pattern, format and the limits of the length")
+
+
+def _check_numbers(schema: dict[str, Any], place: str) -> None:
+    """Raise GrammarError for numbers that the library would round."""
+    for key in ("const", "enum"):
+        pending = [schema.get(key)]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, int) and not -_END_OF_INT64 <= value < _END_OF_INT64:
+                raise GrammarError(f"at {place}/{key}: xgrammar keeps integers of 64 bits only, got {value}")
+            pending += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if schema.get("type") == "number":
+        for key in _NUMBER & set(schema):
+            if isinstance(schema[key], int) and abs(schema[key]) > 2**53:
+                raise GrammarError(f"at {place}/{key}: xgrammar keeps this bound of a number to 53 bits only")
 
 
 def _parts(schema: dict[str, Any], place: str) -> list[tuple[str, Any]]:

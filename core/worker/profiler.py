@@ -58,13 +58,20 @@ class Profiler:
         self._end()
         try:
             self._folder = Path(folder) if folder is not None else self._folder or _make_folder()
-            recorded.export_chrome_trace(str(self._folder / f"core-{os.getpid()}-{self._num_written}.trace.json.gz"))
+            self._write(recorded, self._folder / f"core-{os.getpid()}-{self._num_written}.trace.json.gz")
         except OSError as error:
             raise ValueError(
                 f"the trace cannot be written: {error}; set VLLM_TORCH_PROFILER_DIR to a writable folder"
             ) from error
         self._num_written += 1
         return str(self._folder)
+
+    @staticmethod
+    def _write(recorded: "torch.profiler.profile", path: Path) -> None:
+        """Write the trace to `path`, in place of whatever has this name: in a folder of all users it may be a trap."""
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as unfinished:
+            recorded.export_chrome_trace(str(Path(unfinished) / path.name))
+            os.replace(Path(unfinished) / path.name, path)
 
     def discard(self) -> None:
         """Stop recording without writing a trace; no-op if the profiler is not on."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from vllm_mp.call_validation import check_sleep, check_wake_up
 from vllm_mp.core.scheduler.scheduler import Scheduler
-from vllm_mp.status_page import AWAKE, SleepState
+from vllm_mp.core_status import AWAKE, SleepState
 from vllm_mp.wire import KV_CACHE, SLEEP_TAGS, WEIGHTS, Finished
 
 logger = logging.getLogger(__name__)

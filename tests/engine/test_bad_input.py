@@ -72,9 +72,9 @@ def test_bad_prompt_is_refused_by_name(llm, prompt, words):
         ({"prompt_text": 3}, "prompt_text"),
         ({"prompt_adapter_request": object()}, "lora_request"),
         ({"session_id": "mine"}, "cache_salt"),
-        ({"kv_hints": {}}, "kv_hints"),
+        ({"kv_hints": {"a": 1}}, "kv_hints"),
         ({"reasoning_ended": True}, "reasoning_ended"),
-        ({"reasoning_parser_kwargs": {}}, "reasoning_parser_kwargs"),
+        ({"reasoning_parser_kwargs": {"a": 1}}, "reasoning_parser_kwargs"),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{next(iter(value))} of {type(*value.values()).__name__}",
 )
@@ -110,6 +110,10 @@ def test_prefix_cache_is_reset_only_on_the_device_that_holds_it(llm):
         await llm.reset_prefix_cache()
         for device in names[own]:
             await llm.reset_prefix_cache(device)
+        await llm.reset_prefix_cache(False, reset_connector=False)
+        for wrong in ({"device": True}, {"reset_running_requests": True}, {"reset_connector": True}):
+            with pytest.raises(NotImplementedError, match=r"reset_(running_requests|connector)=True is not served"):
+                await llm.reset_prefix_cache(**wrong)
         for device in (*names["cpu" if own == "cuda" else "cuda"], "disk", 0):
             with pytest.raises(ValueError, match=f"device must be None or '{own}'.*{re.escape(repr(device))}"):
                 await llm.reset_prefix_cache(device)

@@ -213,7 +213,6 @@ def test_program_names_its_commands_and_its_version():
         (["generate", "x", "--top-p", "nan"], "top_p must be in"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens must be in"),
         (["generate", "x", "--max-model-len", "0"], "max_model_len must be"),
-        (["generate", "x", "--swap-space", "4"], "swap_space=4.0 is not served"),
         (["generate", "x", "--pipeline-parallel-size", "99"], "pipeline_parallel_size=99: "),
         (["generate", "x", "--no-such-flag"], "--no-such-flag"),
         (["generate", "x", "--model", "/nowhere"], "/nowhere"),

@@ -270,7 +270,7 @@ def test_operations_of_the_engine_are_calls_that_block(small_llm):
     small_llm.reset_mm_cache()
     with pytest.raises(EngineError, match="profile"):
         small_llm.stop_profile()
-    with pytest.raises(NotImplementedError, match="profile_prefix='mine': each profile has a folder"):
+    with pytest.raises(NotImplementedError, match="profile_prefix='mine' is not served: each profile has a folder"):
         small_llm.start_profile("mine")
     assert small_llm.collective_rpc("get_num_parameters")[0] > 0
     assert texts(small_llm.generate(PROMPTS, GREEDY)) == expected
@@ -281,8 +281,9 @@ def test_operations_of_the_engine_are_calls_that_block(small_llm):
 
 def test_names_of_vllm_that_are_not_served_say_what_to_use_instead(small_llm):
     assert not hasattr(small_llm, "beam_search")
-    with pytest.raises(NotImplementedError, match=r"LLM has no llm_engine: read vllm_config"):
-        small_llm.llm_engine  # noqa: B018
+    assert small_llm.llm_engine.model_config.max_model_len == small_llm.model_config.max_model_len
+    with pytest.raises(NotImplementedError, match=r"LLM has no beam_search: generate with n completions"):
+        small_llm.beam_search  # noqa: B018
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'unknown'"):
         small_llm.unknown  # noqa: B018
 

@@ -13,14 +13,15 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "prefill_flow.py"
 
 
 @pytest.mark.slow
-def test_tool_reports_both_figures_with_their_goals():
+def test_tool_reports_all_figures_with_their_goals():
     command = [sys.executable, str(TOOL), "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    sharing, flow = json.loads(done.stdout)
+    sharing, flow, pace = json.loads(done.stdout)
     assert (sharing["name"], sharing["goal"]) == ("sharing", 0.15)
     assert (flow["name"], flow["goal"]) == ("flow", 2)
-    for record in (sharing, flow):
+    assert (pace["name"], pace["goal"]) == ("pace", 3)
+    for record in (sharing, flow, pace):
         assert len(record["ratios"]) == 2
         assert min(record["ratios"]) <= record["ratio"] <= max(record["ratios"])
         assert min(record["base_s"], record["measured_s"]) > 0

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("forked_cores")
 _TESTED_ELSEWHERE = {
     *("kill", "segv", "abort", "term", "stop", "spin", "slow-core", "exit-in-step", "exit-while-loading"),
     *("culprit-raises", "client-blocked-while-core-dies", "core-restarted-by-hand", "too-many-deaths", "no-recovery"),
-    *("shared-core-killed", "shared-core-stopped"),
+    *("shared-core-killed", "shared-core-stopped", "constrained-streams"),
 }
 """Scenarios that other tests of faults or similar scenarios cover."""
 _TESTED_HERE = [scenario for name, scenario in SCENARIOS.items() if name not in _TESTED_ELSEWHERE]
@@ -28,7 +28,7 @@ _WITH_SHARED_ENGINE = [scenario for scenario in _TESTED_HERE if not scenario.opt
 _WITH_OWN_ENGINE = [scenario for scenario in _TESTED_HERE if scenario not in _WITH_SHARED_ENGINE]
 _SLOW = {
     *("hang", "culprit", "culprit-in-mid-answer", "exit-before-message"),
-    *("exit-before-last-message", "exit-after-last-message", "socket-file-removed"),
+    *("exit-before-last-message", "exit-after-last-message", "socket-file-removed", "client-crowd"),
 }
 """Slow scenarios that are similar to fast scenarios, with a pending step or not, or to a fast test of recovery."""
 _SLOW_WITH_A_PENDING_STEP = {"exit-before-message", "exit-before-last-message", "nan", "culprit-in-mid-answer"}

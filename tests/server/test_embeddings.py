@@ -22,10 +22,10 @@ async def serving(engine):
         yield client
 
 
-def post(engine, **body):
+def post(engine, path="/v1/embeddings", **body):
     async def ask():
         async with serving(engine) as client:
-            return await client.post("/v1/embeddings", json=body)
+            return await client.post(path, json=body)
 
     return asyncio.run(ask())
 
@@ -126,14 +126,19 @@ def test_nul_bytes_are_text_like_any_other(encoder):
     assert len(vectors(encoder, input="a\0b")) == 1
 
 
-def test_encoder_refuses_to_generate(encoder):
-    async def ask():
-        async with serving(encoder) as client:
-            return await client.post("/v1/completions", json={"prompt": "a"})
-
-    answer = asyncio.run(ask())
-    assert answer.status_code == 400
-    assert "encoder" in answer.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+        ("/v1/responses", {"input": "Hello"}),
+        ("/v1/completions", {"prompt": "Hello"}),
+    ],
+)
+def test_encoder_that_is_asked_for_text_says_that_it_makes_embeddings(encoder, path, body):
+    answer = post(encoder, path, **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "model")
+    assert "generates no text; call encode() for its embeddings, or ask /v1/embeddings" in error["message"]
 
 
 def test_failed_input_leaves_no_request_of_its_batch_behind(encoder):

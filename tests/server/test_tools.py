@@ -140,6 +140,7 @@ def test_a_form_begins_after_the_thought(client):
         **request, extra_body={"chat_template_kwargs": {"enable_thinking": True}}
     ).choices[0]
     assert thinking.message.reasoning_content
+    assert thinking.message.reasoning == thinking.message.reasoning_content
     assert not thinking.message.content, "the random model does not end its thought"
     plain = client.chat.completions.create(
         **request, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
@@ -152,7 +153,8 @@ def test_a_form_begins_after_the_thought(client):
             stream=True, **request, extra_body={"chat_template_kwargs": {"enable_thinking": True}}
         )
     ]
-    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == thinking.message.reasoning_content
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(getattr(delta, name, "") for delta in deltas) == thinking.message.reasoning_content
     hidden = client.chat.completions.create(
         **request,
         extra_body={"chat_template_kwargs": {"enable_thinking": True}, "include_reasoning": False},

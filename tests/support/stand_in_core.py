@@ -16,7 +16,7 @@ from vllm_mp.client.engine.news import News
 from vllm_mp.client.engine.pings import Pings
 from vllm_mp.client.engine.process import CoreProcess
 from vllm_mp.config import VllmConfig
-from vllm_mp.status_page import CoreStatus
+from vllm_mp.core_status import CoreStatus
 
 _CONFIG = SimpleNamespace(cache_config=SimpleNamespace(num_blocks=1000, block_size=16, enable_prefix_caching=True))
 

@@ -1,5 +1,6 @@
 """A scheduler without a model: the test chooses the tokens."""
 
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -89,9 +90,10 @@ class Engine:
         ahead=0,
         adapters=None,
         num_stages=1,
+        clock=time.perf_counter,
         **config,
     ):
-        """`adapters` are the `AdapterTurns`, if requests have adapters."""
+        """`adapters` are the `AdapterTurns`, if requests have adapters. `clock` times the steps, in seconds."""
         settings = {
             "max_num_partial_prefills": 1,
             "enable_chunked_prefill": True,
@@ -104,7 +106,7 @@ class Engine:
         )
         self.cache = KVCacheManager(self.batch, num_blocks + 1, BLOCK)
         self.pool = self.cache.pool
-        self.scheduler = Scheduler(self.config, self.batch, self.cache, adapters, num_stages)
+        self.scheduler = Scheduler(self.config, self.batch, self.cache, adapters, num_stages, clock)
         self.pauses = []
         """(mode, number of requests that may still run) of each pause that was noted."""
         self.pause = Pause(self.scheduler, self.end, lambda *state: self.pauses.append(state))
@@ -138,6 +140,8 @@ class Engine:
         isolate_until_num_tokens=0,
         isolation_group=None,
         client=0,
+        owner="",
+        tenant=0,
         after_pause=False,
         adapter=None,
         arrival_time=0.0,
@@ -174,6 +178,8 @@ class Engine:
             isolate_until_num_tokens=isolate_until_num_tokens,
             isolation_group=slot if isolation_group is None else isolation_group,
             adapter=adapter,
+            owner=owner,
+            tenant=tenant,
         )
         if not pooled:
             request.logits_processors = LogitsProcessors.from_params(request.sampling, [])

@@ -167,7 +167,6 @@ def test_a_misspelt_path_is_refused_with_the_path_beside_it(tmp_path):
         (["--gpu-memory-utilization", "nan"], "gpu_memory_utilization must be at least 0.01 and at most 1.0, got nan"),
         (["--chat-template", "none.jinja"], "chat_template='none.jinja' is neither a Jinja template nor a file"),
         (["--key-file", "x"], "--key-file needs --connect ADDRESS; add it, or leave out --key-file"),
-        (["--swap-space", "1"], "swap_space=1.0 is not served: evicted requests are computed again"),
         (["--temperature", "-1"], "temperature must be"),
     ],
 )

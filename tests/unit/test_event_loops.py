@@ -98,3 +98,7 @@ def test_task_is_cancelled_from_any_thread(from_thread):
         cancel_task_threadsafe(task)  # no-op for a task that is done
 
     asyncio.run(run())
+
+
+def test_no_task_is_cancelled_if_there_is_none():
+    cancel_task_threadsafe(None)

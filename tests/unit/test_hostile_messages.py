@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -141,27 +142,45 @@ def test_lists_are_bounded_before_they_are_decoded(frame):
         wire.decode_client_message(frame)
 
 
-def fits(memory, client, num_bytes):
+class Taker(NamedTuple):
+    """What a request takes of the memory, and for whom."""
+
+    owner: str
+    line: tuple[int, int]
+    num_bytes: int = 2**20
+
+
+def fits(memory, taker):
     try:
-        memory.check(client, num_bytes)
+        memory.check(taker)
     except ValueError:
         return False
     return True
 
 
-def fill(memory, client, num_bytes=2**20):
-    """Take `num_bytes` for `client` until it may take no more; return how often it could."""
+def fill(memory, taker):
+    """Take memory for `taker` until it may take no more; return how often it could."""
     count = 0
-    while fits(memory, client, num_bytes):
-        memory.take(client, num_bytes)
+    while fits(memory, taker):
+        memory.take(taker)
         count += 1
     return count
 
 
-def test_memory_quota_leaves_room_for_another_client():
+@pytest.mark.parametrize("lines", [[(i, 0) for i in range(6)], [(0, i) for i in range(6)]], ids=["clients", "tenants"])
+def test_memory_quota_leaves_room_for_another_client_and_tenant(lines):
     memory = MemoryQuota()
-    shares = [fill(memory, client) for client in range(6)]
-    assert shares == [MAX_BYTES // 2**21 // 2**i for i in range(6)]
+    takers = [Taker("process 1", line) for line in lines]
+    shares = [fill(memory, taker) for taker in takers]
+    assert shares == [3 * MAX_BYTES // 2**23 // 2**i for i in range(6)]
     for _ in range(shares[0]):
-        memory.give_back(0, 2**20)
-    assert fill(memory, 0) > shares[1]
+        memory.give_back(takers[0])
+    assert fill(memory, takers[0]) > shares[1]
+
+
+def test_memory_quota_leaves_room_for_the_client_of_another_owner_than_that_of_thousands():
+    memory = MemoryQuota()
+    for client in range(1000):
+        fill(memory, Taker("process 1", (client, 0)))
+    assert not fits(memory, Taker("process 1", (5000, 0)))
+    assert fill(memory, Taker("process 2", (5001, 0))) > 100

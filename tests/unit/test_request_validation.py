@@ -207,7 +207,15 @@ def test_request_id_that_is_too_long_or_not_unicode_is_refused():
 def test_generation_with_an_encoder_is_refused():
     encoder = config()
     encoder.model_config.architecture = msgspec.structs.replace(encoder.model_config.architecture, is_encoder=True)
-    assert refusal(engine=encoder) == "m is an encoder and generates no text; call encode() for its embeddings"
+    assert refusal(engine=encoder) == (
+        "m is an encoder and generates no text; call encode() for its embeddings, or ask /v1/embeddings for them"
+    )
+
+
+def test_prompt_that_is_too_long_is_to_be_truncated_unless_it_was_truncated_to_too_many_tokens():
+    assert "shorten it, set truncate_prompt_tokens, or" in refusal(num_prompt_tokens=CONTEXT)
+    message = refusal(num_prompt_tokens=CONTEXT, params=SamplingParams(truncate_prompt_tokens=CONTEXT))
+    assert f"lower truncate_prompt_tokens={CONTEXT} to at most {CONTEXT - 1} or set it to -1" in message
 
 
 def pool(params=None, num_prompt_tokens=5, request_id="id"):

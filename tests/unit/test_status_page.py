@@ -12,17 +12,8 @@ import numpy as np
 import pytest
 
 from vllm_mp import status_page
-from vllm_mp.status_page import (
-    AWAKE,
-    MAX_NOTED_CALLS,
-    MAX_STEP_REQUESTS,
-    NOT_SUSPENDED,
-    CoreState,
-    SleepState,
-    StatusPage,
-    StepRequests,
-    Suspension,
-)
+from vllm_mp.core_status import AWAKE, NOT_SUSPENDED, CoreState, OutsideTask, SleepState, StepRequests, Suspension
+from vllm_mp.status_page import MAX_NOTED_CALLS, MAX_OUTSIDE_TASKS, MAX_STEP_REQUESTS, StatusPage
 from vllm_mp.wire import MAX_CLIENTS
 
 
@@ -107,6 +98,28 @@ def test_requests_of_a_step_that_ends_the_core_stay_on_the_page(tmp_path):
     assert StatusPage.open(tmp_path / "page").read().step_requests == [(1, 7, 2)]
 
 
+def test_work_outside_of_steps_is_on_the_page_until_it_ends(tmp_path):
+    writer = StatusPage.create(str(tmp_path / "page"), 1)
+    reader = StatusPage.open(tmp_path / "page")
+    writer.begin_step(1, StepRequests(ids(1, 1), ids(3, 4), ids(10, 20)))
+    writer.note_outside([OutsideTask(1, 3, 0), OutsideTask(2, 7, -5), OutsideTask(2, -(2**62))])
+    writer.begin_message(OutsideTask(0, 9, -1))
+    status = reader.read()
+    assert sorted(status.requests) == [(0, 9, -1), (1, 3, 10), (1, 4, 20), (2, 7, -5)]
+    assert status.calls == [(2, -(2**62))]
+    writer.end_message()
+    writer.note_outside([])
+    assert reader.read().requests == reader.read().step_requests == [(1, 3, 10), (1, 4, 20)]
+    assert reader.read().calls == []
+
+
+def test_more_work_outside_of_steps_than_the_page_has_room_for_is_left_out(tmp_path):
+    writer = StatusPage.create(str(tmp_path / "page"), 1)
+    writer.note_outside([OutsideTask(0, slot, 0) for slot in range(MAX_OUTSIDE_TASKS + 5)])
+    requests = StatusPage.open(tmp_path / "page").read().requests
+    assert requests == [(0, slot, 0) for slot in range(MAX_OUTSIDE_TASKS)]
+
+
 def test_step_larger_than_the_page_shows_the_requests_that_fit(tmp_path):
     writer = StatusPage.create(str(tmp_path / "page"), 1)
     slots = np.arange(MAX_STEP_REQUESTS + 5, dtype=np.uint32)
@@ -131,7 +144,8 @@ def test_ages_count_from_the_last_beat_and_from_the_change_of_state(tmp_path, mo
 WRITE_AND_WAIT = """
 import sys
 import numpy as np
-from vllm_mp.status_page import StatusPage, StepRequests
+from vllm_mp.core_status import StepRequests
+from vllm_mp.status_page import StatusPage
 page = StatusPage.create(sys.argv[1], 3)
 page.end_step(num_running=2, num_waiting=1, free_blocks=4, total_blocks=9)
 clients, slots = np.array([0, 0, 2], np.uint32), np.array([8, 9, 1], np.uint32)
@@ -230,7 +244,8 @@ def test_reader_waits_for_a_writer_that_is_interrupted_in_a_write(tmp_path):
 WRITE_WITHOUT_END = """
 import sys, time
 import numpy as np
-from vllm_mp.status_page import StatusPage, StepRequests
+from vllm_mp.core_status import StepRequests
+from vllm_mp.status_page import StatusPage
 page = StatusPage.create(sys.argv[1], 1)
 step = 0
 

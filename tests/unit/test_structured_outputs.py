@@ -1,10 +1,14 @@
 """What a request may demand of its output is checked when it is written down."""
 
 import dataclasses
+import types
 
+import msgspec
 import pytest
 
 from vllm_mp import GuidedDecodingParams, SamplingParams, StructuredOutputsParams, wire
+from vllm_mp.server.errors import ApiError
+from vllm_mp.server.output_form import JsonSchema, ResponseFormat, output_form
 from vllm_mp.structured_outputs import MAX_CONSTRAINT_BYTES, Constraint
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
@@ -124,3 +128,23 @@ def test_structured_outputs_of_another_type_are_refused(value):
 def test_unknown_backend_is_refused():
     with pytest.raises(ValueError, match=r"backend must be one of auto, .*guidance, got 'outlines'"):
         GuidedDecodingParams(regex="a", backend="outlines")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"guided_whitespace_pattern": "\n?"}, {"structured_outputs": {"whitespace_pattern": "\n?"}}],
+    ids=str,
+)
+def test_options_of_a_request_apply_to_the_form_of_its_other_field(options):
+    given = ResponseFormat(type="json_schema", json_schema=JsonSchema(name="a", schema_=SCHEMA))
+    form, field = output_form(types.SimpleNamespace(response_format=given, **options))
+    assert field == "response_format.json_schema.schema"
+    assert form.constraint() == msgspec.structs.replace(constraint(json=SCHEMA), whitespace_pattern="\n?")
+
+
+def test_two_forms_of_a_request_are_refused():
+    body = types.SimpleNamespace(response_format=ResponseFormat(type="json_object"), guided_regex="a")
+    with pytest.raises(ApiError, match="response_format and guided_regex both demand a form"):
+        output_form(body)
+    with pytest.raises(ApiError, match="exactly one of json, regex"):
+        output_form(types.SimpleNamespace(guided_whitespace_pattern="a"))

@@ -1,12 +1,14 @@
 """Modules under the names that programs import from vLLM: what they have is what `vllm_mp` has."""
 
 import importlib
+import sys
+import types
 import uuid
 
 import pytest
 
 import vllm_mp
-from vllm_mp import errors
+from vllm_mp import errors, unserved_names
 from vllm_mp.client import tokenizer
 
 PUBLIC = {
@@ -15,6 +17,9 @@ PUBLIC = {
     "engine.protocol": ["EngineClient"],
     "entrypoints.llm": ["LLM"],
     "inputs": ["EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"],
+    "inputs.preprocess": ["InputPreprocessor"],
+    "logprobs": ["Logprob"],
+    "sequence": ["Logprob", "RequestMetrics"],
     "inputs.data": ["EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"],
     "lora.request": ["LoRARequest"],
     "usage.usage_lib": ["UsageContext"],
@@ -39,6 +44,12 @@ PUBLIC = {
 }
 """The names of `vllm_mp` that each module has too."""
 HELPERS = {
+    "distributed": ["cleanup_dist_env_and_memory", "destroy_distributed_environment", "destroy_model_parallel"],
+    "distributed.parallel_state": [
+        "cleanup_dist_env_and_memory",
+        "destroy_distributed_environment",
+        "destroy_model_parallel",
+    ],
     "engine.metrics_types": ["StatLoggerBase", "Stats"],
     "logger": ["init_logger"],
     "logits_processor": [
@@ -50,7 +61,7 @@ HELPERS = {
         "process_dict_updates",
     ],
     "tokenizers": ["get_tokenizer"],
-    "transformers_utils.tokenizer": ["get_tokenizer"],
+    "transformers_utils.tokenizer": ["AnyTokenizer", "get_tokenizer"],
     "utils": [
         "Device",
         "FlexibleArgumentParser",
@@ -80,7 +91,7 @@ HELPERS = {
     ],
     "v1.sample.logits_processor.builtin": ["process_dict_updates"],
     "v1.sample.logits_processor.interface": ["BatchUpdate", "LogitsProcessor", "MoveDirectionality"],
-    "v1.engine": ["FinishReason"],
+    "v1.engine": ["FinishReason", "PauseMode"],
     "v1.metrics.loggers": ["AggregateStatLoggerBase", "StatLoggerFactory"],
     "v1.metrics.stats": ["FinishedRequestStats", "MultiModalCacheStats", "PrefixCacheStats"],
 }
@@ -89,6 +100,7 @@ REFUSED = [
     ("", "LLMEngine"),
     ("", "ModelRegistry"),
     ("", "initialize_ray_cluster"),
+    ("distributed", "get_tensor_model_parallel_rank"),
     ("engine.async_llm_engine", "AsyncStream"),
     ("engine.async_llm_engine", "ENGINE_ITERATION_TIMEOUT_S"),
     ("engine.async_llm_engine", "RequestTracker"),
@@ -96,6 +108,8 @@ REFUSED = [
     ("engine.async_llm_engine", "_AsyncLLMEngine"),
     ("engine.llm_engine", "LLMEngine"),
     ("engine.protocol", "StreamingInput"),
+    ("logprobs", "FlatLogprobs"),
+    ("sequence", "SequenceGroup"),
     ("v1.engine", "EngineCoreRequest"),
     ("v1.engine.llm_engine", "LLMEngine"),
     ("v1.engine.output_processor", "OutputProcessor"),
@@ -126,6 +140,66 @@ def test_helper_is_the_same_in_every_module(name):
 def test_name_that_is_not_served_says_what_to_use(name, refused):
     with pytest.raises(ImportError, match=f"{refused} of vLLM is not in vllm_mp: .{{10}}"):
         getattr(module(name), refused)
+
+
+@pytest.mark.parametrize("name", [*unserved_names.MODULES, "entrypoints.openai.api_server", "model_executor.layers.x"])
+def test_module_that_is_not_served_says_what_to_use(name):
+    listed = name if name in unserved_names.MODULES else name.rpartition(".")[0]
+    said = f"the module {listed.removesuffix('.layers')} of vLLM is not in vllm_mp: .{{8}}"
+    with pytest.raises(ImportError, match=said):
+        module(name)
+    parent, _, last = f"vllm_mp.{name}".rpartition(".")
+    if parent in sys.modules:
+        with pytest.raises(ImportError, match=said):
+            exec(f"from {parent} import {last}")
+    assert f"vllm_mp.{name}" not in sys.modules
+
+
+def test_module_that_vllm_does_not_have_is_not_found():
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'vllm_mp\.no_such_module'"):
+        module("no_such_module")
+
+
+def test_functions_that_clean_up_can_be_called():
+    distributed = module("distributed")
+    assert distributed.cleanup_dist_env_and_memory(shutdown_ray=True) is None
+    assert distributed.destroy_model_parallel() is distributed.destroy_distributed_environment() is None
+
+
+NAMES_OF_V0 = [
+    *((vllm_mp.AsyncLLM, name) for name in ("set_errored", "engine_step", "process_request_outputs", "engine")),
+    *((vllm_mp.AsyncLLM, name) for name in ("run_engine_loop", "log_requests", "start_engine_loop", "background_loop")),
+    (vllm_mp.AsyncLLM, "build_guided_decoding_logits_processor_async"),
+    *((vllm_mp.AsyncMicrobatchTokenizer, name) for name in ("_loop", "_queues", "_batcher_tasks", "_queue_key")),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES_OF_V0, ids=str)
+def test_attribute_of_older_versions_says_what_to_use(kind, name):
+    owner = object.__new__(kind)
+    assert not hasattr(owner, name)
+    with pytest.raises(NotImplementedError, match=f"{kind.__name__} has no {name}: .{{10}}"):
+        getattr(owner, name)
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = owner.no_such_name
+
+
+def test_constructor_of_vllm_s_class_says_what_to_call():
+    with pytest.raises(NotImplementedError, match=r"AsyncLLM\(executor_class=\.\.\.\).*from_vllm_config"):
+        vllm_mp.AsyncLLM(vllm_config=1, executor_class=2, log_stats=True)
+
+
+def test_inner_engine_of_llm_has_its_configuration_and_says_what_to_use_for_the_rest():
+    llm = object.__new__(vllm_mp.LLM)
+    llm._engine = types.SimpleNamespace(
+        vllm_config=types.SimpleNamespace(model_config="model"),
+        tokenizer="tokenizer",
+        get_tokenizer=lambda: "tokenizer",
+    )
+    inner = llm.llm_engine
+    assert (inner.model_config, inner.tokenizer, inner.get_tokenizer()) == ("model", "tokenizer", "tokenizer")
+    with pytest.raises(NotImplementedError, match="LLMEngine has no step: the core runs its own steps"):
+        _ = inner.step
 
 
 def test_parameters_of_beam_search_can_be_imported_but_not_made():

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vllm_mp.file_owner import write_output
+
 T = TypeVar("T")
 
 PACKAGES = ("torch", "triton", "transformers", "flash-attn", "numpy", "pyzmq", "msgspec")
@@ -38,7 +40,7 @@ class Report:
         """Replace the file by all findings so far."""
         self.found["seconds"] = round(time.monotonic() - self._started, 1)
         unfinished = self._path.with_name(self._path.name + ".partial")
-        unfinished.write_text(json.dumps(self.found, indent=2) + "\n")
+        write_output(unfinished, json.dumps(self.found, indent=2) + "\n")
         unfinished.replace(self._path)
 
     def attempt(self, what: str, run: Callable[[], T]) -> T | None:

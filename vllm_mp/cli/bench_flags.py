@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_mp.file_owner import write_output
+
 
 def positive_integer(text: str) -> int:
     """Return a flag's value as an integer of at least 1.
@@ -29,4 +31,4 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 def write_json(file: Path | None, report: dict[str, Any]) -> None:
     """Write `report` to `file`, unless the flag was not given."""
     if file is not None:
-        file.write_text(json.dumps(report, indent=2) + "\n")
+        write_output(file, json.dumps(report, indent=2) + "\n")

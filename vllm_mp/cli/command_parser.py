@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from vllm_mp.argument_parser import FlexibleArgumentParser
-from vllm_mp.options import FURTHER, UNSERVED
+from vllm_mp.options import FURTHER, WITHOUT_EFFECT
 from vllm_mp.suggestions import did_you_mean
+from vllm_mp.unserved_table import ENGINE_ARGUMENTS
 
 _NOUNS: dict[Any, str] = {int: "an integer", float: "a number", json.loads: "a JSON object"}
 """What the value of a flag must be, by the function that converts it."""
@@ -21,7 +22,8 @@ _ONE_REQUIRED = re.compile("one of the arguments (.+) is required")
 class CommandParser(FlexibleArgumentParser):
     """A parser that refuses an argument with one line on stderr and exit code 2.
 
-    Its help leaves out flags whose heading begins with `FURTHER`, which `--help-all` shows, and those under `UNSERVED`.
+    Its help leaves out flags whose heading begins with `FURTHER`, which `--help-all` shows, and those under
+    `WITHOUT_EFFECT`.
     """
 
     def __init__(self, load: "Callable[[CommandParser], None] | None" = None, **options: Any) -> None:
@@ -82,7 +84,7 @@ class CommandParser(FlexibleArgumentParser):
         formatter.add_text(self.description)
         for group in self._action_groups:
             title = group.title or ""
-            if title == UNSERVED or (title.startswith(FURTHER) and not all_options):
+            if title == WITHOUT_EFFECT or (title.startswith(FURTHER) and not all_options):
                 continue
             formatter.start_section(title)
             formatter.add_text(group.description)
@@ -97,8 +99,11 @@ class CommandParser(FlexibleArgumentParser):
             return f"unexpected argument {first!r}; quote a text of several words, or see {self.prog} --help"
         flag = first.partition("=")[0]
         help_flag = "--help-all" if "--help-all" in self._option_string_actions else "--help"
-        served = [group for group in self._action_groups if group.title != UNSERVED]
+        served = [group for group in self._action_groups if group.title != WITHOUT_EFFECT]
         known = [name for group in served for action in group._group_actions for name in action.option_strings]
+        entry = ENGINE_ARGUMENTS.get(flag.removeprefix("--").removeprefix("no-").replace("-", "_"))
+        if entry is not None and "--max-model-len" in known:
+            return f"{flag} is not served: {entry.reason}; leave it out"
         hint = did_you_mean(flag, known)
         return f"unknown option {flag}" + (hint or f"; see {self.prog} {help_flag}")
 

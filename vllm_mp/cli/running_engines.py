@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_mp.core_description import CoreDescription
-from vllm_mp.status_page import VERSION, CoreState, CoreStatus, StatusPage
+from vllm_mp.core_status import CoreState, CoreStatus
+from vllm_mp.page_file import page_path
+from vllm_mp.status_page import VERSION, StatusPage
 
 _SILENT_S = 5.0
 """Age of a heartbeat that is worth telling."""
@@ -121,7 +123,7 @@ def _dead_cores(alive: Collection[int | None]) -> Iterator[RunningEngine]:
         with contextlib.suppress(*_NOT_READABLE):
             for descriptor in list((process / "fd").iterdir()):
                 with contextlib.suppress(*_NOT_READABLE):
-                    path = os.readlink(descriptor).removesuffix(" (deleted)")
+                    path = page_path(os.readlink(descriptor))
                     page = StatusPage.open(descriptor) if path.endswith(".status") else None
                     about = page.description if page is not None else None
                     if page is None or about is None or about.parent_pid != int(process.name):
@@ -190,8 +192,8 @@ def _page_path(process: Path) -> Path | None:
     """Return the path of the status page that a core has mapped; None if it has not made one yet."""
     for line in (process / "maps").read_text(errors="surrogateescape").splitlines():
         fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5].removesuffix(" (deleted)").endswith(".status"):
-            return Path(fields[5].removesuffix(" (deleted)"))
+        if len(fields) == 6 and (path := page_path(fields[5])).endswith(".status"):
+            return Path(path)
     return None
 
 

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 LOAD, STEP, PUBLISH = "load", "step", "publish"
-_ALL_PLACES = (LOAD, STEP, PUBLISH)
+COMPILE, ADAPTER, CALL, MESSAGE = "compile", "adapter", "call", "message"
+_OUTSIDE = (COMPILE, ADAPTER, CALL, MESSAGE)
+"""Outside of steps: a constraint is compiled, an adapter is read, a call is carried out, a request is admitted."""
+_ALL_PLACES = (LOAD, STEP, PUBLISH, *_OUTSIDE)
 
 ACTIONS: dict[str, tuple[str, ...]] = {
     "exit": _ALL_PLACES,
@@ -58,6 +61,9 @@ class Fault:
     """Probability with which the fault strikes when all other conditions hold."""
     seed: int = 0
     """Seed of the draws for `probability`."""
+    about: str | None = None
+    """Part of the constraint in its library's form, of the adapter's name, of the call's name or of the request's id,
+    at the places outside of steps."""
     share: float = 0.0
     """Share of the weights that must be loaded, from 0 to 1."""
     messages: int = 1
@@ -128,6 +134,7 @@ _CONDITIONS: dict[str, _Condition] = {
     "computed": _Condition(_number(0), "a number from 0", _SERVING),
     "probability": _Condition(_fraction, "a number from 0 to 1"),
     "seed": _Condition(int, "a number"),
+    "about": _Condition(_text, "a part of a constraint, of a name or of a request's id", _OUTSIDE),
     "share": _Condition(_fraction, "a number from 0 to 1", (LOAD,)),
     "messages": _Condition(_number(0), "a number from 0", (PUBLISH,)),
     "seconds": _Condition(_seconds, "a number", actions=("slow", "clock")),

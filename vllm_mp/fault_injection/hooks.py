@@ -19,16 +19,31 @@ import numpy.typing as npt
 
 from vllm_mp.core_launch import CoreLaunch
 from vllm_mp.fault_injection import device_faults
-from vllm_mp.fault_injection.faults import LOAD, PUBLISH, STEP, Fault, parse_faults
+from vllm_mp.fault_injection.faults import (
+    ADAPTER,
+    CALL,
+    COMPILE,
+    LOAD,
+    MESSAGE,
+    PUBLISH,
+    STEP,
+    Fault,
+    parse_faults,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm_mp.core.ipc.request_handler import RequestHandler
+    from vllm_mp.core.lora.adapter_cache import AdapterCache
+    from vllm_mp.core.lora.cached_adapter import CachedAdapter
     from vllm_mp.core.scheduler.batch import Batch, Rows
     from vllm_mp.core.scheduler.step import ModelOutput, OutputHandle, ScheduledStep, StepUpdate
+    from vllm_mp.core.structured_output.backends import TrialCompilation
+    from vllm_mp.core.structured_output.grammar import Grammar, PreparedConstraint
     from vllm_mp.core.worker.model_runner import ModelRunner
     from vllm_mp.core.worker.sampler import Sampler
+    from vllm_mp.wire import Call
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +115,44 @@ class FaultHooks:
             runner.launch = faulty_launch  # type: ignore[method-assign]
         if in_messages:
             server.publish = faulty_publish  # type: ignore[method-assign]
+
+    def install_outside(
+        self, server: "RequestHandler", compilation: "type[TrialCompilation]", adapters: "type[AdapterCache]"
+    ) -> None:
+        """Wrap `server` and methods of the classes, so that faults strike in what the core does outside of steps."""
+        make, read = compilation.compile, adapters._read_folder
+        run_call, admit = server._run_call, server._admit
+
+        def faulty_compile(owner: "TrialCompilation", prepared: "PreparedConstraint") -> "Grammar":
+            self._strike_about(COMPILE, prepared.text)
+            return make(owner, prepared)
+
+        def faulty_read(cache: "AdapterCache", adapter: "CachedAdapter") -> Any:
+            self._strike_about(ADAPTER, adapter.name)
+            return read(cache, adapter)
+
+        def faulty_call(message: "Call", *others: Any) -> Any:
+            self._strike_about(CALL, message.name)
+            return run_call(message, *others)
+
+        def faulty_admit(client: int, message: Any, *others: Any) -> None:
+            self._strike_about(MESSAGE, message.request_id)
+            admit(client, message, *others)
+
+        if self._at(COMPILE):
+            compilation.compile = faulty_compile  # type: ignore[method-assign, assignment]
+        if self._at(ADAPTER):
+            adapters._read_folder = faulty_read  # type: ignore[method-assign, assignment]
+        if self._at(CALL):
+            server._run_call = faulty_call  # type: ignore[method-assign, assignment]
+        if self._at(MESSAGE):
+            server._admit = faulty_admit  # type: ignore[method-assign, assignment]
+
+    def _strike_about(self, place: str, text: str) -> None:
+        """Let faults strike at a place outside of steps that is about `text`."""
+        for fault in self._at(place):
+            if (fault.about is None or fault.about in text) and self._is_due(fault):
+                _strike(fault)
 
     def _at(self, place: str) -> list[Fault]:
         """Return the faults that strike at `place` in this incarnation."""

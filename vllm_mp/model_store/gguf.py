@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -21,6 +22,7 @@ from typing import Final
 
 import msgspec
 
+from vllm_mp.file_owner import open_own_file
 from vllm_mp.model_store.cache import build_once, run_child
 from vllm_mp.model_store.gguf_config import GgufFamily, family_of, read_gguf_config
 from vllm_mp.model_store.gguf_file import FileIdentity, GgufFile, read_gguf
@@ -272,7 +274,8 @@ def _content_sha256(source: Path, identity: str, root: Path, progress: Progress)
         digest = file_sha256(source)
     try:
         known_digest.parent.mkdir(parents=True, exist_ok=True)
-        known_digest.write_text(digest)
-    except OSError:
+        with os.fdopen(open_own_file(known_digest), "w") as file:
+            file.write(digest)
+    except (OSError, ValueError):  # ValueError: the cache is shared, and the file is another user's or a link
         pass  # a read-only cache can still hold the model; the digest is computed again next time
     return digest

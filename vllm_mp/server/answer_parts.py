@@ -48,6 +48,8 @@ class Delta(msgspec.Struct, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same as `reasoning_content`, under its newer name."""
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[DeltaToolCall] | UnsetType = UNSET
 
@@ -59,8 +61,10 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
     content: str | None
     """The text; null if the answer consists of calls."""
     refusal: str | None = None
-    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     """The thought of a model that thinks."""
+    reasoning_content: str | UnsetType = UNSET
+    """The same as `reasoning`, under its older name."""
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
 
 
@@ -141,7 +145,7 @@ class AnswerParts:
         """Return the message of the answer."""
         message = AnswerMessage(content="".join(self._content) or (None if self._calls else ""))
         if self._reasoning:
-            message.reasoning_content = "".join(self._reasoning)
+            message.reasoning = message.reasoning_content = "".join(self._reasoning)
         if self._calls:
             message.tool_calls = [
                 MessageToolCall(id=call_id, function=CalledFunction(name=name, arguments="".join(parts)))
@@ -182,7 +186,7 @@ class AnswerParts:
             delta.content = "".join(content)
         if reasoning and self._format.shows_reasoning:
             self._reasoning += reasoning
-            delta.reasoning_content = "".join(reasoning)
+            delta.reasoning = delta.reasoning_content = "".join(reasoning)
         if calls:
             delta.tool_calls = list(calls.values())
         return delta

@@ -30,6 +30,7 @@ from vllm_mp.server.parsers import load_parsers
 from vllm_mp.server.security import guards
 from vllm_mp.server.shared_state import SharedState
 from vllm_mp.server.state import ServerState
+from vllm_mp.server.tenants import num_tenants
 
 _ENDPOINTS = (
     completions,
@@ -58,7 +59,8 @@ def build_app(
     """
     load_parsers(options)
     if admission is None:
-        admission = Admission(options.max_live_requests(engine.vllm_config.scheduler_config.max_num_seqs))
+        limit = options.max_live_requests(engine.vllm_config.scheduler_config.max_num_seqs)
+        admission = Admission(limit, num_tenants=num_tenants(options))
     routes: list[BaseRoute] = [route for module in _ENDPOINTS for route in module.ROUTES]
     handled = (ApiError, EngineError, HTTPException, Exception)
     http_stats = HttpStats(engine.stats.cells, routes)

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
+from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.prompt import TextPrompt
 from vllm_mp.outputs import CompletionOutput, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
@@ -121,7 +122,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 async def create_chat_completion(call: Call, body: ChatBody) -> Response | EventStream:
     """Answer a conversation."""
-    model = check_model(call.server, body.model)
+    model = check_model(call.server, body.model, generates=True)
     params = _params(body, call.server.engine.model_config.default_sampling_params)
     template = body.chat_template or call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
     tools = _tools(body, call.server, params, template)
@@ -135,7 +136,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         tools=None if tools is None else tools.definitions,
     )
     answer_format = read_answer_format(call.server, params, template, text, tools, body.include_reasoning is not False)
-    prompt = TextPrompt(prompt=text, cache_salt=body.cache_salt or "")
+    prompt = TextPrompt(prompt=text, cache_salt=call.tenant.cache_salt(body.cache_salt))
     # The template has written the special tokens.
     generation = await start_generation(
         call,
@@ -151,7 +152,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
     created = int(time.time())
     if body.stream:
         chunk = ChatChunk(id=generation.request_id, created=created, model=model.name, choices=[])
-        return EventStream(_events(generation, chunk, body, answer_format, call.write_now))
+        return EventStream(_events(generation, chunk, body, answer_format, call.write_now, call.server.engine))
     [result] = await generation.results()
     parts = [answer_format.whole(output.text) for output in result.outputs]
     response = ChatResponse(
@@ -162,7 +163,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
             ChatChoice(
                 index=output.index,
                 message=part.message(),
-                logprobs=await _logprobs(output, body),
+                logprobs=await _logprobs(output, body, call.server.engine),
                 finish_reason=part.finish_reason(output.finish_reason),
                 stop_reason=output.stop_reason,
                 token_ids=output.token_ids if body.return_token_ids else UNSET,
@@ -199,11 +200,12 @@ def _tools(body: ChatBody, server: ServerState, params: SamplingParams, template
     return tools
 
 
-async def _logprobs(output: CompletionOutput, body: ChatBody) -> ChatLogprobs | None:
+async def _logprobs(output: CompletionOutput, body: ChatBody, engine: AsyncLLM) -> ChatLogprobs | None:
     positions = output.logprobs
     if positions is None:
         return None
-    return await convert(functools.partial(chat_logprobs, positions, body.top_logprobs or 0), positions)
+    make = functools.partial(chat_logprobs, positions, body.top_logprobs or 0, engine.token_bytes)
+    return await convert(make, positions)
 
 
 async def _prompt_logprobs(output: RequestOutput) -> PromptLogprobs | UnsetType:
@@ -214,7 +216,12 @@ async def _prompt_logprobs(output: RequestOutput) -> PromptLogprobs | UnsetType:
 
 
 async def _events(
-    generation: Generation, chunk: ChatChunk, body: ChatBody, answer_format: AnswerFormat, write_now: WriteNow
+    generation: Generation,
+    chunk: ChatChunk,
+    body: ChatBody,
+    answer_format: AnswerFormat,
+    write_now: WriteNow,
+    engine: AsyncLLM,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream that `write_now` does not write.
 
@@ -259,7 +266,7 @@ async def _events(
                 choice = ChunkChoice(
                     index=index,
                     delta=delta,
-                    logprobs=await _logprobs(completion, body),
+                    logprobs=await _logprobs(completion, body, engine),
                     token_ids=completion.token_ids if body.return_token_ids else UNSET,
                 )
                 chunk.choices = [choice]

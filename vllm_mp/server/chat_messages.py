@@ -44,7 +44,10 @@ class ChatMessage(RequestBody):
     """The calls of an answer of the assistant."""
     tool_call_id: str | None = None
     """The call that a message of the role "tool" answers."""
+    reasoning: str | None = None
+    """The thought of an answer of the assistant."""
     reasoning_content: str | None = None
+    """The same as `reasoning`, under its older name."""
     refusal: str | None = None
     """What the assistant said when it refused; it stands for the content."""
     type: Literal["text", "message"] | None = None

@@ -2,8 +2,7 @@
 
 import functools
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -11,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from vllm_mp.client.async_llm import AsyncLLM
+from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
 from vllm_mp.client.prompt import PromptType, TextPrompt, TokensPrompt
 from vllm_mp.outputs import CompletionOutput, RequestOutput
 from vllm_mp.sampling_params import SamplingParams
@@ -21,7 +21,15 @@ from vllm_mp.server.errors import ApiError
 from vllm_mp.server.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
 from vllm_mp.server.generation import Generation, GenerationBody, StreamOptions, Usage, start_generation
 from vllm_mp.server.http_protocol import WriteNow
-from vllm_mp.server.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, convert, prompt_logprobs
+from vllm_mp.server.logprobs import (
+    CompletionLogprobs,
+    PromptLogprobs,
+    TextOffsets,
+    completion_logprobs,
+    convert,
+    joined,
+    prompt_logprobs,
+)
 from vllm_mp.server.models import check_model
 from vllm_mp.server.output_form import ResponseFormat
 from vllm_mp.server.sampling_fields import sampling_params
@@ -75,8 +83,8 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 async def create_completion(call: Call, body: CompletionBody) -> Response | EventStream:
     """Complete each prompt."""
     engine = call.server.engine
-    model = check_model(call.server, body.model)
-    prompts = _prompts(body, call.server.admission.max_live)
+    model = check_model(call.server, body.model, generates=True)
+    prompts = _prompts(body, call.server.admission.max_live, call.tenant.cache_salt(body.cache_salt))
     params = _params(body, engine.model_config.default_sampling_params)
     generation = await start_generation(
         call, "cmpl", prompts, params, body, field="prompt", add_special_tokens=True, lora=model.lora
@@ -92,8 +100,11 @@ async def create_completion(call: Call, body: CompletionBody) -> Response | Even
     return Response(msgspec.json.encode(head), media_type="application/json")
 
 
-def _prompts(body: CompletionBody, limit: int) -> list[PromptType]:
-    """Return the prompts. Raises ApiError if there is none or more than `limit`, or if the list mixes kinds."""
+def _prompts(body: CompletionBody, limit: int, salt: str) -> list[PromptType]:
+    """Return the prompts, cached with `salt`.
+
+    Raises ApiError if there is none or more than `limit`, or if the list mixes kinds.
+    """
     given = body.prompt
     kinds = set() if isinstance(given, str) else set(map(type, given))
     prompts: list[Any]
@@ -110,7 +121,6 @@ def _prompts(body: CompletionBody, limit: int) -> list[PromptType]:
         prompts = list(given)
     else:
         raise ApiError(400, "prompt mixes token ids with other prompts; put the ids into a list", param="prompt")
-    salt = body.cache_salt or ""
     return [
         TextPrompt(prompt=prompt, cache_salt=salt)
         if isinstance(prompt, str)
@@ -189,8 +199,8 @@ class _Choices:
         self._is_echo_alone = _is_echo_alone(body)
         self._begun: set[int] = set()
         """Indices of the choices of which a part was made."""
-        self._lengths: defaultdict[int, int] = defaultdict(int)
-        """Characters of each choice so far."""
+        self._offsets: dict[int, TextOffsets] = {}
+        """By index of the choice: where its next token begins."""
         self._prompt_logprobs: dict[int, Any] = {}
         """By index of the prompt; a stream brings them with its first output."""
 
@@ -215,8 +225,7 @@ class _Choices:
         )
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = output.prompt_logprobs
-        positions: list[Any] = []
-        first_text = ""
+        of_prompt: CompletionLogprobs | None = None
         if index not in self._begun:
             self._begun.add(index)
             known = self._prompt_logprobs.get(prompt_index)
@@ -226,9 +235,9 @@ class _Choices:
                 choice.prompt_logprobs = await convert(functools.partial(prompt_logprobs, known), known)
             if self._body.echo:
                 choice.text = await self._prompt_text(output)
-                if self._params.logprobs is not None:
-                    positions += known or []
-                    first_text = await self._text(output.prompt_token_ids[:1])
+                if self._params.logprobs is not None and known is not None:
+                    of_prompt = await self._prompt_logprobs_of(output, known)
+            self._offsets[index] = TextOffsets(self._detokenizer(output.prompt_token_ids), len(choice.text))
         if self._body.return_token_ids:
             choice.token_ids = completion.token_ids
         if self._is_echo_alone:
@@ -236,17 +245,44 @@ class _Choices:
             choice.token_ids = [] if self._body.return_token_ids else UNSET
         else:
             choice.text += completion.text
-            positions += completion.logprobs or []
         if self._params.logprobs is not None:
-            make = functools.partial(completion_logprobs, positions, self._lengths[index], first_text)
+            positions = [] if self._is_echo_alone else completion.logprobs or []
+            make = functools.partial(completion_logprobs, positions, self._offsets[index])
             choice.logprobs = await convert(make, positions)
-            self._lengths[index] += sum(map(len, choice.logprobs.tokens))
+            if of_prompt is not None:
+                choice.logprobs = joined(of_prompt, choice.logprobs)
         return choice
+
+    async def _prompt_logprobs_of(self, output: RequestOutput, positions: list[Any]) -> CompletionLogprobs:
+        """Return the log-probabilities of the tokens of a prompt that is repeated."""
+        [first_id] = output.prompt_token_ids[:1]
+        # The prompt's own text has no special tokens.
+        offsets = TextOffsets(self._detokenizer((), skips_special=self._repeats_text(output)))
+        first_text = await self._text([first_id])
+        return await convert(
+            functools.partial(completion_logprobs, positions, offsets, first_id, first_text), positions
+        )
+
+    def _detokenizer(self, context: Sequence[int], skips_special: bool = False) -> IncrementalDetokenizer | None:
+        """Return what finds the texts of tokens that follow `context`; None unless log-probabilities are wanted."""
+        params, tokenizer = self._params, self._engine.tokenizer
+        if params.logprobs is None or not params.detokenize or tokenizer is None:
+            return None
+        return IncrementalDetokenizer(
+            tokenizer,
+            context,
+            skip_special_tokens=params.skip_special_tokens or skips_special,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+
+    def _repeats_text(self, output: RequestOutput) -> bool:
+        """Return whether the text of the prompt is repeated as it was given."""
+        return output.prompt is not None and self._params.truncate_prompt_tokens is None
 
     async def _prompt_text(self, output: RequestOutput) -> str:
         """Return the text of the prompt as the model saw it. Raises ApiError if there is none."""
-        if output.prompt is not None and self._params.truncate_prompt_tokens is None:
-            return output.prompt
+        if self._repeats_text(output):
+            return output.prompt or ""
         return await self._text(output.prompt_token_ids, skip_special_tokens=self._params.skip_special_tokens)
 
     async def _text(self, token_ids: list[int], **options: bool) -> str:

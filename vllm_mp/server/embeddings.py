@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from starlette.responses import Response
 
+from vllm_mp.client.output_iterator import OutputIterator
 from vllm_mp.client.prompt import PromptType, TextPrompt, TokensPrompt
 from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import PoolingRequestOutput
@@ -17,6 +18,7 @@ from vllm_mp.server.errors import ApiError, as_refusal
 from vllm_mp.server.generation import PROMPTS_PER_TURN
 from vllm_mp.server.models import check_model
 from vllm_mp.server.tracing import trace_headers
+from vllm_mp.wire import MAX_TENANTS
 
 _MAX_INPUTS = 2048
 """Maximum number of inputs of a request, as OpenAI has it."""
@@ -86,9 +88,9 @@ async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
         params = PoolingParams(**given, task="embed")
     except (ValueError, TypeError) as error:
         raise as_refusal(error, _POOLING_FIELDS) from None
-    prompts = _prompts(body.input, body.cache_salt or "")
+    prompts = _prompts(body.input, call.tenant.cache_salt(body.cache_salt))
     request_id = f"embd-{call.request_id}"
-    await call.resources.enter_async_context(call.server.admission.admit(len(prompts)))
+    await call.resources.enter_async_context(call.server.admission.admit(len(prompts), call.tenant.number))
     try:
         tasks: list[asyncio.Task[PoolingRequestOutput]] = []
         async with asyncio.TaskGroup() as group:
@@ -151,23 +153,26 @@ async def _embed(
 ) -> PoolingRequestOutput:
     """Return the vector of an input. Raises ApiError, naming the input or the field at fault, if it cannot have any."""
     options = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
-    encoding = call.server.engine.encode(
-        prompt,
-        params,
-        request_id,
-        lora_request=lora,
-        priority=body.priority or 0,
-        trace_headers=trace_headers(call),
-        tokenization_kwargs=options,
-    )
+    encoding: OutputIterator | None = None
     try:
-        return await anext(encoding)
+        encoding = await call.server.engine.add_request(
+            request_id,
+            prompt,
+            params,
+            lora_request=lora,
+            priority=body.priority or 0,
+            trace_headers=trace_headers(call),
+            tokenization_kwargs=options,
+            tenant=call.tenant.number % MAX_TENANTS,
+        )
+        return cast("PoolingRequestOutput", await anext(encoding))
     except (ValueError, TypeError, NotImplementedError) as error:
         refusal = as_refusal(error, (*_POOLING_FIELDS, "priority", "cache_salt", "request_id"))
         refusal.param = refusal.param or (f"input[{index}]" if isinstance(body.input, list) else "input")
         raise refusal from None
     finally:
-        await encoding.aclose()
+        if encoding is not None:
+            await encoding.aclose()
 
 
 async def _encoded(outputs: list[PoolingRequestOutput], as_base64: bool) -> list[Embedding]:

@@ -20,6 +20,7 @@ from vllm_mp.server.errors import ApiError, as_api_error
 from vllm_mp.server.event_stream import EventStream
 from vllm_mp.server.http_protocol import WRITE_NOW, WriteNow
 from vllm_mp.server.state import ServerState
+from vllm_mp.server.tenants import Tenant
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """Ids of requests: characters that are harmless in headers, logs and JSON."""
@@ -32,6 +33,8 @@ class Call:
 
     server: ServerState
     http: Request
+    tenant: Tenant
+    """The holder of the request's API key."""
     request_id: str
     """From the field `request_id` or the header X-Request-Id, or drawn; the response repeats it in this header."""
     resources: contextlib.AsyncExitStack
@@ -72,7 +75,7 @@ class Endpoint(Generic[Body]):
                 request_id = _check_request_id(own_id, "request_id")
             limit = server.options.request_timeout
             async with _HangUp(receive), _time_limit(limit), contextlib.AsyncExitStack() as resources:
-                call = Call(server, request, request_id, resources)
+                call = Call(server, request, server.tenants.of(scope), request_id, resources)
                 response = await self.handler(call, body)
                 response.headers["X-Request-Id"] = request_id
                 await response(scope, receive, send)

@@ -9,7 +9,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vllm_mp.errors import ConstraintError, EngineDeadError, EngineError, EngineGenerateError
+from vllm_mp.errors import (
+    ConstraintError,
+    EngineDeadError,
+    EngineError,
+    EngineGenerateError,
+    NoRoomError,
+    TooManyConstraintsError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +91,12 @@ def as_api_error(error: Exception) -> ApiError:
             return _framework_error(error)
         case ConstraintError():
             return ApiError(400, str(error), code="invalid_constraint")
+        case NoRoomError():
+            headers = {"Retry-After": "1"}
+            return ApiError(429, str(error), type="rate_limit_error", code="too_many_requests", headers=headers)
+        case TooManyConstraintsError():
+            headers = {"Retry-After": "1"}
+            return ApiError(429, str(error), type="rate_limit_error", code="too_many_constraints", headers=headers)
         case EngineGenerateError():
             return ApiError(500, public_text(error), type="server_error", code="generation_failed")
         case EngineDeadError():

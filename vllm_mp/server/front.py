@@ -17,13 +17,14 @@ from vllm_mp.server.front_launch import READY_LINE, AllGone, CoreGone, FrontLaun
 from vllm_mp.server.run import ServerProcess
 from vllm_mp.server.security import tls_context
 from vllm_mp.server.shared_state import SharedState
+from vllm_mp.server.tenants import num_tenants
 
 _ORPHANED = 1
 
 
 async def serve(launch: FrontLaunch, parent: asyncio.StreamReader) -> int:
     """Serve until a signal, the end of the core or the end of the parent; return the exit code."""
-    shared = SharedState(launch.memory, launch.count, launch.index, launch.metrics_folder)
+    shared = SharedState(launch.memory, launch.count, launch.index, launch.metrics_folder, num_tenants(launch.options))
     options = launch.options
 
     async def load() -> AsyncLLM:

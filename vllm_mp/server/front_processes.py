@@ -33,6 +33,7 @@ from vllm_mp.server.console import drain_line, say
 from vllm_mp.server.front_launch import READY_LINE, AllGone, CoreGone, FrontLaunch
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.shared_state import SharedState, make_shared_memory
+from vllm_mp.server.tenants import new_secret, num_tenants
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +97,9 @@ class FrontProcesses:
             folder.mkdir(mode=0o700)
             num_restarts.share_as_parent(folder)
             self._metrics_folder = str(folder)
-        self._memory = make_shared_memory(count)
-        self._shared = SharedState(self._memory, count, 0, self._metrics_folder)
+        tenants = num_tenants(options)
+        self._memory = make_shared_memory(count, tenants, new_secret(options))
+        self._shared = SharedState(self._memory, count, 0, self._metrics_folder, tenants)
 
     async def run(self, on_ready: Callable[[], None]) -> int:
         """Serve until a signal, and return the exit code as `ServerProcess.run` does.
@@ -186,7 +188,7 @@ class FrontProcesses:
                         self._all_ready.set()
             code = await process.wait()
             del self._processes[index]
-            self._shared.live_counts[index] = 0
+            self._shared.forget_live(index)
             if self._stopping.is_set():
                 return
             end = f"front process {process.pid} ended with {describe_exit(code)}"

@@ -17,6 +17,7 @@ from vllm_mp.server.errors import ApiError, as_api_error
 from vllm_mp.server.output_form import output_form
 from vllm_mp.server.sampling_fields import SamplingFields, refused_parameters
 from vllm_mp.server.tracing import trace_headers
+from vllm_mp.wire import MAX_TENANTS
 
 PROMPTS_PER_TURN = 32
 """Prompts of a request that are sent to the engine before other tasks get a turn on the event loop."""
@@ -179,7 +180,7 @@ async def start_generation(
     if body.add_special_tokens is not None:
         add_special_tokens = body.add_special_tokens
     rank = read_rank(call.http)
-    await call.resources.enter_async_context(call.server.admission.admit(len(prompts) * params.n))
+    await call.resources.enter_async_context(call.server.admission.admit(len(prompts) * params.n, call.tenant.number))
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
 
     group = call.server.engine.stream_group()
@@ -196,6 +197,7 @@ async def start_generation(
                 trace_headers=trace_headers(call),
                 data_parallel_rank=rank,
                 tokenization_kwargs={"add_special_tokens": add_special_tokens},
+                tenant=call.tenant.number % MAX_TENANTS,
             )
         except (ValueError, TypeError, NotImplementedError) as error:
             raise refused_parameters(error, field if len(prompts) == 1 else f"{field}[{index}]") from None

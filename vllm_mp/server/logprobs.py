@@ -6,6 +6,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from vllm_mp.client.background_call import call_in_thread
+from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
 from vllm_mp.outputs import Logprob, LogprobsOnePosition
 
 _MAX_INLINE: Final = 256
@@ -13,6 +14,10 @@ _MAX_INLINE: Final = 256
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
 
+_REPLACEMENT = "\ufffd"
+"""Stands in a text for a part of a character."""
+TokenBytes = Callable[[int], bytes]
+"""Returns the bytes of a token."""
 Converted = TypeVar("Converted")
 
 
@@ -33,7 +38,7 @@ class TopLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int]
-    """`token` in UTF-8."""
+    """The token's own bytes. A token may be a part of a character, which `token` cannot show."""
 
 
 class TokenLogprob(TopLogprob):
@@ -65,28 +70,57 @@ async def convert(call: Callable[[], Converted], positions: Sequence[Any] | None
     return await call_in_thread(call) if positions is not None and len(positions) > _MAX_INLINE else call()
 
 
-def completion_logprobs(
-    positions: Sequence[LogprobsOnePosition | None], offset: int, first_text: str = ""
-) -> CompletionLogprobs:
-    """Return the log-probabilities of tokens whose text begins at `offset`.
+class TextOffsets:
+    """Where the tokens of a text begin in it; a token that is a part of a character begins where the character does."""
 
-    None stands for the first token of a prompt, whose text is `first_text`.
+    def __init__(self, detokenizer: IncrementalDetokenizer | None, start: int = 0) -> None:
+        """`start` is where the first token begins. Without a `detokenizer` all tokens begin there."""
+        self._detokenizer = detokenizer
+        self._end = start
+
+    def next(self, token_id: int) -> int:
+        """Return where the next token begins, in characters."""
+        begin = self._end
+        if self._detokenizer is not None:
+            self._end += len(self._detokenizer.append((token_id,)))
+        return begin
+
+
+def completion_logprobs(
+    positions: Sequence[LogprobsOnePosition | None], offsets: TextOffsets, first_id: int = -1, first_text: str = ""
+) -> CompletionLogprobs:
+    """Return the log-probabilities of tokens whose text begins at `offsets`.
+
+    None stands for the first token of a prompt, whose id is `first_id` and whose text is `first_text`.
     """
     result = CompletionLogprobs([], [], [], [])
     for position in positions:
-        chosen = next(iter(position.values())) if position else None
-        text = _text(chosen) if chosen else first_text
-        result.text_offset.append(offset)
-        result.tokens.append(text)
+        token_id, chosen = next(iter(position.items())) if position else (first_id, None)
+        result.text_offset.append(offsets.next(token_id))
+        result.tokens.append(_text(chosen) if chosen else first_text)
         result.token_logprobs.append(_finite(chosen) if chosen else None)
         result.top_logprobs.append(_by_text(position) if position else None)
-        offset += len(text)
     return result
 
 
-def chat_logprobs(positions: Sequence[LogprobsOnePosition], num_top: int) -> ChatLogprobs:
-    """Return the log-probabilities of tokens, with the `num_top` most likely ones in the place of each."""
-    return ChatLogprobs([_token_logprob(list(position.values()), num_top) for position in positions])
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """Return the log-probabilities of `first`, followed by those of `second`."""
+    return CompletionLogprobs(
+        first.text_offset + second.text_offset,
+        first.token_logprobs + second.token_logprobs,
+        first.tokens + second.tokens,
+        first.top_logprobs + second.top_logprobs,
+    )
+
+
+def chat_logprobs(
+    positions: Sequence[LogprobsOnePosition], num_top: int, bytes_of: TokenBytes | None = None
+) -> ChatLogprobs:
+    """Return the log-probabilities of tokens, with the `num_top` most likely ones in the place of each.
+
+    `bytes_of` returns the bytes of a token; None: tokens have no text.
+    """
+    return ChatLogprobs([_token_logprob(position, num_top, bytes_of) for position in positions])
 
 
 def prompt_logprobs(positions: Sequence[LogprobsOnePosition | None]) -> PromptLogprobs:
@@ -102,15 +136,19 @@ def prompt_logprobs(positions: Sequence[LogprobsOnePosition | None]) -> PromptLo
     ]
 
 
-def _token_logprob(entries: list[Logprob], num_top: int) -> TokenLogprob:
-    likely = sorted((entry for entry in entries if entry.rank and entry.rank <= num_top), key=_rank)
-    chosen, top = _top_logprob(entries[0]), [_top_logprob(entry) for entry in likely]
+def _token_logprob(position: LogprobsOnePosition, num_top: int, bytes_of: TokenBytes | None) -> TokenLogprob:
+    entries = list(position.items())
+    likely = sorted(
+        (entry for entry in entries if entry[1].rank and entry[1].rank <= num_top), key=lambda entry: _rank(entry[1])
+    )
+    chosen, top = _top_logprob(*entries[0], bytes_of), [_top_logprob(*entry, bytes_of) for entry in likely]
     return TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top)
 
 
-def _top_logprob(entry: Logprob) -> TopLogprob:
+def _top_logprob(token_id: int, entry: Logprob, bytes_of: TokenBytes | None) -> TopLogprob:
     text = _text(entry)
-    return TopLogprob(text, _finite(entry), list(text.encode()))
+    own = bytes_of(token_id) if bytes_of is not None and _REPLACEMENT in text else text.encode()
+    return TopLogprob(text, _finite(entry), list(own))
 
 
 def _by_text(position: LogprobsOnePosition) -> dict[str, float]:

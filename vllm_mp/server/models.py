@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_mp.lora_request import LoRARequest
+from vllm_mp.request_validation import check_generates
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.state import ServerState
 
@@ -44,11 +45,16 @@ class ChosenModel(NamedTuple):
     """The adapter with that name; None for the base model."""
 
 
-def check_model(server: ServerState, name: str | None) -> ChosenModel:
+def check_model(server: ServerState, name: str | None, *, generates: bool = False) -> ChosenModel:
     """Return the model that a request names: the base model, also if it names none, or an adapter.
 
-    Raises ApiError for any other name.
+    Raises ApiError for any other name, and with `generates` if the model generates no text.
     """
+    if generates:
+        try:
+            check_generates(server.engine.model_config)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="model") from None
     served = server.engine.model_config.served_model_name
     if name is None or name == served:
         return ChosenModel(served, None)

@@ -44,6 +44,12 @@ class ServerOptions(Options):
         subject="server",
     )
     api_key_file: str | None = option(None, "Read further keys from this file, one in each line. Default: none.")
+    shared_prefix_cache: bool = option(
+        False,
+        "Let requests with different API keys share cached prefixes, which is faster if their prompts begin alike. "
+        "Default: they share none, so that no holder of a key can find out what another one has asked.",
+        subject="server",
+    )
     ssl_certfile: str | None = option(
         None, "Speak HTTPS only, with this certificate chain in PEM format. Default: HTTP."
     )

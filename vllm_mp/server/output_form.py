@@ -6,7 +6,7 @@ import msgspec
 
 from vllm_mp.server.body import RequestBody, refused
 from vllm_mp.server.errors import ApiError
-from vllm_mp.structured_outputs import StructuredOutputsParams, checked_form
+from vllm_mp.structured_outputs import FORMS, StructuredOutputsParams, checked_form
 
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
@@ -84,6 +84,12 @@ def output_form(body: msgspec.Struct) -> tuple[StructuredOutputsParams | None, s
     forms = {field: form for field, form in found.items() if form is not None}
     if guided:
         forms[next(name for name in GUIDED_FIELDS if getattr(body, name, None) is not None)] = guided
+    # Options without a form, such as the pattern of whitespace, are those of the form that another field demands.
+    options = {field: form for field, form in forms.items() if not FORMS & form.keys()}
+    if options and len(forms) > len(options):
+        forms = {field: form for field, form in forms.items() if field not in options}
+        for given in options.values():
+            forms = {field: {**given, **form} for field, form in forms.items()}
     if len(forms) > 1:
         first, second = list(forms)[:2]
         raise ApiError(400, f"{first} and {second} both demand a form of the answer; leave out one", param=second)

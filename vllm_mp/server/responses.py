@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Send
 
+from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.prompt import TextPrompt
 from vllm_mp.outputs import CompletionOutput
 from vllm_mp.sampling_params import SamplingParams
@@ -36,7 +37,7 @@ from vllm_mp.server.tools import ToolUse, read_tools
 
 async def create_response(call: Call, body: ResponseBody) -> Response | EventStream:
     """Answer a conversation."""
-    model = check_model(call.server, body.model)
+    model = check_model(call.server, body.model, generates=True)
     if body.background:
         message = "background must be false: this server stores no responses; wait for the answer, or stream it"
         raise ApiError(400, message, param="background", code="unsupported_field")
@@ -56,7 +57,7 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
     generation = await start_generation(
         call,
         "resp",
-        [TextPrompt(prompt=text, cache_salt=body.cache_salt or "")],
+        [TextPrompt(prompt=text, cache_salt=call.tenant.cache_salt(body.cache_salt))],
         params,
         body,
         field="input",
@@ -87,11 +88,11 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
     output = ResponseOutput(response, call.request_id, answer_format)
     if body.stream:
         encoder = EventEncoder()
-        events = _events(generation, output, encoder, params, response.top_logprobs)
+        events = _events(generation, output, encoder, params, call.server.engine)
         return _ResponseStream(events, output, encoder)
     [result] = await generation.results()
     [completion] = result.outputs
-    output.add(completion.text, completion.token_ids, await _logprobs(completion, response.top_logprobs))
+    output.add(completion.text, completion.token_ids, await _logprobs(completion, params, call.server.engine))
     output.end(completion.finish_reason, _usage(generation))
     return Response(msgspec.json.encode(response), media_type="application/json")
 
@@ -188,7 +189,7 @@ async def _fits(call: Call, body: ResponseBody, text: str) -> bool:
 
 
 async def _events(
-    generation: Generation, output: ResponseOutput, encoder: EventEncoder, params: SamplingParams, num_top: int
+    generation: Generation, output: ResponseOutput, encoder: EventEncoder, params: SamplingParams, engine: AsyncLLM
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed response."""
     begin = encoder.encode(output.begin())
@@ -198,7 +199,8 @@ async def _events(
     # A constraint may turn out to be wrong, which the status of the response says if no event was sent before.
     async for _, result in generation.outputs():
         [completion] = result.outputs
-        events = output.add(completion.text, completion.token_ids, await _logprobs(completion, num_top))
+        logprobs = await _logprobs(completion, params, engine)
+        events = output.add(completion.text, completion.token_ids, logprobs)
         if result.finished:
             events += output.end(completion.finish_reason, _usage(generation))
         if begin or events:
@@ -206,11 +208,12 @@ async def _events(
             begin = b""
 
 
-async def _logprobs(output: CompletionOutput, num_top: int) -> list[TokenLogprob]:
+async def _logprobs(output: CompletionOutput, params: SamplingParams, engine: AsyncLLM) -> list[TokenLogprob]:
     positions = output.logprobs
     if positions is None:
         return []
-    return (await convert(functools.partial(chat_logprobs, positions, num_top), positions)).content
+    make = functools.partial(chat_logprobs, positions, params.logprobs or 0, engine.token_bytes)
+    return (await convert(make, positions)).content
 
 
 def _usage(generation: Generation) -> Usage:

@@ -25,6 +25,7 @@ from vllm_mp.server.health import loading_app
 from vllm_mp.server.http_protocol import ConnectionLimits, LimitedHttpProtocol
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.shared_state import SharedState
+from vllm_mp.server.tenants import num_tenants
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +92,21 @@ class ServerProcess:
                 return _INTERRUPTED if self._num_signals > 1 else 0
             limit = self._options.max_live_requests(engine.vllm_config.scheduler_config.max_num_seqs)
             shared = self._shared
-            admission = Admission(limit, *(() if shared is None else (shared.live_counts, shared.index)))
+            tenants = num_tenants(self._options)
+            admission = (
+                Admission(limit, num_tenants=tenants)
+                if shared is None
+                else Admission(limit, shared.live_counts, shared.index, tenants)
+            )
             self._app = build_app(engine, self._options, admission, self._shared)
             # The objects of the start live as long as the server. Collections that look through them delay streams.
             gc.collect()
             gc.freeze()
             if shared is not None:
-                engine.stats.share(Path(shared.metrics_folder), f"front-{shared.index}")
+                try:
+                    engine.stats.share(Path(shared.metrics_folder), f"front-{shared.index}")
+                except OSError as error:  # such as a full disk, which must not end the server
+                    logger.warning("cannot share the statistics of this server process: %s; free space there", error)
                 shared.has_loaded[shared.index] = 1
             if not self._listens_early:
                 await http.begin(self._listener)

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_mp.server.errors import ApiError
 from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.tenants import different_keys, note_tenant
 
 KEY_VARIABLES: Final = ("VLLM_API_KEY", "VLLM_MP_API_KEY")
 """Environment variables that hold a key each."""
@@ -54,7 +55,10 @@ class RequireApiKey:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._is_open(scope["path"]) and not self._has_key(scope):
+        tenant = self._tenant(scope) if scope["type"] == "http" else None
+        if tenant is not None:
+            note_tenant(scope, tenant)
+        if scope["type"] == "http" and tenant is None and not self._is_open(scope["path"]):
             error = ApiError(
                 401,
                 "the API key is missing or wrong; send the header `Authorization: Bearer KEY`",
@@ -69,7 +73,8 @@ class RequireApiKey:
     def _is_open(self, path: str) -> bool:
         return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _tenant(self, scope: Scope) -> int | None:
+        """Return the number of the key that a request has; None if it has none of them."""
         given = b""
         for name, value in scope["headers"]:
             if name == b"authorization":
@@ -78,7 +83,7 @@ class RequireApiKey:
         digest = hashlib.sha256(key.strip()).digest()
         # Every key is compared, so that the time does not tell which of them matches.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
 
 
 class HostGuard:
@@ -183,7 +188,7 @@ def guards(options: ServerOptions) -> list[Middleware]:
             )
         )
     if options.api_key:
-        layers.append(Middleware(RequireApiKey, keys=options.api_key))
+        layers.append(Middleware(RequireApiKey, keys=different_keys(options)))
     return layers
 
 

@@ -10,6 +10,7 @@ from vllm_mp.server.admission import Admission
 from vllm_mp.server.live_feed import LiveFeed
 from vllm_mp.server.options import ServerOptions
 from vllm_mp.server.shared_state import SharedState
+from vllm_mp.server.tenants import Tenants
 
 
 @dataclass
@@ -21,6 +22,7 @@ class ServerState:
     admission: Admission
     shared: SharedState | None = None
     """What this process shares with other front processes; None: it is the only one."""
+    tenants: Tenants = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     """When the server started, in seconds since 1970: the `created` of its models."""
     live_feed: LiveFeed = field(init=False)
@@ -34,6 +36,7 @@ class ServerState:
     """The latest ping of the core."""
 
     def __post_init__(self) -> None:
+        self.tenants = Tenants(self.options, None if self.shared is None else self.shared.secret)
         self.live_feed = LiveFeed(self.engine, self.admission)
         lora = self.engine.vllm_config.lora_config
         self.adapters = {} if lora is None else {module.lora_name: module for module in lora.lora_modules}

@@ -23,8 +23,6 @@ from vllm_mp.structured_outputs import StructuredOutputsParams
 
 _NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _MAX_TOOLS = 1024
-_WHITESPACE = r"[ \t\n]{0,8}"
-"""Whitespace between the parts of arguments. Without a bound, a model may write nothing but whitespace."""
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -233,7 +231,7 @@ def _answer_form(
 
 def _structural_tag(format: dict[str, Any]) -> StructuredOutputsParams:
     tag = {"type": "structural_tag", "format": format}
-    return StructuredOutputsParams(structural_tag=tag, whitespace_pattern=_WHITESPACE)
+    return StructuredOutputsParams(structural_tag=tag)
 
 
 def _calls(call_format: CallFormat, is_single: bool) -> dict[str, Any]:

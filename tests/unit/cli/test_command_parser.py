@@ -88,7 +88,7 @@ def test_help_shows_the_common_options_and_help_all_every_served_option(command,
     assert code == 0
     of_engine = {"--" + name.replace("_", "-"): field.metadata for name, field in FIELDS.items()}
     shown = {flag for flag, metadata in of_engine.items() if metadata["subject"]}
-    served = {flag for flag, metadata in of_engine.items() if not metadata["unserved"]}
+    served = {flag for flag, metadata in of_engine.items() if not metadata["without_effect"]}
     assert flags_in(common) & of_engine.keys() == shown
     assert flags_in(full) & of_engine.keys() == served
     assert flags_in(common) < flags_in(full)
@@ -112,9 +112,17 @@ def test_help_of_each_argument_is_a_sentence_that_ends_with_its_default():
     assert num_arguments > 400
 
 
-def test_an_option_that_is_not_served_is_refused_by_name(capsys):
-    assert cli.main(["chat", "--swap-space", "3"]) == 2
-    assert "swap_space=3.0 is not served" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--enable-sleep-mode", "sleep() needs no option"),
+        ("--cpu-offload-gb", "weights and KV cache stay on the device"),
+    ],
+)
+def test_option_of_vllm_that_is_not_served_is_refused_with_the_reason(flag, reason, capsys):
+    code, _, error = output_of(capsys, "serve", "m", f"{flag}=1")
+    assert code == 2
+    assert f"{flag} is not served: {reason}; leave it out" in error
 
 
 def test_the_parser_of_a_program_shows_every_engine_option():

@@ -38,6 +38,12 @@ def test_refusal_stands_for_the_content():
     ]
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_thought_is_given_to_templates_under_both_of_its_names(name):
+    (message,) = convert({"role": "assistant", "content": "Yes.", name: "I must agree."})
+    assert (message["reasoning"], message["reasoning_content"]) == ("I must agree.", "I must agree.")
+
+
 @pytest.mark.parametrize("arguments", ['{"city": "Oslo"}', {"city": "Oslo"}])
 def test_arguments_of_calls_are_objects(arguments):
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}

@@ -19,7 +19,8 @@ from vllm_mp.client.engine.news import Death
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.stats import EngineStats
 from vllm_mp.core.suspension_record import SuspensionRecord
-from vllm_mp.status_page import NOT_SUSPENDED, StatusPage
+from vllm_mp.core_status import NOT_SUSPENDED
+from vllm_mp.status_page import StatusPage
 
 
 @contextlib.contextmanager

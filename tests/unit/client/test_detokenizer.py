@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
+from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer, token_bytes, token_texts
+from vllm_mp.outputs import Logprob
+from vllm_mp.server.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and then some more words follow.",
@@ -276,3 +278,33 @@ def test_detokenizers_do_not_keep_a_dropped_tokenizer_alive() -> None:
     del tokenizer
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["𝕏", "ﷺ", "x𝕏ﷺ"])
+def test_bytes_of_tokens_that_are_parts_of_characters_make_the_text(kind, text):
+    tokenizer = tokenizer_of(kind)
+    bytes_of, text_of = token_bytes(tokenizer), token_texts(tokenizer)
+    ids = encode(tokenizer, text)
+    assert any("\ufffd" in text_of(token_id) for token_id in ids)
+    assert b"".join(map(bytes_of, ids)).decode().strip() == text
+    entries = chat_logprobs([{token_id: Logprob(-1.0, 1, text_of(token_id))} for token_id in ids], 1, bytes_of).content
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode().strip() == text
+    assert [entry.top_logprobs[0].bytes for entry in entries] == [entry.bytes for entry in entries]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_offsets_of_tokens_are_those_in_the_text_also_after_parts_of_characters(kind):
+    tokenizer = tokenizer_of(kind)
+    text_of = token_texts(tokenizer)
+    ids = encode(tokenizer, "The 𝕏 fox 😀 and the dog ﷺ jumps</s>")
+    text = decode(tokenizer, ids)
+    positions = [{token_id: Logprob(-1.0, 1, text_of(token_id))} for token_id in ids]
+    offsets = TextOffsets(IncrementalDetokenizer(tokenizer, ()), start=5)
+    halves = [completion_logprobs(part, offsets) for part in (positions[:9], positions[9:])]
+    found = [offset - 5 for half in halves for offset in half.text_offset]
+    begins = [*found, len(text)]
+    assert begins == sorted(begins)
+    for token_id, begin in zip(ids, found, strict=True):
+        if "\ufffd" not in (token := text_of(token_id)) and token not in SPECIAL:
+            assert text[begin:].lstrip().startswith(token.lstrip()), (token, begin)

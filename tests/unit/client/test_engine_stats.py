@@ -1,5 +1,6 @@
 """What a client counts of the messages of a core, without a core."""
 
+import errno
 import time
 from typing import Any
 
@@ -393,3 +394,16 @@ def test_live_requests_are_counted_by_their_adapter(client: Client) -> None:
     assert client.stats.live_adapters() == ({"first": 1}, {"first": 1, "second": 1})
     client.requests.abort("0")
     assert client.stats.live_adapters() == ({}, {"first": 1, "second": 1})
+
+
+def test_statistics_that_find_no_space_are_an_error_and_no_end_of_the_process(tmp_path, monkeypatch):
+    def allocate(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", allocate)
+    cells = Cells()
+    cells.reserve(4)
+    with pytest.raises(OSError, match="No space left"):
+        cells.share(tmp_path, "front-0")
+    cells.values[0] = 1  # the numbers of this process alone are still counted
+    assert cells.total().tolist() == [1, 0, 0, 0]

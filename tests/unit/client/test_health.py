@@ -10,7 +10,8 @@ import pytest
 
 from vllm_mp.client.engine import health
 from vllm_mp.client.engine.health import HangWatch
-from vllm_mp.status_page import CoreState, StatusPage, StepRequests
+from vllm_mp.core_status import CoreState, StepRequests
+from vllm_mp.status_page import StatusPage
 
 NO_REQUESTS = np.zeros(0, np.uint32)
 

@@ -1,5 +1,6 @@
 """The address that the parent of shared cores holds."""
 
+import errno
 import os
 import shutil
 import socket
@@ -8,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from vllm_mp import EngineArgs
+from vllm_mp.client.engine import held_address
 from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.client.engine.launcher import CoreLauncher
 
@@ -45,6 +47,20 @@ def test_lock_file_that_another_user_may_have_prepared_is_refused_and_changes_no
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_full_disk_costs_the_address_only_the_pid_in_its_lock_file(tmp_path, monkeypatch):
+    def write(descriptor, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(held_address.os, "write", write)
+    held = HeldAddress(f"ipc://{tmp_path}/core.sock")
+    try:
+        assert (tmp_path / "core.sock.lock").read_bytes() == b""
+        with pytest.raises(ValueError, match="is already served by process unknown"):
+            HeldAddress(f"ipc://{tmp_path}/core.sock")
+    finally:
+        held.close()
+
+
 def test_lock_file_of_another_user_is_refused(tmp_path):
     lock = tmp_path / "core.sock.lock"
     lock.touch()

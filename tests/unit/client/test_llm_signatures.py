@@ -35,7 +35,7 @@ wake_up(tags=None)
 """The methods of vLLM 0.32's `LLM` that are here too, without types."""
 REFUSED = """
 apply_model beam_search enqueue_chat finish_weight_update get_metrics get_weight_version init_weight_transfer_engine
-llm_engine release_kv_cache_memory shutdown_weight_transfer_engine start_draft_weight_update start_weight_update
+release_kv_cache_memory shutdown_weight_transfer_engine start_draft_weight_update start_weight_update
 update_weight_version update_weights
 """
 """Its other public names."""

@@ -1,7 +1,9 @@
 """A core process as its parent sees it: its start, and its end, which the system may not let come."""
 
+import errno
 import logging
 import subprocess
+import types
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,32 @@ def test_end_is_described_with_the_last_lines_of_the_log(core_process):
     description = core_process.describe_end()
     assert description.startswith("the core process 4711 ended with SIGKILL, but the system still holds it; ")
     assert description.endswith("illegal memory access was encountered")
+
+
+def test_end_is_described_with_a_log_in_memory_if_the_disk_is_full(monkeypatch, tmp_path):
+    def allocate(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(process.os, "posix_fallocate", allocate)
+    core = CoreProcess(tmp_path / "run", 1)
+    try:
+        core._popen.communicate(b"no launch line\n", timeout=60)
+        description = core.describe_end()
+        assert "its last log lines:\n" in description
+        assert description.splitlines()[-1].startswith("msgspec.DecodeError")
+        assert len(description) < 5000
+    finally:
+        core.kill()
+        core.stop()
+
+
+def test_end_without_a_log_on_a_full_disk_says_so(core_process, monkeypatch):
+    core_process.log_path.write_bytes(b"")
+    core_process.kill()
+    assert core_process.describe_end().endswith("; its log is empty")
+    full = types.SimpleNamespace(f_bavail=0)
+    monkeypatch.setattr(process.os, "statvfs", lambda folder: full)
+    assert "its log is empty, and no space is left in" in core_process.describe_end()
 
 
 def test_core_has_a_working_folder_also_if_that_of_its_client_was_removed(monkeypatch, tmp_path):

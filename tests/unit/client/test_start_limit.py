@@ -6,7 +6,8 @@ from support.fake_core import FakeCore
 
 from vllm_mp import EngineArgs, EngineStartError
 from vllm_mp.client.engine.launcher import RemoteCore
-from vllm_mp.status_page import CoreState, StatusPage
+from vllm_mp.core_status import CoreState
+from vllm_mp.status_page import StatusPage
 
 TIMEOUT_S = 1.0
 NUM_LOOKS = 25

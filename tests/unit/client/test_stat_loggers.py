@@ -259,6 +259,7 @@ def test_names_of_loggers_are_unique(loggers):
     [
         (1, Logger(), "the name of a stat logger must be a str, got 1"),
         ("mine", Logger, "make an instance"),
+        ("mine", logging.getLogger("x"), "got Python's <Logger x.*derive from StatLoggerBase"),
         ("mine", "a string", "must have a method `record` or `log`, got 'a string'"),
     ],
 )

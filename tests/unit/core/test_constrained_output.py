@@ -1,13 +1,15 @@
 """Output is held to its grammar in every step, whatever else happens to the request."""
 
 import itertools
+import types
 
 import numpy as np
 import pytest
-from support.grammars import CONSTRAINT, FailingGrammar, SequenceGrammar, constrained
+from support.grammars import FailingGrammar, SequenceGrammar, constrained
 from support.local_engine import LocalEngine
 
 from vllm_mp.core.scheduler.step import ScheduledStep
+from vllm_mp.core.structured_output.compiler import NotCompiledError
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.testing.random_models import CONFIGS, save_config
 
@@ -165,7 +167,7 @@ def test_a_request_waits_for_its_grammar_while_others_run(make):
     assert engine.scheduler.has_parked
     assert not engine.scheduler.has_work
     assert engine.scheduler.abort(0, 2).reason == "abort"
-    assert engine.scheduler.note_compiled(CONSTRAINT, FORKED) == []
+    assert engine.scheduler.note_compiled([(0, 0)], FORKED) == []
     engine.run()
     assert matches(FORKED, engine.tokens[0])
     assert engine.tokens[2] == []
@@ -175,18 +177,37 @@ def test_requests_whose_constraint_is_refused_end_with_the_error(make):
     engine = make()
     for slot in range(2):
         engine.add(slot, [1, 2], 8, constrained=constrained())
-    ends = engine.scheduler.note_compiled(CONSTRAINT, GrammarError("at /items: no"))
-    assert [(end.slot, end.reason, end.error) for _, end in ends] == [
-        (slot, "error", "at /items: no") for slot in range(2)
+    ends = engine.scheduler.note_compiled([(0, 0), (0, 1)], GrammarError("at /items: no"))
+    assert [(end.slot, end.reason, end.error, end.invalid_constraint) for _, end in ends] == [
+        (slot, "error", "at /items: no", True) for slot in range(2)
     ]
     assert not engine.scheduler.num_waiting
+
+
+def test_a_request_whose_constraint_cannot_be_compiled_now_is_not_called_invalid(make):
+    engine = make()
+    engine.add(0, [1, 2], 8, constrained=constrained())
+    [(_, end)] = engine.scheduler.note_compiled([(0, 0)], NotCompiledError("no process can start"))
+    assert (end.reason, end.invalid_constraint) == ("error", False)
+
+
+def test_the_compiler_is_told_when_a_request_ends_that_waits_for_its_grammar(make):
+    engine = make()
+    forgotten = []
+    engine.scheduler.grammars = types.SimpleNamespace(forget=forgotten.append)
+    engine.add(0, [1, 2], 8, constrained=constrained())
+    engine.add(1, [1, 2], 2, constrained=constrained(FORKED))
+    engine.run()
+    assert forgotten == []
+    engine.scheduler.drop_client(0)
+    assert forgotten == [(0, 0)]
 
 
 def test_held_requests_with_a_grammar_run_after_the_pause(make):
     engine = make()
     engine.scheduler.pause(freeze=False)
     engine.add(0, [1, 2], 4, constrained=constrained())
-    engine.scheduler.note_compiled(CONSTRAINT, FORKED)
+    engine.scheduler.note_compiled([(0, 0)], FORKED)
     engine.run()
     assert engine.tokens[0] == []
     engine.scheduler.resume()

@@ -234,6 +234,35 @@ def test_single_request_of_a_client_waits_for_one_turn_of_a_client_with_many_req
     assert engine.scheduler.num_waiting > 150
 
 
+def test_owner_of_many_clients_takes_no_more_turns_than_the_owner_of_one():
+    engine = Engine(budget=16, max_num_seqs=4, num_blocks=40)
+    keys = admitted(engine)
+    for client in range(200):
+        engine.add(client, client=client, owner="process 1", num_prompt_tokens=4, max_tokens=1)
+    for slot in range(1000, 1040):
+        engine.add(slot, client=1000, owner="process 2", num_prompt_tokens=14, max_tokens=1)
+    while len(keys) < 60:
+        engine.step()
+    assert 13 <= Counter(client for client, _ in keys)[1000] <= 17, "turns count by tokens"
+    first = [client for client, _ in keys if client < 1000]
+    assert first == [*range(len(first))], "the clients of an owner take turns"
+
+
+def test_tenants_of_one_client_take_turns():
+    engine = Engine(budget=16, max_num_seqs=4, num_blocks=40)
+    keys = admitted(engine)
+    for slot in range(100):
+        engine.add(slot, tenant=0, num_prompt_tokens=4, max_tokens=1)
+    for slot in range(1000, 1010):
+        engine.add(slot, tenant=1, num_prompt_tokens=4, max_tokens=1)
+    while len(keys) < 20:
+        engine.step()
+    assert sum(slot >= 1000 for _, slot in keys) == 10
+    engine.scheduler.drop_client(0)
+    turns = engine.scheduler.waiting.turns
+    assert (turns._lines, turns._lines_of, len(turns._owners)) == ({}, {}, 0), "a client that has left leaves nothing"
+
+
 def test_clients_take_turns_by_the_tokens_that_were_computed_for_them():
     engine = Engine(budget=16, max_num_seqs=8, num_blocks=200)
     keys = admitted(engine)

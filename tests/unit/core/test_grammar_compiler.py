@@ -1,19 +1,24 @@
 """Constraints are compiled beside the core's loop, and a hostile constraint fails alone."""
 
+import itertools
 import json
 import os
 import select
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from vllm_mp.core.structured_output import compiler as compiler_module
 from vllm_mp.core.structured_output.backends import TrialCompilation
-from vllm_mp.core.structured_output.compiler import GrammarCompiler, is_suspicious
-from vllm_mp.core.structured_output.grammar import GrammarError
+from vllm_mp.core.structured_output.compile_lanes import Waiter
+from vllm_mp.core.structured_output.compiler import GrammarCompiler, TooManyConstraintsError, may_take_long
+from vllm_mp.core.structured_output.grammar import GrammarError, PreparedConstraint
 from vllm_mp.core.structured_output.tokenizer import TokenizerSource
+from vllm_mp.core.structured_output.trial_process import TrialUnavailableError
+from vllm_mp.core_status import OutsideTask
 from vllm_mp.structured_outputs import Constraint
 
 DEADLINE_S = 60
@@ -27,35 +32,48 @@ class StandInGrammar:
 
 
 class StandInCompilation:
-    """Compiles when `release` is set; regular expressions "bad" are refused, and "other" is left to the other lane."""
+    """Tries constraints when `release`, or else `release_slow`, is set.
+
+    Constraints "bad" are refused, "long" is left to the other lane, and "later" fails to be tried `num_unavailable`
+    times.
+    """
 
     def __init__(self):
-        self.release = threading.Event()
+        self.release, self.release_slow = threading.Event(), threading.Event()
         self.release.set()
-        self.compiled = []
+        self.release_slow.set()
+        self.tried = []
+        self.cancelled = []
+        self.num_unavailable = 0
 
     def load(self):
         pass
 
-    def compile_plain(self, constraint):
-        if constraint.text == "other":
+    def try_out(self, trial, is_quick):
+        text = trial.constraint.text
+        self.tried.append(text)
+        (self.release if is_quick else self.release_slow).wait(DEADLINE_S)
+        if text == "long" and is_quick:
             return None
-        return self._compile(constraint)
-
-    def compile_suspicious(self, constraint):
-        self.release.wait(DEADLINE_S)
-        return self._compile(constraint)
-
-    def _compile(self, constraint):
-        self.compiled.append(constraint.text)
-        if constraint.text == "bad":
+        if text == "bad":
             raise GrammarError("it is bad")
-        if constraint.text == "broken":
+        if text == "broken":
             raise KeyError("broken")
+        if text == "later" and self.num_unavailable:
+            self.num_unavailable -= 1
+            raise TrialUnavailableError("no process can start")
+        return PreparedConstraint("llguidance", text, "lark")
+
+    def cancel(self, is_quick):
+        self.cancelled.append(is_quick)
+        (self.release if is_quick else self.release_slow).set()
+
+    def compile(self, prepared):
         return StandInGrammar()
 
     def stop(self):
         self.release.set()
+        self.release_slow.set()
 
 
 @pytest.fixture
@@ -70,61 +88,120 @@ def compiler(compilation):
     compiler.close()
 
 
+slots = itertools.count()
+
+
+def ask(compiler, constraint, slot=None, owner="a client", is_replay=False):
+    """Request the grammar of a constraint for a new request."""
+    task = OutsideTask(0, next(slots) if slot is None else slot, -1)
+    return compiler.request(constraint, Waiter(task, owner, is_replay=is_replay))
+
+
 def results(compiler, count):
     """Return what `count` compilations give, by the text of their constraints."""
     ended = {}
     while len(ended) < count:
         assert select.select([compiler.fd], [], [], DEADLINE_S)[0], "no compilation ends"
-        ended |= {key.text: result for key, result in compiler.take_compiled()}
+        ended |= {compiled.constraint.text: compiled.result for compiled in compiler.take_compiled()}
     return ended
 
 
 def test_a_constraint_is_compiled_once_and_then_at_hand(compiler, compilation):
     first = Constraint("regex", "a", starts_after=(5,))
-    assert compiler.request(first) is None
-    assert compiler.request(Constraint("regex", "a")) is None
+    assert ask(compiler, first) is None
+    assert ask(compiler, Constraint("regex", "a")) is None
     grammar = results(compiler, 1)["a"]
-    assert compiler.request(first) is compiler.request(Constraint("regex", "a")) is grammar
+    assert ask(compiler, first) is ask(compiler, Constraint("regex", "a")) is grammar
     assert compiler.take_compiled() == []
-    assert compilation.compiled == ["a"]
+    assert compilation.tried == ["a"]
 
 
 def test_a_refused_constraint_is_refused_again_without_being_compiled(compiler, compilation):
-    compiler.request(Constraint("regex", "bad"))
+    ask(compiler, Constraint("regex", "bad"))
     assert str(results(compiler, 1)["bad"]) == "it is bad"
     with pytest.raises(GrammarError, match="it is bad"):
-        compiler.request(Constraint("regex", "bad"))
-    assert compilation.compiled == ["bad"]
+        ask(compiler, Constraint("regex", "bad"))
+    assert compilation.tried == ["bad"]
 
 
 def test_an_unexpected_error_of_a_library_fails_its_constraint_alone(compiler):
     for text in ("broken", "good"):
-        compiler.request(Constraint("regex", text))
+        ask(compiler, Constraint("regex", text))
     ended = results(compiler, 2)
     assert "KeyError" in str(ended["broken"])
     assert isinstance(ended["good"], StandInGrammar)
 
 
-def test_a_plain_constraint_never_waits_for_a_suspicious_one(compiler, compilation):
-    compilation.release.clear()
-    compiler.request(Constraint("grammar", "slow"))
-    compiler.request(Constraint("regex", "other"))
-    compiler.request(Constraint("regex", "a"))
+def test_a_plain_constraint_never_waits_for_one_that_takes_long(compiler, compilation):
+    compilation.release_slow.clear()
+    ask(compiler, Constraint("grammar", "slow"))
+    ask(compiler, Constraint("regex", "long"))
+    ask(compiler, Constraint("regex", "a"))
     assert list(results(compiler, 1)) == ["a"]
-    compilation.release.set()
-    assert list(results(compiler, 2)) == ["slow", "other"]
+    compilation.release_slow.set()
+    assert list(results(compiler, 2)) == ["slow", "long"]
 
 
-def test_too_many_waiting_constraints_are_refused(compiler, compilation, monkeypatch):
-    monkeypatch.setattr(compiler_module, "_MAX_PENDING", 2)
-    compilation.release.clear()
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ("_MAX_PENDING", "too many constraints are being compiled: the limit is 2"),
+        ("_MAX_PENDING_OF_OWNER", "too many constraints are being compiled for this client: the limit is 2"),
+    ],
+)
+def test_too_many_waiting_constraints_are_refused_except_those_of_replayed_requests(
+    compiler, compilation, monkeypatch, limit, message
+):
+    monkeypatch.setattr(compiler_module, limit, 2)
+    compilation.release_slow.clear()
     for text in ("a", "b", "a"):
-        compiler.request(Constraint("grammar", text))
-    with pytest.raises(GrammarError, match="too many constraints are being compiled: the limit is 2"):
-        compiler.request(Constraint("grammar", "c"))
-    compilation.release.set()
-    results(compiler, 2)
-    assert compiler.request(Constraint("grammar", "c")) is None
+        ask(compiler, Constraint("grammar", text))
+    with pytest.raises(TooManyConstraintsError, match=message):
+        ask(compiler, Constraint("grammar", "c"))
+    assert ask(compiler, Constraint("grammar", "d"), is_replay=True) is None
+    compilation.release_slow.set()
+    assert list(results(compiler, 3)) == ["a", "b", "d"]
+    assert ask(compiler, Constraint("grammar", "c")) is None
+
+
+def test_owners_take_turns(compiler, compilation):
+    compilation.release_slow.clear()
+    ask(compiler, Constraint("grammar", "first"))
+    while not compilation.tried:
+        time.sleep(0.001)
+    for owner, texts in (("one", "abcd"), ("two", "ecf"), ("three", "g")):
+        for text in texts:
+            ask(compiler, Constraint("grammar", text), owner=owner)
+    compilation.release_slow.set()
+    assert list(results(compiler, 8)) == ["first", *"aegbcdf"]
+
+
+def test_a_compilation_ends_with_the_last_request_that_waits_for_it(compiler, compilation):
+    compilation.release_slow.clear()
+    for slot, text in enumerate(["running", "queued", "queued", "shared", "shared"], 100):
+        ask(compiler, Constraint("grammar", text), slot, owner=slot)
+        while not compilation.tried:
+            time.sleep(0.001)
+    for slot in (101, 102, 103):
+        compiler.forget((0, slot))
+    assert compilation.cancelled == []
+    compiler.forget((0, 100))
+    assert compilation.cancelled == [False], "the trial that runs is ended"
+    assert list(results(compiler, 1)) == ["shared"]
+    assert compilation.tried == ["running", "shared"]
+    assert compiler.take_compiled() == []
+    assert (compiler._jobs, compiler._job_of, dict(compiler._jobs_of)) == ({}, {}, {})
+
+
+def test_a_constraint_of_a_replayed_request_waits_until_it_can_be_tried(compiler, compilation, monkeypatch):
+    monkeypatch.setattr(compiler_module, "_RETRY_S", 0.001)
+    compilation.num_unavailable = 1
+    ask(compiler, Constraint("regex", "later"))
+    refusal = str(results(compiler, 1)["later"])
+    assert "cannot be compiled now: no process can start; send the request again later" in refusal
+    compilation.num_unavailable = 3
+    ask(compiler, Constraint("regex", "later"), is_replay=True)
+    assert isinstance(results(compiler, 1)["later"], StandInGrammar)
 
 
 @pytest.mark.parametrize("limit", [{"_MAX_GRAMMARS": 2}, {"_MAX_BYTES": 2500}])
@@ -132,13 +209,13 @@ def test_the_grammars_used_least_recently_are_forgotten(compiler, compilation, m
     for name, value in limit.items():
         monkeypatch.setattr(compiler_module, name, value)
     for text in ("a", "b"):
-        compiler.request(Constraint("regex", text))
+        ask(compiler, Constraint("regex", text))
         results(compiler, 1)
-    compiler.request(Constraint("regex", "a"))
-    compiler.request(Constraint("regex", "c"))
+    ask(compiler, Constraint("regex", "a"))
+    ask(compiler, Constraint("regex", "c"))
     results(compiler, 1)
-    assert compiler.request(Constraint("regex", "a")) is not None
-    assert compiler.request(Constraint("regex", "b")) is None
+    assert ask(compiler, Constraint("regex", "a")) is not None
+    assert ask(compiler, Constraint("regex", "b")) is None
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +246,9 @@ def test_hostile_constraints_fail_alone_and_say_why(real):
     }
     names = {constraint.text: name for name, constraint in hostile.items()}
     for constraint in hostile.values():
-        assert is_suspicious(constraint)
-        assert real.request(constraint) is None
+        assert ask(real, constraint) is None
     good = Constraint("grammar", 'start: "a" | "b" start')
-    real.request(good)
+    ask(real, good)
     ended = results(real, len(hostile) + 1)
     assert not isinstance(ended.pop(good.text), GrammarError)
     messages = {names[text]: str(result) for text, result in ended.items() if isinstance(result, GrammarError)}
@@ -196,8 +272,8 @@ def test_hostile_constraints_fail_alone_and_say_why(real):
     ids=lambda constraint: constraint.text,
 )
 def test_short_constraints_with_huge_counts_and_recursion_are_compiled_at_once(real, constraint):
-    assert not is_suspicious(constraint)
-    real.request(constraint)
+    assert not may_take_long(constraint)
+    ask(real, constraint)
     assert not isinstance(results(real, 1)[constraint.text], GrammarError)
 
 
@@ -206,7 +282,7 @@ def test_a_constraint_that_takes_too_long_or_too_much_memory_is_given_up(real):
     slow = Constraint("grammar", "start: A\nA: " + " & ".join(f"/(a|b)*b(a|b){{{i}}}/" for i in range(40)))
     large = Constraint("regex", "a?" * 20_000 + "a" * 20_000)
     for constraint in (slow, large):
-        real.request(constraint)
+        ask(real, constraint)
     ended = results(real, 2)
     assert "compiling takes " in str(ended[slow.text])
     assert "compiling takes " in str(ended[large.text])
@@ -215,9 +291,9 @@ def test_a_constraint_that_takes_too_long_or_too_much_memory_is_given_up(real):
 def test_the_process_of_trials_ends_with_the_compiler(default_model):
     compilation = TrialCompilation(TokenizerSource(str(default_model), 49_152, [2]), "llguidance")
     compiler = GrammarCompiler(compilation)
-    compiler.request(Constraint("grammar", 'start: "a"'))
+    ask(compiler, Constraint("grammar", 'start: "a"'))
     results(compiler, 1)
-    pid = compilation._trials._process.pid
+    pid = compilation._slow_trials._process.pid
     assert os.path.exists(f"/proc/{pid}")
     compiler.close()
     assert not os.path.exists(f"/proc/{pid}")
@@ -235,9 +311,9 @@ def test_the_process_of_trials_ends_at_once_when_the_core_is_killed(default_mode
 KILLED_CORE = """
 import sys
 from vllm_mp.core.structured_output.tokenizer import TokenizerSource
-from vllm_mp.core.structured_output.trial_process import TrialProcess
+from vllm_mp.core.structured_output.trial_process import SLOW, TrialProcess
 from vllm_mp.structured_outputs import Constraint
-trials = TrialProcess(TokenizerSource(sys.argv[1], 49152, [2]), "llguidance")
+trials = TrialProcess(TokenizerSource(sys.argv[1], 49152, [2]), "llguidance", SLOW)
 trials.run(Constraint("grammar", 'start: "a"'))
 print(trials._process.pid, flush=True)
 trials.run(Constraint("grammar", "start: A\\nA: " + " & ".join(f"/(a|b)*b(a|b){{{i}}}/" for i in range(40))))

@@ -12,9 +12,9 @@ from transformers import GPTNeoXConfig
 from vllm_mp.core.worker import model_memory, offload
 from vllm_mp.core.worker.offload import OffloadedWeights
 from vllm_mp.core.worker.sleep import Sleep
+from vllm_mp.core_status import AWAKE
 from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels.cpu.library import library
-from vllm_mp.status_page import AWAKE
 from vllm_mp.testing.random_models import CONFIGS, SIZES, random_prompts, save_random_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -19,7 +19,8 @@ from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.core.worker.logits_processors import LogitsProcessors
-from vllm_mp.status_page import SleepState, StatusPage
+from vllm_mp.core_status import SleepState
+from vllm_mp.status_page import StatusPage
 from vllm_mp.testing.random_models import CONFIGS, save_config
 
 

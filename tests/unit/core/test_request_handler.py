@@ -6,6 +6,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 
@@ -15,14 +16,17 @@ import zmq
 from support.stand_in_engine import Engine
 
 from vllm_mp import AsyncEngineArgs, __version__, wire
+from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.core.ipc import clients, curve_server
 from vllm_mp.core.ipc.bound_socket import BoundSocket
+from vllm_mp.core.ipc.client_places import ClientPlaces
 from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler, StepFailedError
 from vllm_mp.core.ipc.unread_output import UnreadOutput
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.scheduler import memory_quota
 from vllm_mp.core_launch import Predecessor
+from vllm_mp.curve_keys import encode_key, read_client_key
 from vllm_mp.sampling_params import SamplingParams
 from vllm_mp.status_page import StatusPage
 from vllm_mp.testing import make_keys
@@ -38,6 +42,15 @@ PREDECESSOR = Predecessor(
     earlier_deaths=[(6, [TOKENS[1]]), (5, [TOKENS[0]])],
 )
 KEY = b"k" * 32
+_GREET = """
+import sys, zmq
+from vllm_mp import wire
+socket = zmq.Context().socket(zmq.DEALER)
+socket.connect(sys.argv[1])
+socket.send(wire.encode(wire.hello()))
+assert isinstance(wire.decode_core_message(socket.recv()), wire.Welcome)
+sys.stdin.read()
+"""
 
 
 class Core:
@@ -240,17 +253,63 @@ def test_client_that_vanishes_over_tcp_without_closing_its_connection_is_forgott
 
 
 def test_number_of_clients_is_limited_and_a_client_that_leaves_makes_room(core, monkeypatch):
-    monkeypatch.setattr(wire, "MAX_CLIENTS", 3)
+    monkeypatch.setattr(wire, "MAX_CLIENTS", 4)
     first, *_ = [core.connect() for _ in range(3)]
     late = core.connect(greet=False)
     late.send(HELLO)
     refusal = core.answer(late)
     assert isinstance(refusal, wire.Refused)
-    assert "the limit is 3" in refusal.reason
+    assert f"the limit is 4, of which process {os.getpid()} has 3 and may have 3; close" in refusal.reason
     assert isinstance(core.ask(first, wire.hello()), wire.Welcome)
     first.send(wire.encode(wire.Bye(1)))
     core.receive_until(lambda: core.request_handler.num_clients == 2)
     assert isinstance(core.ask(late, wire.hello()), wire.Welcome)
+
+
+def test_process_with_many_clients_locks_out_no_other_process_and_no_operator(core, monkeypatch):
+    monkeypatch.setattr(wire, "MAX_CLIENTS", 32)
+    own = [core.connect(greet=False) for _ in range(40)]
+    for client in own:
+        client.send(HELLO)
+    core.receive_until(lambda: core.request_handler.num_clients == 21)
+    with subprocess.Popen([sys.executable, "-c", _GREET, core.address], stdin=subprocess.PIPE) as other:
+        core.receive_until(lambda: core.request_handler.num_clients == 22)
+        assert other.communicate() == (None, None)
+    for _ in range(4):
+        core.connect(hello=wire.encode(wire.hello(KEY)))
+
+
+def test_clients_over_tcp_belong_to_their_key(config, tmp_path):
+    server, own = make_keys(tmp_path)
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(contextlib.closing(HeldAddress("tcp://127.0.0.1:0", server)))
+        public = held.public_address()
+        public = msgspec.structs.replace(public, listener=os.dup(public.listener))
+        core = stack.enter_context(contextlib.closing(Core(f"ipc://{tmp_path}/parent.sock", config, public=public)))
+        connections = [stack.enter_context(contextlib.closing(CoreConnection(held.address, own))) for _ in range(2)]
+        greetings = [threading.Thread(target=each.greet, args=(60, lambda: None)) for each in connections]
+        for greeting in greetings:
+            greeting.start()
+        core.receive_until(lambda: core.request_handler.num_clients == 2)
+        for greeting in greetings:
+            greeting.join()
+        (owner,) = {core.request_handler._clients.owner_of(client) for client in (0, 1)}
+        assert owner == f"the key {encode_key(read_client_key(own).public)}"
+
+
+def test_client_that_comes_back_has_its_place_before_new_clients(core, monkeypatch):
+    monkeypatch.setattr(wire, "MAX_CLIENTS", 8)
+    former = [bytes([number]) * wire.TOKEN_BYTES for number in range(4)]
+    core.request_handler._clients._places = ClientPlaces(former)
+    new = [core.connect(greet=False) for _ in range(8)]
+    for client in new:
+        client.send(HELLO)
+    core.receive_until(lambda: core.request_handler.num_clients == 2)
+    for token in former:
+        core.connect(hello=wire.encode(wire.hello(token=token)))
+    assert core.request_handler.num_clients == 6
+    core.connect(hello=wire.encode(wire.hello(token=former[0])))
+    assert core.request_handler.num_clients == 6, "the client takes its own place again"
 
 
 def test_request_beyond_the_memory_quota_is_refused_and_other_clients_have_room(core, monkeypatch):
@@ -260,6 +319,7 @@ def test_request_beyond_the_memory_quota_is_refused_and_other_clients_have_room(
         greedy.send(wire.encode(request(slot)))
     end = core.answer(greedy).finished[0]
     assert end.reason == "error"
+    assert end.no_room
     assert "20000" in end.error
     assert "no room" in end.error
     assert 5 < end.slot < 10

@@ -6,7 +6,7 @@ import pytest
 from support.stand_in_engine import Engine
 
 from vllm_mp.core.worker.sleep import MemoryLostError
-from vllm_mp.status_page import AWAKE, SleepState
+from vllm_mp.core_status import AWAKE, SleepState
 
 BOTH = ("weights", "kv_cache")
 

@@ -5,7 +5,8 @@ from concurrent.futures import Future
 import pytest
 
 from vllm_mp.core.suspension_record import SuspensionRecord
-from vllm_mp.status_page import AWAKE, MAX_NOTED_CALLS, NOT_SUSPENDED, SleepState, StatusPage, Suspension
+from vllm_mp.core_status import AWAKE, NOT_SUSPENDED, SleepState, Suspension
+from vllm_mp.status_page import MAX_NOTED_CALLS, StatusPage
 
 
 class Core:

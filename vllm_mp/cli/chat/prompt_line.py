@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vllm_mp.file_owner import open_own_file
+
 if TYPE_CHECKING:
     from prompt_toolkit.completion import Completer
 
@@ -191,7 +193,7 @@ def _history_file() -> Path | None:
         folder = (Path(base).expanduser() if base else Path.home() / ".local/state") / "vllm_mp"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / "chat_history"
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-    except (OSError, RuntimeError):
+        os.close(open_own_file(path))
+    except (OSError, RuntimeError, ValueError):  # ValueError: a trap in a folder that others may write
         return None
     return path

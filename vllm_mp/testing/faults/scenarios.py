@@ -5,9 +5,10 @@ import math
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +18,8 @@ import numpy.typing as npt
 import psutil
 import zmq
 
-from vllm_mp import RequestOutput
-from vllm_mp.testing.engines import answer, eventually, greedy
+from vllm_mp import AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from vllm_mp.testing.engines import answer, eventually, greedy, rest
 from vllm_mp.testing.faults.baseline import WAIT_S, children, core_address
 from vllm_mp.testing.faults.comparison import ROUNDING
 from vllm_mp.testing.faults.playing import Scenario, ScenarioRun, trigger_of
@@ -214,6 +215,20 @@ async def full_disk(run: ScenarioRun) -> None:
     await eventually(dropped, WAIT_S)
 
 
+@_scenario(_GOES_ON, options={"max_core_restarts": 4})
+async def full_tmpdir(run: ScenarioRun) -> None:
+    """The next core finds no space for its files."""
+    folder = Path(core_address(run.engine).removeprefix("ipc://")).parent
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k,mode=700", "tmpfs", str(folder)]
+    mounting = await asyncio.create_subprocess_exec(*mount, stderr=subprocess.DEVNULL)
+    if await mounting.wait():
+        run.seen.append("with space in the folder: this user may mount no small disk")
+    else:
+        run.cleanup.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=True)
+        (folder / "filler").write_bytes(bytes(4096))
+    run.signal(signal.SIGKILL)
+
+
 @_scenario(_UNDISTURBED, options=_SHORT_TIMEOUT, injects="slow@T,seconds=0.5", restarts=0)
 async def slow_core(run: ScenarioRun) -> None:
     await run.pull_trigger(max_tokens=10)
@@ -267,6 +282,43 @@ async def culprit_raises(run: ScenarioRun) -> None:
 @_scenario(_CULPRIT_FAILS, injects="segv@T,position=3", restarts=None)
 async def culprit_in_mid_answer(run: ScenarioRun) -> None:
     await culprit(run)
+
+
+@_scenario(_CULPRIT_FAILS, injects="segv@compile,about=fatal", restarts=None)
+async def culprit_while_compiling(run: ScenarioRun) -> None:
+    """The core dies when it compiles the constraint of a request, which is in no step."""
+    num_requests = await run.engine.get_num_unfinished_requests() + 1
+    before = (await run.engine.core_status())["restarts"]
+    await run.pull_fatal_trigger(structured_outputs=StructuredOutputsParams(regex="fatal[0-9]"))
+    restarts = (await run.engine.core_status())["restarts"] - before
+    most = 2 + math.ceil(math.log2(num_requests))
+    run.check(2 <= restarts <= most, f"the core was restarted {restarts} times; expected 2 to {most}")
+
+
+_NUM_CONSTRAINED = 400
+"""More streams with constraints of their own than constraints of a client may wait to be compiled."""
+
+
+@_scenario(_GOES_ON, options={"max_num_seqs": 512})
+async def constrained_streams(run: ScenarioRun) -> None:
+    """The core gets SIGKILL while 400 more streams have constraints of their own."""
+
+    def stream(number: int) -> AsyncIterator[RequestOutput]:
+        form = StructuredOutputsParams(regex=rf"{number}:[a-z]{{200}}")
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=60, structured_outputs=form)
+        return run.engine.generate("Letters:", params)
+
+    streams = [stream(number) for number in range(_NUM_CONSTRAINED)]
+    for first in range(0, _NUM_CONSTRAINED, 100):  # beyond the limit, new requests are refused
+        await asyncio.gather(*(anext(stream) for stream in streams[first : first + 100]))
+    run.watch.strike()
+    run.signal(signal.SIGKILL)
+    for number, completion in enumerate(await asyncio.gather(*map(rest, streams))):
+        run.check(
+            completion.text.startswith(f"{number}:") and completion.finish_reason in ("stop", "length"),
+            f"constrained stream {number} ended with {completion}",
+        )
+    run.seen.append(f"{_NUM_CONSTRAINED} constrained streams continued")
 
 
 @_scenario(
@@ -341,6 +393,52 @@ async def client_killed(run: ScenarioRun) -> None:
     seconds = time.monotonic() - killed
     run.seen.append(f"dropped after {seconds:.2f} s")
     run.check(seconds < 2, f"the killed client's requests were dropped only after {seconds:.1f} s")
+
+
+_CROWD = """
+import sys
+import zmq
+from vllm_mp import wire
+from vllm_mp.descriptor_limit import raise_descriptor_limit
+raise_descriptor_limit()
+context = zmq.Context()
+context.set(zmq.MAX_SOCKETS, 8192)
+clients = []
+for _ in range(4200):
+    client = context.socket(zmq.DEALER)
+    client.linger = 0
+    client.connect(sys.argv[1])
+    client.send(wire.encode(wire.hello()))
+    clients.append(client)
+for client in clients:
+    client.recv()
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@_scenario("other processes find places, and other clients are undisturbed", restarts=0, stands_alone=True)
+async def client_crowd(run: ScenarioRun) -> None:
+    """Another process opens as many clients as it can."""
+    crowd = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _CROWD, core_address(run.engine)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert crowd.stdout is not None
+        run.check(await crowd.stdout.readline() == b"connected\n", "the other process could not connect")
+        num_clients = (await run.engine.core_status())["num_clients"]
+        run.seen.append(f"{num_clients} clients")
+        run.check(num_clients > 3000, f"the other process has only {num_clients} clients")
+        engine = await asyncio.to_thread(AsyncLLM.connect, core_address(run.engine), timeout=WAIT_S)
+        try:
+            await answer(engine, "Hello", greedy(4))
+        finally:
+            await engine.aclose()
+    finally:
+        crowd.kill()
+        await crowd.wait()
 
 
 @_scenario(_GOES_ON, stands_alone=True)

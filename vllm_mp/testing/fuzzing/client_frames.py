@@ -118,6 +118,7 @@ class ClientFrames:
                 [[chance.randrange(self._vocab_size)]] if params.bad_words else [],
                 chance.random() < 0.1,
                 constraint=chance.choice(_CONSTRAINTS) if chance.random() < 0.1 else None,
+                tenant=chance.choice((0, 0, 1, wire.MAX_TENANTS - 1)),
             )
         if kind < 0.6:
             pooling = PoolingParams(pooling_type=chance.choice((None, "mean", "last")), normalize=True)
@@ -153,6 +154,7 @@ class ClientFrames:
             lambda: setattr(message, "request_id", "i" * chance.choice((1024, 1025, 10_000))),
             lambda: setattr(message, "priority", chance.choice((2**63, -(2**63), 2**64 - 1))),
             lambda: setattr(message, "cache_salt", "s" * 10_000),
+            lambda: setattr(message, "tenant", chance.choice((-1, wire.MAX_TENANTS, 2**31, 2**63, -(2**63)))),
             lambda: setattr(message, "bad_words", chance.choice(([[]], [[beyond]], [[-1, 2**64 - 1]], [[1]] * 3000))),
             lambda: setattr(message.params, "bad_words", ["x"] * 3),
             lambda: setattr(message.params, "max_tokens", chance.choice((0, -1, 2**31, 2**63))),

@@ -1,8 +1,19 @@
 """Modules under the names that programs import from `vllm.v1.engine`."""
 
+from typing import Literal
+
 from vllm_mp.client.stats import FinishReason
 from vllm_mp.unserved_names import refuse
 
-__all__ = ["FinishReason"]
+__all__ = ["FinishReason", "PauseMode"]
 
-__getattr__ = refuse(__name__, {"EngineCoreRequest": "give AsyncLLM.generate a prompt"})
+PauseMode = Literal["abort", "wait", "keep"]
+"""What `AsyncLLM.pause_generation` does with running requests."""
+
+__getattr__ = refuse(
+    __name__,
+    {
+        "EngineCoreOutput": "AsyncLLM.generate yields RequestOutput",
+        "EngineCoreRequest": "give AsyncLLM.generate a prompt",
+    },
+)
