@@ -332,7 +332,7 @@ def _make_adapters(
         cache.load_first(limits.lora_modules)
     else:
         cache.restore(known)
-    return cache, AdapterTurns(limits.max_loras, cache, runner.load_adapter)
+    return cache, AdapterTurns(limits.max_loras, cache, runner.load_adapter, outside)
 
 
 def _adapter_calls(adapters: AdapterCache | None) -> dict[str, Operation]:

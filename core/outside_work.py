@@ -100,9 +100,7 @@ class OutsideWork:
 
         `beat` is called meanwhile, again and again. Call this in the core's thread.
         """
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-        while self._waiting:
+        while self._read_wish():
             with self.exclusively(beat), self._changed:
                 self._exclusive = self._waiting.popleft()
                 self._changed.notify_all()
@@ -127,6 +125,12 @@ class OutsideWork:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+    def _read_wish(self) -> bool:
+        """Return whether work waits until it may run alone; `fd` is then readable for later work only."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        return bool(self._waiting)
 
     def _wait(
         self, condition: Callable[[], bool], limit_s: float, beat: Callable[[], object], lasting: bool = False

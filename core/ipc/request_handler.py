@@ -487,16 +487,19 @@ class RequestHandler:
             not self.is_shared or (self._clients.token_of(client), message.call_id) in self._suspect_calls
         )
         is_known = -_MAX_CALL_ID <= message.call_id < _MAX_CALL_ID  # else the page has no room for the id
-        result: Any = None
         with self._alone() if is_suspect else contextlib.nullcontext():
             number = self.outside.begin([OutsideTask(client, message.call_id)] if is_known else [], is_suspect)
             try:
                 result = self._run_call(message, run, record)
-            finally:
-                if not isinstance(result, Future):
-                    self.outside.end(number)
+            except (zmq.ZMQError, WorkerFailedError):
+                raise  # they end the core, whose page then says what it was doing
+            except BaseException:
+                self.outside.end(number)
+                raise
         if isinstance(result, Future):
             result.add_done_callback(lambda _: self.outside.end(number))
+        else:
+            self.outside.end(number)
         return result
 
     def _run_call(self, message: wire.Call, run: Callable[..., Any], record: SuspensionRecord | None) -> Any:

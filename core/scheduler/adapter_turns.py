@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_mp.core.lora.cached_adapter import NO_SLOT, CachedAdapter
+from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.fair_turns import FairTurns
 from vllm_mp.core.scheduler.request import Request
@@ -51,8 +52,15 @@ class HostMemory(Protocol):
 class AdapterTurns:
     """Gives adapters the slots of the device, and parks requests whose adapter has none."""
 
-    def __init__(self, num_slots: int, memory: HostMemory, load_slot: "Callable[[int, Adapter], None]") -> None:
-        """`load_slot` copies weights into a slot of the device."""
+    def __init__(
+        self,
+        num_slots: int,
+        memory: HostMemory,
+        load_slot: "Callable[[int, Adapter], None]",
+        outside: OutsideWork | None = None,
+    ) -> None:
+        """`load_slot` copies weights into a slot of the device. `outside` publishes for which requests it does."""
+        self._outside = OutsideWork() if outside is None else outside
         self._slots: list[CachedAdapter | None] = [None] * num_slots
         self.turns = FairTurns()
         """The waiting requests that may run, also requests of the base model."""
@@ -143,7 +151,9 @@ class AdapterTurns:
         """Give `slot` to an adapter in host memory, whose parked requests may then run; its former holder is idle."""
         assert adapter.weights is not None
         self._take(slot)
-        self._load_slot(slot, adapter.weights)
+        number = self._outside.begin([request.task for request in adapter.requests.values()])
+        self._load_slot(slot, adapter.weights)  # an error ends the core, whose page then names these requests
+        self._outside.end(number)
         self._slots[slot] = adapter
         adapter.slot = slot
         adapter.given_at = adapter.used_at = self._tick()

@@ -10,8 +10,9 @@ from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.engine.connection import CoreConnection
 from vllm_mp.client.input_processor import check_sampling_params
 from vllm_mp.client.prompt import parse_prompt
-from vllm_mp.errors import EngineStartError
+from vllm_mp.errors import ConstraintError, EngineStartError, TooManyConstraintsError
 from vllm_mp.model_store import resolve_model
+from vllm_mp.server.errors import as_api_error
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -176,3 +177,11 @@ def test_a_value_out_of_range_is_refused_in_one_line_with_exit_code_2(command_li
     error = capsys.readouterr().err
     assert message in error.replace(folder, "MODEL")
     assert error.count("\n") == 1
+
+
+def test_server_answers_too_many_constraints_with_429_and_a_bad_one_with_400():
+    too_many = as_api_error(TooManyConstraintsError("too many constraints are being compiled"))
+    assert (too_many.status, too_many.code, too_many.type) == (429, "too_many_constraints", "rate_limit_error")
+    assert too_many.headers == {"Retry-After": "1"}
+    invalid = as_api_error(ConstraintError("at /items: no"))
+    assert (invalid.status, invalid.code) == (400, "invalid_constraint")

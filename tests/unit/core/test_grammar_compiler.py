@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from vllm_mp.core.structured_output import compiler as compiler_module
@@ -238,10 +239,6 @@ def test_hostile_constraints_fail_alone_and_say_why(real):
         "stack": Constraint("json", chain(20_000)),
         "many": Constraint("json", json.dumps({"anyOf": [{"properties": {f"p{i}": {}}} for i in range(20_000)]})),
         "nested": Constraint("regex", "(" * 100_000 + "a" + ")" * 100_000),
-        "bounds": Constraint(
-            "json", '{"type":"integer","minimum":-9223372036854775808,"maximum":-9223372036854775808}'
-        ),
-        "exponent": Constraint("json", '{"type":"integer","exclusiveMinimum":-1e19,"exclusiveMaximum":-9.3e18}'),
         "ambiguous": Constraint("grammar", 'start: (("a"?){1,100000}){1,100000}'),
     }
     names = {constraint.text: name for name, constraint in hostile.items()}
@@ -254,8 +251,6 @@ def test_hostile_constraints_fail_alone_and_say_why(real):
     messages = {names[text]: str(result) for text, result in ended.items() if isinstance(result, GrammarError)}
     assert messages.keys() == hostile.keys()
     assert "needs more stack than there is" in messages["stack"]
-    for name in ("bounds", "exponent"):
-        assert "bounds of numbers are near -2**63" in messages[name]
     assert "too large" in messages["many"]
     assert all(len(message) < 1200 for message in messages.values())
 
@@ -286,6 +281,49 @@ def test_a_constraint_that_takes_too_long_or_too_much_memory_is_given_up(real):
     ended = results(real, 2)
     assert "compiling takes " in str(ended[slow.text])
     assert "compiling takes " in str(ended[large.text])
+
+
+SLOW_GRAMMAR = "start: A\nA: " + " & ".join(f"/(a|b)*b(a|b){{{i}}}/" for i in range(41))
+BOUNDS = (
+    '{"type":"integer","minimum":-9223372036854775808,"maximum":-9223372036854775808}',
+    '{"type":"integer","exclusiveMinimum":-1e19,"exclusiveMaximum":-9.3e18}',
+)
+
+
+def test_a_trial_that_crashes_costs_the_next_one_no_start(real):
+    ask(real, Constraint("grammar", 'start: "w"'))
+    results(real, 1)
+    process = real._compilation._slow_trials._process
+    ask(real, Constraint("json", chain(20_001)))
+    [refusal] = results(real, 1).values()
+    assert "compiling crashes the library" in str(refusal)
+    ask(real, Constraint("grammar", 'start: "z"'))
+    assert not isinstance(results(real, 1)['start: "z"'], GrammarError)
+    assert real._compilation._slow_trials._process is process
+    assert process.poll() is None
+
+
+@pytest.mark.parametrize("schema", BOUNDS)
+def test_bounds_at_which_a_library_may_crash_do_not_end_the_process_of_trials(real, schema):
+    ask(real, Constraint("json", schema))
+    assert list(results(real, 1)) == [schema]
+    assert real._compilation._quick_trials._process.poll() is None
+
+
+def test_a_trial_ends_at_once_when_its_request_does(real):
+    ask(real, Constraint("grammar", 'start: "x"'))
+    results(real, 1)
+    process = real._compilation._slow_trials._process
+    slow = Constraint("grammar", SLOW_GRAMMAR)
+    ask(real, slow, 10_000)
+    while not psutil.Process(process.pid).children():
+        time.sleep(0.001)
+    real.forget((0, 10_000))
+    ask(real, Constraint("grammar", 'start: "y"'))
+    began = time.monotonic()
+    assert list(results(real, 1)) == ['start: "y"']
+    assert time.monotonic() - began < 2, "the trial of 4 s goes on"
+    assert process.poll() is None
 
 
 def test_the_process_of_trials_ends_with_the_compiler(default_model):

@@ -1,5 +1,6 @@
 """What the core does outside of steps is on the status page, and alone if it tests a suspect."""
 
+import select
 import threading
 
 import pytest
@@ -75,6 +76,7 @@ def test_work_that_must_be_alone_waits_for_the_rest_and_the_rest_for_it(outside,
     assert [1] in seen
     assert [2] in seen
     assert all(len(entry) <= 1 for entry in seen)
+    assert not select.select([outside.fd], [], [], 0)[0], "an idle core would not sleep"
     assert later.began.wait(DEADLINE_S)
     later.end()
 

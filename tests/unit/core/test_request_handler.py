@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import Future
 
 import msgspec
@@ -23,6 +24,7 @@ from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.client_places import ClientPlaces
 from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler, StepFailedError
 from vllm_mp.core.ipc.unread_output import UnreadOutput
+from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.scheduler import memory_quota
 from vllm_mp.core_launch import Predecessor
@@ -121,6 +123,50 @@ def config(default_model):
 def core(config, tmp_path):
     core = Core(f"ipc://{tmp_path}/core.sock", config)
     yield core
+    core.close()
+
+
+def test_request_and_call_are_on_the_page_while_the_core_is_at_work_on_them(core):
+    core.request_handler.outside = OutsideWork(core.page)
+    client = core.connect()
+    seen = []
+
+    def look():
+        status = core.page.read()
+        seen.append((status.requests, [call_id for _, call_id in status.calls]))
+
+    core.serve(look=look)
+    core.request_handler.processors = types.SimpleNamespace(enter=lambda request: look())
+    client.send(wire.encode(request(3, num_tokens=5)))
+    core.receive_until(lambda: seen)
+    core.ask(client, wire.Call(1, 77, "look"))
+    number = core.request_handler._clients.numbers()[0]
+    assert seen == [([(number, 3, -5)], []), ([], [77])]
+    assert (core.page.read().requests, core.page.read().calls) == ([], [])
+
+
+def test_call_that_ends_the_core_stays_on_the_page(core):
+    def fail():
+        raise WorkerFailedError("rank 1 has ended")
+
+    core.request_handler.outside = OutsideWork(core.page)
+    client = core.connect()
+    core.serve(fail=fail)
+    client.send(wire.encode(wire.Call(1, 77, "fail")))
+    with pytest.raises(WorkerFailedError):
+        core.receive_until(lambda: False)
+    assert [call_id for _, call_id in core.page.read().calls] == [77]
+
+
+def test_call_is_alone_if_the_predecessor_died_in_it_and_only_then(config, tmp_path, monkeypatch):
+    core = Core(f"ipc://{tmp_path}/core.sock", config)
+    core.request_handler._suspect_calls = {(TOKENS[0], 77)}
+    drained = []
+    core.request_handler.process_pending = lambda: drained.append(True)
+    client = core.connect(hello=wire.encode(wire.hello(token=TOKENS[0])))
+    for call_id, is_suspect, count in ((76, True, 0), (77, False, 0), (77, True, 1)):
+        core.ask(client, wire.Call(1, call_id, "echo", [1], is_suspect))
+        assert len(drained) == count
     core.close()
 
 
