@@ -10,11 +10,14 @@ The first line on stdout is `plan BYTES SECONDS`, the space and about the time t
 disk is too small; the last line of stderr is the reason.
 """
 
+import contextlib
 import errno
 import functools
 import json
+import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,8 @@ _IGNORED_METADATA = {
 }
 
 _ABSENT = object()
+_ROTARY = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
+"""The names of tensors with rotary frequencies or their factors."""
 
 
 class _Reader(gguf.GGUFReader):  # type: ignore[misc]
@@ -101,7 +106,7 @@ def convert(source: Path, folder: Path) -> None:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"architecture {architecture!r}: {text}") from error
     _report(_DEQUANTIZED_AT)
-    _use_end_tokens_of_file(model, tokenizer, reader)
+    use_special_tokens_of_file(model, tokenizer, reader)
     tokenizer.save_pretrained(folder)
     _narrow(model)
     model.save_pretrained(folder)
@@ -145,24 +150,63 @@ def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any
     _report(_LOADED_AT)
     config = AutoConfig.from_pretrained(source.parent, **file)
     _complete(config, reader, architecture)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        config=config,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **file,
-    )
-    # transformers draws weights at random that it does not find.
+    with _unused_tensors() as unused:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            config=config,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **file,
+        )
+    # transformers draws weights at random that it does not find, and drops tensors that it does not know.
     problems = [f"no tensor for {name}" for name in sorted(report["missing_keys"])]
     problems += [
         f"{name} has shape {list(found)}, not {list(wanted)}" for name, found, wanted in report["mismatched_keys"]
     ]
+    unused += [name for name in sorted(report["unexpected_keys"]) if not _ROTARY.fullmatch(name)]
+    problems += [f"{name} is a tensor that {type(model).__name__} does not have" for name in unused]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: transformers does not fully know this architecture from GGUF")
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def _unused_tensors() -> Iterator[list[str]]:
+    """Collect the names of the tensors that transformers reads in this block and has no parameter for.
+
+    Rotary frequencies, which the configuration has, and biases of zeros are left out, as in files that are mapped.
+    """
+    from transformers import modeling_gguf_pytorch_utils as library
+
+    unused: list[str] = []
+    names_of = library.get_gguf_hf_weights_map
+
+    def watched_names(model: Any, processor: Any, *of_part: Any, **options: Any) -> dict[str, str]:
+        names: dict[str, str] = names_of(model, processor, *of_part, **options)
+        if of_part or options:
+            return names  # the names in a part of the model, for which the function calls itself
+        process = processor.process
+
+        def watched_process(weights: Any, name: str, **given: Any) -> Any:
+            result = process(weights=weights, name=name, **given)
+            # A processor returns no name for a tensor that it has stored itself.
+            is_used = result.name is None or result.name in names
+            is_zero_bias = name.endswith(".bias") and not weights.any()
+            if not is_used and not is_zero_bias and not _ROTARY.fullmatch(name):
+                unused.append(name)
+            return result
+
+        processor.process = watched_process
+        return names
+
+    library.get_gguf_hf_weights_map = watched_names
+    try:
+        yield unused
+    finally:
+        library.get_gguf_hf_weights_map = names_of
 
 
 def _complete(config: Any, reader: gguf.GGUFReader, architecture: str) -> None:
@@ -289,10 +333,10 @@ def _reuse_reader(reader: gguf.GGUFReader) -> None:
     gguf.dequantize = dequantize_and_report
 
 
-def _use_end_tokens_of_file(model: Any, tokenizer: Any, reader: gguf.GGUFReader) -> None:
-    """Make the configurations use the special tokens; an end-of-turn token of the file ends a generation too."""
-    ends = [tokenizer.eos_token_id, token_id(reader, "tokenizer.ggml.eot_token_id")]
-    ends = [token for token in dict.fromkeys(ends) if token is not None]
+def use_special_tokens_of_file(model: Any, tokenizer: Any, reader: gguf.GGUFReader) -> None:
+    """Make the configurations use the special tokens of the file, which are those of a mapped file."""
+    ends = list(dict.fromkeys([*end_token_ids(reader), tokenizer.eos_token_id]))
+    ends = [token for token in ends if token is not None]
     for config in (model.config, model.generation_config):
         if tokenizer.bos_token_id is not None:
             config.bos_token_id = tokenizer.bos_token_id

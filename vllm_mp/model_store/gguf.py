@@ -41,7 +41,7 @@ _CONVERTER = "vllm_mp.core.weights.gguf_to_safetensors"
 DISK_FULL_EXIT = 3
 """Exit status of the converter if the converted model does not fit on the disk."""
 
-_CONVERTER_VERSION = 4
+_CONVERTER_VERSION = 5
 """Version of the files that the converter writes. Raise it with every change, so that no older conversion is used."""
 
 _MAPPED_VERSION: Final = "m2"

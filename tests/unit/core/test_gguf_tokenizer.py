@@ -1,12 +1,15 @@
 """The tokenizer of a GGUF file gives the tokens that llama.cpp gives with the same file."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from transformers import GenerationConfig, PreTrainedConfig
 
+from vllm_mp.core.weights.gguf_to_safetensors import use_special_tokens_of_file
 from vllm_mp.core.weights.gguf_tokenizer import end_token_ids, read_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = (
@@ -135,3 +138,13 @@ def test_tokens_that_end_a_turn_end_a_generation_though_the_file_names_another(t
     assert end_token_ids(gguf.GGUFReader(tmp_path / "a.gguf")) == [9, 10, 12]
     tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre="dbrx", eos_token_id=8, eot_token_id=7)
     assert end_token_ids(gguf.GGUFReader(tmp_path / "b.gguf")) == [8, 7]
+
+
+def test_tokens_that_end_a_mapped_model_end_a_converted_model(tmp_path: Path) -> None:
+    tokens = {**BYTE_LEVEL, "<|endoftext|>": CONTROL, "<|im_end|>": CONTROL}
+    tokenizer = tokenizer_of(tmp_path / "a.gguf", tokens, pre="starcoder", bos_token_id=8, eos_token_id=9)
+    reader = gguf.GGUFReader(tmp_path / "a.gguf")
+    model = SimpleNamespace(config=PreTrainedConfig(eos_token_id=2), generation_config=GenerationConfig())
+    use_special_tokens_of_file(model, tokenizer, reader)
+    for config in (model.config, model.generation_config):
+        assert (config.bos_token_id, config.eos_token_id) == (8, end_token_ids(reader)) == (8, [9, 10])
