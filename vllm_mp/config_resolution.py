@@ -30,12 +30,12 @@ from vllm_mp.lora_request import parse_adapter
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.end_tokens import end_token_ids
 from vllm_mp.model_config.generation import default_sampling_params, read_generation_config
-from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.pipeline_parallel import check_pipeline_parallel
 from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
 from vllm_mp.model_config.registry import FP8_ARCHITECTURES, read_architecture
 from vllm_mp.model_config.tensor_parallel import check_tensor_parallel
 from vllm_mp.model_store import recommended_generation_config, resolve_model
+from vllm_mp.model_store.hf_config import read_hf_config
 from vllm_mp.nodes import check_nodes, node_key_file
 from vllm_mp.options import MAX_INTEGER
 from vllm_mp.processor_registration import import_folders
@@ -74,9 +74,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
         tokenizer = resolve_model(
             args.tokenizer, hf_token=args.hf_token, download_dir=args.download_dir, load_format="tokenizer"
         )
-    hf_config = read_json(folder / "config.json", dict)
-    if hf_config is None:
-        raise ValueError(f"{folder} has no config.json; fetch or save the model again")
+    hf_config = read_hf_config(folder, args.load_format)
     architecture = read_architecture(hf_config)
     is_encoder = architecture.is_encoder
     if is_encoder:

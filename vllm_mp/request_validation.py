@@ -38,6 +38,11 @@ def validate_generation(
     _check_request_id(request_id)
     if model.architecture.is_encoder:
         raise ValueError(f"{model.model} is an encoder and generates no text; call encode() for its embeddings")
+    if not model.architecture.has_head:
+        raise ValueError(
+            f"{model.model} has no head for tokens ({model.architecture.name} without lm_head) and generates no text; "
+            "call encode() for its embeddings"
+        )
     _check_not_empty(prompt)
     if len(prompt) >= model.max_model_len:
         raise generation_prompt_too_long(f"{len(prompt)} tokens", model)

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import MODEL_MAPPING
 
 from vllm_mp.core.models.transformers_attention import MASKED, SERVING, Call, Layer, Paging
 from vllm_mp.model_config.architecture import Architecture
@@ -57,7 +58,9 @@ class Probed(NamedTuple):
 
 def check_class(arch: Architecture, model_class: Any, hub_config: Any, max_model_len: int) -> None:
     """Raise ValueError for a model that is known to fail before any weight is read."""
-    if arch.name != model_class.__name__ and not arch.name.endswith("ForCausalLM"):
+    decoder_class = MODEL_MAPPING.get(type(hub_config), None)
+    names = (model_class.__name__, getattr(decoder_class, "__name__", None))
+    if arch.name not in names and not arch.name.endswith("ForCausalLM"):
         raise cannot_run(arch.name, f"the model that generates text is {model_class.__name__}")
     if hub_config.is_encoder_decoder:
         raise cannot_run(arch.name, "only decoder-only models are supported")

@@ -210,6 +210,15 @@ def test_generation_with_an_encoder_is_refused():
     assert refusal(engine=encoder) == "m is an encoder and generates no text; call encode() for its embeddings"
 
 
+def test_generation_with_a_decoder_without_a_head_is_refused():
+    headless = config()
+    headless.model_config.architecture = msgspec.structs.replace(headless.model_config.architecture, has_head=False)
+    assert refusal(engine=headless) == (
+        "m has no head for tokens (LlamaForCausalLM without lm_head) and generates no text; call encode() for its "
+        "embeddings"
+    )
+
+
 def pool(params=None, num_prompt_tokens=5, request_id="id"):
     validate_pooling(request_id, np.arange(num_prompt_tokens, dtype=np.int32), params or PoolingParams(), config())
 

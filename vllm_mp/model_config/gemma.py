@@ -5,10 +5,10 @@ A field that a configuration leaves out takes the default of the transformers cl
 
 from typing import Any, Final
 
-from vllm_mp.model_config.architecture import ACTIVATIONS, NativeArchitecture
+from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.config_json import (
     Config,
-    choice,
+    activation,
     flag,
     integer,
     number,
@@ -77,7 +77,7 @@ def _gemma_family(name: str, config: Config, **variations: Any) -> NativeArchite
         config,
         num_kv_heads=4,
         head_dim=256,
-        activation=choice(config, "hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS),
+        activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         tie_word_embeddings=flag(config, "tie_word_embeddings", True),
         attention_bias=bias,
         attention_output_bias=bias,

@@ -1,7 +1,16 @@
 """Read the `config.json` of GPT-2 and DialoGPT."""
 
-from vllm_mp.model_config.architecture import ACTIVATIONS, NativeArchitecture
-from vllm_mp.model_config.config_json import Config, choice, dtype, even_split, flag, integer, number, optional_integer
+from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.config_json import (
+    Config,
+    activation,
+    dtype,
+    even_split,
+    flag,
+    integer,
+    number,
+    optional_integer,
+)
 
 
 def read_gpt2(name: str, config: Config) -> NativeArchitecture:
@@ -24,7 +33,7 @@ def read_gpt2(name: str, config: Config) -> NativeArchitecture:
         head_dim=head_dim,
         max_position=integer(config, "n_positions", 1024),
         norm_eps=number(config, "layer_norm_epsilon", 1e-5),
-        activation=choice(config, "activation_function", "gelu_new", ACTIVATIONS),
+        activation=activation(config, "activation_function", "gelu_new"),
         tie_word_embeddings=flag(config, "tie_word_embeddings", True),
         attention_bias=True,
         attention_output_bias=True,

@@ -5,10 +5,10 @@ A field that a configuration leaves out takes the default of the transformers cl
 
 from typing import Any
 
-from vllm_mp.model_config.architecture import ACTIVATIONS, NativeArchitecture
+from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.config_json import (
     Config,
-    choice,
+    activation,
     dtype,
     even_split,
     flag,
@@ -155,7 +155,7 @@ def llama_family(
         # A checkpoint may state the stretched length only through the factor (Qwen2.5 does).
         max_position = max(max_position, int(rope.factor * rope.original_max_position))
     fields: dict[str, Any] = {
-        "activation": choice(config, "hidden_act", "silu", ACTIVATIONS),
+        "activation": activation(config, "hidden_act", "silu"),
         "tie_word_embeddings": flag(config, "tie_word_embeddings", False),
         "attention_bias": False,
         "attention_output_bias": False,

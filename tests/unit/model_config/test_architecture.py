@@ -2,10 +2,16 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
-from vllm_mp.model_config.registry import NATIVE_ARCHITECTURES, architecture_name, read_architecture
+from vllm_mp.model_config.registry import (
+    NATIVE_ARCHITECTURES,
+    architecture_name,
+    decoder_without_head,
+    read_architecture,
+)
 from vllm_mp.model_config.rope import Rope
 
 LLAMA = {
@@ -213,9 +219,10 @@ def test_missing_size_is_named(field: str) -> None:
         ({"head_dim": 15}, r"'head_dim' is 15; .*even"),
         ({"rms_norm_eps": float("nan")}, r"'rms_norm_eps' is nan"),
         ({"attention_bias": "yes"}, r"'attention_bias' is 'yes'; it must be true or false"),
-        ({"hidden_act": "xielu"}, r"'hidden_act' is 'xielu'; supported are silu"),
+        ({"hidden_act": "xielu"}, r"'hidden_act' is 'xielu'; native are silu"),
+        ({"hidden_act": None}, r"'hidden_act' is None; supported are silu"),
         ({"torch_dtype": "float8_e4m3fn"}, r"'torch_dtype' is 'float8_e4m3fn'; supported are float32"),
-        ({"rope_scaling": {"type": "mrope"}}, r"rope_scaling\.rope_type' is 'mrope'; supported are default"),
+        ({"rope_scaling": {"type": "mrope"}}, r"rope_scaling\.rope_type' is 'mrope'; native are default"),
         ({"rope_scaling": {"type": "longrope"}}, r"'rope_scaling\.short_factor' is None; it must list 8 numbers"),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1, "x"] * 4}},
@@ -234,6 +241,35 @@ def test_missing_size_is_named(field: str) -> None:
 def test_bad_field_is_refused_with_its_value_and_the_allowed_values(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "relu2"},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_scaling": {"rope_type": "proportional"}},
+    ],
+)
+def test_field_that_only_transformers_computes_leaves_the_model_to_its_module(changes: dict[str, Any]) -> None:
+    arch = read(**changes, max_position_embeddings=128)
+    assert not isinstance(arch, NativeArchitecture)
+    assert (arch.name, arch.max_position) == ("LlamaForCausalLM", 128)
+    assert arch.reason_not_native.startswith("config field '")
+    quantized = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match=r"config field '.*native"):
+        read(**changes, max_position_embeddings=128, quantization_config=quantized)
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "MistralModel", "Qwen2Model", "Gemma3TextModel", "Qwen3MoeModel"])
+def test_decoder_without_a_head_is_its_architecture_without_a_head(name: str) -> None:
+    sizes = {"num_key_value_heads": 2, "head_dim": 16}
+    arch = as_class(name, **sizes)
+    with_head = as_class(arch.name, **sizes)
+    assert (with_head.has_head, arch.has_head) == (True, False)
+    assert msgspec.structs.replace(arch, has_head=True) == with_head
+    assert decoder_without_head(arch.name) == name
 
 
 def test_windowed_layers_without_a_window_are_refused() -> None:
@@ -317,7 +353,7 @@ def test_phi_3_reads_longrope_under_its_first_names_and_derives_its_attention_fa
         ("Phi3ForCausalLM", {"partial_rotary_factor": 0.2}, r"partial_rotary_factor' is 0\.2; .*even number of the 16"),
         ("Phi3ForCausalLM", {"partial_rotary_factor": "half"}, r"partial_rotary_factor' is 'half'; .*number above 0"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, r"'logits_scaling' is 0; it must be a finite number above 0"),
-        ("Olmo2ForCausalLM", {"hidden_act": "xielu"}, r"'hidden_act' is 'xielu'; supported are silu"),
+        ("Olmo2ForCausalLM", {"hidden_act": "xielu"}, r"'hidden_act' is 'xielu'; native are silu"),
     ],
 )
 def test_bad_field_of_a_family_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
