@@ -35,6 +35,7 @@ from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_confi
 from vllm_mp.model_config.registry import FP8_ARCHITECTURES, read_architecture
 from vllm_mp.model_config.tensor_parallel import check_tensor_parallel
 from vllm_mp.model_store import recommended_generation_config, resolve_model
+from vllm_mp.model_store.gguf import is_of_gguf
 from vllm_mp.model_store.hf_config import read_hf_config
 from vllm_mp.nodes import check_nodes, node_key_file
 from vllm_mp.options import MAX_INTEGER
@@ -93,7 +94,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
             tokenizer=str(tokenizer),
             served_model_name=args.served_model_name or args.model,
             chat_template=None if args.chat_template is None else _read_chat_template(args.chat_template),
-            quantization=_quantization(args, architecture),
+            quantization=_quantization(args, architecture, folder),
             max_model_len=max_model_len,
             hf_config=hf_config,
             eos_token_ids=end_token_ids(
@@ -231,11 +232,17 @@ def _section(kind: type[Section], args: "EngineArgs", **settings: Any) -> Sectio
     return kind(**(options | settings))
 
 
-def _quantization(args: "EngineArgs", architecture: Architecture) -> str | None:
-    """Return the quantization of the weights, including the checkpoint's own.
+def _quantization(args: "EngineArgs", architecture: Architecture, folder: Path) -> str | None:
+    """Return the quantization of the weights in `folder`, including the checkpoint's own; None for a GGUF file's own.
 
     Raises ValueError if the option contradicts the architecture, the checkpoint or another option.
     """
+    if args.quantization == "gguf":
+        if not is_of_gguf(folder):
+            raise ValueError(
+                f"quantization='gguf' needs a GGUF file, and {args.model} is none; name a .gguf file, or leave it out"
+            )
+        return None
     in_checkpoint = _checkpoint_quantization(architecture)
     quantization = args.quantization or in_checkpoint
     if quantization is None:

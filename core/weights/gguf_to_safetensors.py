@@ -26,7 +26,8 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from vllm_mp.core.weights.gguf_tokenizer import end_token_ids, read_tokenizer, token_id
-from vllm_mp.model_store.gguf import DISK_FULL_EXIT, NO_TOKENIZER_FILE, TOKENIZER_ONLY
+from vllm_mp.model_store.gguf import CONVERTED_FILE, DISK_FULL_EXIT, NO_TOKENIZER_FILE, TOKENIZER_ONLY
+from vllm_mp.model_store.gguf_parts import part_paths
 
 _EXACT_KINDS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 """Types of tensors that are not quantized."""
@@ -112,6 +113,7 @@ def convert(source: Path, folder: Path) -> None:
     model.save_pretrained(folder)
     model.config.dtype = "float32"
     model.config.save_pretrained(folder)
+    (folder / CONVERTED_FILE).write_text(f"{source.name}\n")
     for path in folder.iterdir():
         # safetensors gives access to the owner only, but several users may share the cache.
         path.chmod(0o644)
@@ -268,11 +270,13 @@ def _llama3_scaling(factors: Any, theta: float) -> dict[str, Any]:
 
 def _open(source: Path) -> gguf.GGUFReader:
     try:
-        reader = _Reader(source)
+        reader, *others = map(_Reader, part_paths(source))
     except OSError:
         raise
     except Exception as error:
         raise ValueError(f"not a GGUF file, or a damaged or truncated one ({error})") from error
+    for other in others:
+        reader.tensors += other.tensors
     if not reader.tensors:
         raise ValueError("the file holds no tensors")
     return reader

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from support.tiny_gguf import write_tiny_gguf
+from support.tiny_gguf import split, write_tiny_gguf
 from transformers import PreTrainedTokenizerFast
 
 from vllm_mp.core.weights import gguf_to_safetensors
@@ -39,7 +39,7 @@ def converts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def reads_nothing(converts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files have any content."""
-    monkeypatch.setattr(gguf, "read_gguf", lambda _: SimpleNamespace(metadata={}))
+    monkeypatch.setattr(gguf, "read_gguf_model", lambda path: SimpleNamespace(files=[SimpleNamespace(path=path)]))
 
 
 def no_conversion(*_: object) -> Path:
@@ -70,6 +70,7 @@ def test_conversion_keeps_every_tensor_and_is_done_once(
         else:
             np.testing.assert_array_equal(converted[name], weight, err_msg=name)
     config = json.loads((folder / "config.json").read_text())
+    assert gguf.is_of_gguf(folder)
     assert (config["dtype"], config["num_key_value_heads"], config["bos_token_id"], config["eos_token_id"]) == (
         "float32",
         2,
@@ -157,10 +158,16 @@ def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "odd.gguf"))
 
 
-def test_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "big-00001-of-00003.gguf").touch()
-    with pytest.raises(ValueError, match="--merge"):
-        resolve_model(str(tmp_path / "big-00001-of-00003.gguf"))
+@pytest.mark.extended
+@pytest.mark.usefixtures("converts")
+def test_parts_of_a_split_file_are_converted_to_one_model(tmp_path: Path) -> None:
+    weights = write_tiny_gguf(tmp_path / "whole.gguf")
+    parts = split(tmp_path / "whole.gguf", tmp_path / "tiny.gguf", 5)
+    folder = resolve_model(str(parts[1]))
+    converted = load_file(folder / "model.safetensors")
+    assert converted.keys() == weights.keys()
+    assert np.array_equal(converted["lm_head.weight"], weights["lm_head.weight"])
+    assert [resolve_model(str(part)) for part in parts] == [folder] * len(parts)
 
 
 def test_conversion_without_room_on_the_disk_is_refused_before_it_starts(
