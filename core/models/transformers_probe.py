@@ -14,6 +14,7 @@ from transformers import MODEL_MAPPING
 
 from vllm_mp.core.models.transformers_attention import MASKED, SERVING, Call, Layer, Paging
 from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.other_decoder import OWN_ATTENTION, why_not_paged
 from vllm_mp.model_config.registry import NATIVE_ARCHITECTURES
 from vllm_mp.model_config.rope import rope_variants
 
@@ -67,7 +68,7 @@ def check_class(arch: Architecture, model_class: Any, hub_config: Any, max_model
     if model_class._is_stateful:
         raise cannot_run(arch.name, "it keeps a state besides keys and values (a state-space or recurrent model)")
     if not model_class._can_set_attn_implementation():
-        raise cannot_run(arch.name, "its attention (ALiBi, for example) cannot be replaced")
+        raise cannot_run(arch.name, why_not_paged(hub_config.to_dict()) or OWN_ATTENTION)
     decoder = hub_config.get_text_config()
     for rope in rope_variants(decoder.to_dict()):
         kind = rope.get("rope_type", rope.get("type"))

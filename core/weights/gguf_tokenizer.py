@@ -141,8 +141,11 @@ def _byte_level(tokenizer: Any, reader: gguf.GGUFReader, must_be_exact: bool) ->
         digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         exact.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     elif must_be_exact and split not in _PLAIN_SPLITS and "Regex" not in repr(backend.pre_tokenizer):
+        known = ", ".join(sorted(name for name in (*_PLAIN_SPLITS, *_DIGIT_SPLITS, *_LLAMA_3_SPLITS) if name))
         raise ValueError(
-            f"tokenizer.ggml.pre is {split!r:.80}, a way to split text that is not known; convert the model again"
+            f"tokenizer.ggml.pre is {split!r:.80}, a way to split text that is not known here for the architecture "
+            f"{_value(reader, 'general.architecture')!r:.80} (known are {known}); converting the file again does not "
+            "change it: use the tokenizer of the original model"
         )
     for token, kind in zip(tokens, _value(reader, "tokenizer.ggml.token_type") or (), strict=False):
         if kind in (_CONTROL, _USER_DEFINED):

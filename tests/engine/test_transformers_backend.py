@@ -23,6 +23,7 @@ from transformers import (
     FalconConfig,
     Gemma3nTextConfig,
     GPTBigCodeConfig,
+    GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     JambaConfig,
@@ -223,7 +224,15 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     ),
     "own attention": (
         FalconConfig(vocab_size=97, hidden_size=48, num_attention_heads=6, max_position_embeddings=64),
-        "'FalconForCausalLM'.*its attention .*cannot be replaced",
+        "'FalconForCausalLM' cannot run here: its attention in transformers is code of its own",
+    ),
+    "rotary": (
+        GPTJConfig(vocab_size=97, n_embd=48, n_layer=2, n_head=6, n_positions=64, rotary_dim=4),
+        "'GPTJForCausalLM' cannot run here: its attention in transformers is code of its own",
+    ),
+    "biases": (
+        FalconConfig(vocab_size=97, hidden_size=48, num_attention_heads=6, max_position_embeddings=64, alibi=True),
+        "'FalconForCausalLM'.*ALiBi",
     ),
     "encoder-decoder": (T5Config(vocab_size=97, d_model=48), "'T5ForConditionalGeneration'.*only decoder-only"),
     "sinks": (

@@ -110,7 +110,11 @@ def test_sentencepiece_puts_a_space_before_every_text_unless_the_file_says_other
 
 
 def test_unknown_way_to_split_text_is_refused_by_name_if_the_tokenizer_must_be_exact(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre is 'strange', .* not known"):
+    with pytest.raises(
+        ValueError,
+        match=r"tokenizer\.ggml\.pre is 'strange', .* not known here for the architecture 'llama' \(known are .*gpt-2, "
+        r".*smollm.*\); converting the file again does not change it: use the tokenizer of the original model",
+    ):
         tokenizer_of(tmp_path / "a.gguf", BYTE_LEVEL, pre="strange")
     assert tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre="strange", must_be_exact=False)("ab").input_ids == [5]
 

@@ -188,7 +188,10 @@ def test_yarn_stretches_the_context_of_any_architecture() -> None:
     [
         ({"vocab_size": None}, r"'vocab_size' is None"),
         ({"hidden_size": None}, r"'hidden_size' is missing.*n_embd, d_model"),
-        ({"max_position_embeddings": None}, r"'max_position_embeddings' is missing.*n_positions.*state-space.*ALiBi"),
+        (
+            {"max_position_embeddings": None},
+            r"'max_position_embeddings' is missing.*n_positions.*; add it, the longest",
+        ),
         ({"max_position_embeddings": "long"}, r"'max_position_embeddings' is 'long'"),
         ({"is_encoder_decoder": True}, r"'is_encoder_decoder' is true; only decoder-only"),
         ({"layer_types": ["full_attention", "linear_attention", "conv"]}, r"'layer_types' names .*conv.*linear_att"),
@@ -200,6 +203,22 @@ def test_other_decoder_that_cannot_run_is_refused_by_name(changes: dict[str, Any
     with pytest.raises(ValueError, match=f"'OtherForCausalLM' cannot run here: .*{message}") as caught:
         read(sizes, **changes)
     assert all(name in str(caught.value) for name in NATIVE_ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"model_type": "falcon", "alibi": True}, "ALiBi"),
+        ({"model_type": "mpt", "attn_config": {"alibi": True}}, "ALiBi"),
+        ({"model_type": "bloom"}, "ALiBi"),
+        ({"model_type": "falcon", "alibi": False}, "its attention in transformers is code of its own"),
+        ({"model_type": "mamba", "state_size": 16}, "a state-space or recurrent model"),
+    ],
+)
+def test_decoder_without_a_stated_context_is_refused_for_its_real_cause(fields: dict[str, Any], cause: str) -> None:
+    with pytest.raises(ValueError, match=f"'OtherForCausalLM' cannot run here: .*{cause}") as caught:
+        read({**OTHER, "vocab_size": 100, "hidden_size": 64, **fields})
+    assert ("ALiBi" in str(caught.value)) == (cause == "ALiBi")
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"])
