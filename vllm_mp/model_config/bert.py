@@ -8,7 +8,17 @@ transformers class that would have read it.
 import msgspec
 
 from vllm_mp.model_config.architecture import NativeArchitecture
-from vllm_mp.model_config.config_json import Config, activation, dtype, even_split, flag, integer, number, shorten
+from vllm_mp.model_config.config_json import (
+    Config,
+    activation,
+    dtype,
+    even_split,
+    flag,
+    integer,
+    number,
+    shorten,
+    with_own_names,
+)
 
 _PROBLEM_ACTIVATIONS = {"regression": "none", "multi_label_classification": "sigmoid"}
 """The activation of a `problem_type`; for others it depends on the number of classes."""
@@ -40,6 +50,9 @@ def read_roberta(name: str, config: Config) -> NativeArchitecture:
 
 
 def read_distilbert(name: str, config: Config) -> NativeArchitecture:
+    config = with_own_names(
+        config, {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
+    )
     return _encoder(
         name,
         config,

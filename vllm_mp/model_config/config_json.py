@@ -68,6 +68,15 @@ def choice(config: Config, field: str, default: str, allowed: tuple[str, ...]) -
     return str(value)
 
 
+def with_own_names(config: Config, own_names: dict[str, str]) -> Config:
+    """Return a configuration whose fields have the names that their family reads, given by their other names.
+
+    As in transformers, a field with the other name takes precedence.
+    """
+    found = {own: config[other] for other, own in own_names.items() if config.get(other) is not None}
+    return {**config, **found}
+
+
 def activation(config: Config, field: str, default: str) -> str:
     """Return the name of an activation that native modules have; raises NotNativeError for another name."""
     value = config.get(field, default)

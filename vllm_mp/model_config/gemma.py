@@ -107,7 +107,8 @@ def _ropes(config: Config, max_position: int, head_dim: int) -> tuple[Rope, Rope
     scaling = config.get("rope_scaling")
     if scaling:
         given = config.get("rope_parameters") or {}
-        config = {**config, "rope_parameters": {**given, "full_attention": scaling}}
+        full = {**(given.get("full_attention") or {}), **scaling}
+        config = {**config, "rope_parameters": {**given, "full_attention": full}}
     theta = number(config, "rope_theta", _GLOBAL_THETA)
     local_theta = number(config, "rope_local_base_freq", _LOCAL_THETA)
     return (

@@ -1,5 +1,7 @@
 """Read the `config.json` of GPT-2 and DialoGPT."""
 
+from typing import Final
+
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.config_json import (
     Config,
@@ -10,10 +12,19 @@ from vllm_mp.model_config.config_json import (
     integer,
     number,
     optional_integer,
+    with_own_names,
 )
+
+_OWN_NAMES: Final = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 
 
 def read_gpt2(name: str, config: Config) -> NativeArchitecture:
+    config = with_own_names(config, _OWN_NAMES)
     hidden_size = integer(config, "n_embd")
     num_layers = integer(config, "n_layer")
     num_heads = integer(config, "n_head")

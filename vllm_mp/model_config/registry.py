@@ -11,7 +11,7 @@ import msgspec
 
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.bert import read_bert, read_distilbert, read_roberta
-from vllm_mp.model_config.config_json import Config, NotNativeError
+from vllm_mp.model_config.config_json import Config, NotNativeError, shorten
 from vllm_mp.model_config.gemma import read_gemma2, read_gemma3
 from vllm_mp.model_config.gpt2 import read_gpt2
 from vllm_mp.model_config.llama import (
@@ -118,6 +118,7 @@ def read_architecture(config: Config) -> Architecture:
     four_bits = read_four_bits(name, config, _FOUR_BIT_ARCHITECTURES)
     if name in NATIVE_MODELS:
         try:
+            _check_layers_are_alike(config)
             read = NATIVE_MODELS[name].read(name, config)
         except NotNativeError as error:
             if _is_encoder(name) or stated_quantization(config):
@@ -155,6 +156,16 @@ def decoder_without_head(name: str) -> str | None:
 
 def _is_encoder(name: str) -> bool:
     return name in NATIVE_MODELS and NATIVE_MODELS[name].model.startswith("bert:")
+
+
+def _check_layers_are_alike(config: Config) -> None:
+    """Raise NotNativeError for a configuration in which single layers have fields of their own."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        if part.get("per_layer_config"):
+            raise NotNativeError(
+                f"config field 'per_layer_config' is {shorten(part['per_layer_config'])}; native is none"
+            )
 
 
 def _check_is_causal(name: str, config: Config) -> None:

@@ -68,14 +68,20 @@ def read_rope(config: Config, max_position: int, head_dim: int, *, may_be_partia
         raise ValueError(f"config field '{source}' is {shorten(given)}; it must be one flat object for all layers")
     theta = None if given.get("rope_theta") else number(config, "rope_theta", 10_000.0)
     partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1) and not may_be_partial:
-        raise NotNativeError(
-            f"config field 'partial_rotary_factor' is {shorten(partial)}; native is 1.0 (all of the head)"
-        )
+    if not may_be_partial:
+        _must_be_whole(partial)
     given = {**given, "partial_rotary_factor": 1.0 if partial is None else partial}
     # As in transformers, a value beside the rope parameters (Phi-3) takes precedence over one inside.
     original = optional_integer(config, "original_max_position_embeddings", None)
     return _parameters(given, source, theta, original, max_position, head_dim)
+
+
+def _must_be_whole(partial: object) -> None:
+    """Raise NotNativeError for a `partial_rotary_factor` that leaves a part of the head unrotated."""
+    if partial not in (None, 1):
+        raise NotNativeError(
+            f"config field 'partial_rotary_factor' is {shorten(partial)}; native is 1.0 (all of the head)"
+        )
 
 
 def read_layer_rope(config: Config, layer_type: str, default_theta: float, max_position: int, head_dim: int) -> Rope:
@@ -89,6 +95,9 @@ def read_layer_rope(config: Config, layer_type: str, default_theta: float, max_p
         raise ValueError(
             f"config field 'rope_parameters' is {shorten(given)}; it must have an object for each type of layer"
         )
+    _must_be_whole(of_type.get("partial_rotary_factor", config.get("partial_rotary_factor")))
+    # As in transformers, which does not look for it in the object of a type.
+    of_type = {**of_type, "truncate": given.get("truncate", True)}
     theta = None if of_type.get("rope_theta") else default_theta
     return _parameters(of_type, f"rope_parameters.{layer_type}", theta, None, max_position, head_dim)
 
