@@ -257,17 +257,28 @@ def _quantization(args: "EngineArgs", architecture: Architecture, folder: Path) 
             raise ValueError(
                 f"{wanted} is served for {', '.join(FP8_ARCHITECTURES)} and not for {architecture.name}; leave it out"
             )
+        _check_is_native(wanted, architecture)
         return "fp8"
     if args.device == "cuda":
         raise ValueError(f"{wanted} is computed on CPUs only, but device='cuda'; leave out one of them")
     if args.dtype == "float16":
         raise ValueError(f"{wanted} needs dtype float32 or bfloat16, got {args.dtype!r}; change one of them")
+    _check_is_native(wanted, architecture)
+    return quantization
+
+
+def _check_is_native(wanted: str, architecture: Architecture) -> None:
+    """Raise ValueError, which names the option `wanted`, unless the model has a native module."""
     if not isinstance(architecture, NativeArchitecture):
         raise ValueError(
             f"{wanted} needs an architecture with a native model, and {architecture.name} runs on the transformers "
-            "backend; leave it out"
+            f"backend{_why_not_native(architecture)}; leave it out"
         )
-    return quantization
+
+
+def _why_not_native(architecture: Architecture) -> str:
+    """Return the reason in brackets if the architecture has a native module, and its configuration has not."""
+    return f" ({architecture.reason_not_native})" if architecture.reason_not_native else ""
 
 
 def _checkpoint_quantization(architecture: Architecture) -> str | None:
@@ -321,7 +332,7 @@ def _lora_config(args: "EngineArgs", architecture: Architecture) -> LoRAConfig |
     if not isinstance(architecture, NativeArchitecture) or architecture.is_encoder:
         raise ValueError(
             f"enable_lora=True: adapters are served for decoders with a native model, and {args.model} "
-            f"({architecture.name}) is none; leave it False"
+            f"({architecture.name}) is none{_why_not_native(architecture)}; leave it False"
         )
     max_cpu_loras = args.max_loras if args.max_cpu_loras is None else args.max_cpu_loras
     if max_cpu_loras < args.max_loras:
