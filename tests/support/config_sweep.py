@@ -62,7 +62,6 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "activation"), _ACTIVATIONS),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _ROPES),
     **dict.fromkeys(("num_experts", "num_local_experts"), (4, 8)),
-    **dict.fromkeys(("num_labels", "architectures", "model_type"), ()),
     "_sliding_window_pattern": (2,),
     "attention_multiplier": (0.5, 2),
     "attn_logit_softcapping": (0.5,),
@@ -110,6 +109,8 @@ _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "vocab_size": (101,),
 }
 """The values to try, by field; those of other fields follow from the present value."""
+_KEPT: Final = ("architectures", "model_type", "num_labels", "text_config", "vision_config")
+"""Fields that are not changed: they choose the class, follow from others, or have fields of their own."""
 _OTHER_FIELDS: Final = (
     "_sliding_window_pattern",
     "clip_qkv",
@@ -140,11 +141,28 @@ class Base(NamedTuple):
     config: PreTrainedConfig
     kind: Any = None
     """Its class; None: that which generates text."""
+    part: str = ""
+    """The object of the configuration whose fields are changed; empty: the configuration itself."""
 
     def fields(self) -> dict[str, Any]:
         """Return the content of config.json."""
         kind = self.kind or MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
         return self.config.to_dict() | {"architectures": [kind.__name__]}
+
+    def stated(self) -> dict[str, Any]:
+        """Return the object whose fields are changed."""
+        stated: dict[str, Any] = self.fields()
+        return stated[self.part] if self.part else stated
+
+    def changed(self, change: "Change") -> dict[str, Any]:
+        """Return the content of config.json with the change."""
+        changed = self.stated() | {change.field: change.value}
+        return self.fields() | {self.part: changed} if self.part else changed
+
+    @property
+    def classes(self) -> set[type[PreTrainedConfig]]:
+        """The classes of the configuration and of the part."""
+        return {type(self.config), *([type(getattr(self.config, self.part))] if self.part else [])}
 
 
 ENCODERS: Final = {
@@ -153,8 +171,22 @@ ENCODERS: Final = {
     "xlm-roberta": Base(transformers.XLMRobertaConfig(**BERT), transformers.XLMRobertaModel),
     "distilbert": Base(transformers.DistilBertConfig(**DISTILBERT), transformers.DistilBertModel),
 }
+_IMAGES: Final = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+GEMMA3: Final = transformers.Gemma3Config(
+    text_config=CONFIGS["gemma3"].to_dict(), vision_config=_IMAGES, mm_tokens_per_image=4
+)
+"""A model of texts and images."""
 BASES: Final[dict[str, Base]] = {
     **{name: Base(config) for name, config in CONFIGS.items()},
+    "gemma3 with images": Base(GEMMA3),
+    "gemma3 with images, text": Base(GEMMA3, part="text_config"),
     **ENCODERS,
     **{f"{name} for classes": Base(config, kind) for name, (kind, config) in CLASSIFIERS.items()},
 }
@@ -175,20 +207,20 @@ class Change(NamedTuple):
 
 def fields_of(bases: Iterable[Base]) -> list[str]:
     """Return the names of the fields that the classes of configurations of `bases` have, and other files."""
-    classes = {type(base.config) for base in bases}
+    classes = set().union(*(base.classes for base in bases))
     own = {field.name for kind in classes for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return sorted({*own, *_OTHER_FIELDS})
+    return sorted({*own, *_OTHER_FIELDS} - {*_KEPT})
 
 
 def changes(base: Base, fields: Sequence[str], *, one_each: bool) -> Iterator[Change]:
     """Yield the changes of `fields`; with `one_each` only the first value of each field, else null too."""
-    stated = base.fields()
+    stated = base.stated()
     for field in fields:
         present = stated.get(field)
         values = [value for value in _VALUES.get(field, _others(present)) if value != present]
         if one_each:
             values = values[:1]
-        elif present is not None and field not in ("architectures", "model_type"):
+        elif present is not None:
             values.append(None)
         yield from (Change(field, value) for value in values)
 
@@ -212,8 +244,7 @@ def difference(base: Base, change: Change, folder: Path) -> str | None:
     A configuration that is refused, or left to transformers' module, by an error that names the field is no difference.
     Raises TransformersRefuses if transformers does not compute it. `folder` is for config.json.
     """
-    content = base.fields() | {change.field: change.value}
-    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps(base.changed(change)))
     try:
         weights, expected = _theirs(base, folder)
     except Exception as error:  # a bad value may raise anything

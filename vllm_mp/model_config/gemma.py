@@ -47,10 +47,8 @@ def read_gemma3(name: str, config: Config) -> NativeArchitecture:
 
     As in transformers, `attn_logit_softcapping`, a field of Gemma 2 that some files keep, has no effect.
     """
-    text = config.get("text_config", {})
-    if not isinstance(text, dict):
-        raise ValueError(f"config field 'text_config' is {shorten(text)}; it must be an object")
-    config = {**_GEMMA3_SIZES, **config, **text}
+    if name == "Gemma3ForConditionalGeneration":
+        config = _text_fields(config)
     layers = integer(config, "num_hidden_layers")
     max_position = integer(config, "max_position_embeddings", 131_072)
     head_dim = integer(config, "head_dim", 256)
@@ -64,6 +62,16 @@ def read_gemma3(name: str, config: Config) -> NativeArchitecture:
         rope=rope,
         local_rope=local_rope,
     )
+
+
+def _text_fields(config: Config) -> Config:
+    """Return the fields for the text part of a model of text and images, which are those that transformers uses."""
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise ValueError(f"config field 'text_config' is {shorten(text)}; it must be an object")
+    of_all = {field: config[field] for field in ("dtype", "torch_dtype") if field in config}
+    is_tied = flag(config, "tie_word_embeddings", True)
+    return {**_GEMMA3_SIZES, **of_all, **text, "tie_word_embeddings": is_tied, "final_logit_softcapping": None}
 
 
 def _gemma_family(name: str, config: Config, **variations: Any) -> NativeArchitecture:
