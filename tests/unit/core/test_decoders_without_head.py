@@ -70,6 +70,19 @@ def test_checkpoint_that_lacks_the_head_that_its_configuration_promises_gives_ve
     assert_same_states(theirs, tmp_path)
 
 
+def test_missing_head_in_a_pickle_is_an_error_that_says_how_to_get_vectors(tmp_path: Path) -> None:
+    save_random_model(CONFIGS["llama"], tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(
+        {name: value for name, value in weights.items() if name != "lm_head.weight"}, tmp_path / "pytorch_model.bin"
+    )
+    with pytest.raises(
+        ValueError, match=r'missing lm_head\.weight\. If .* vectors, write "architectures": \["LlamaModel"\]'
+    ):
+        load_model(config_of(tmp_path), torch.float32, torch.device("cpu"))
+
+
 def test_head_in_a_checkpoint_that_is_named_without_a_head_is_not_read(tmp_path: Path) -> None:
     save_random_model(CONFIGS["llama"], tmp_path)
     theirs = AutoModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
