@@ -40,7 +40,6 @@ _WEIGHTS_PER_SECOND = 11e6
 
 # The end of each phase, as a fraction of the time that the conversion of the default model takes.
 _OPENED_AT = 0.1
-_IMPORTED_AT = 0.35
 _LOADED_AT = 0.6
 _DEQUANTIZED_AT = 0.85
 
@@ -89,9 +88,9 @@ def main(arguments: list[str]) -> int:
 def convert(source: Path, folder: Path) -> None:
     """Write the model in `source` to `folder` as config, generation config, tokenizer and safetensors.
 
-    Raises ValueError for a file that cannot be read, an architecture that transformers does not know from
-    GGUF, and weights that do not belong to the architecture; OSError (ENOSPC), before any work, if the disk
-    has no room for the result.
+    A tokenizer that cannot be used is left out, as `convert_tokenizer` does. Raises ValueError for a file that cannot
+    be read, an architecture that transformers does not know from GGUF, and weights that do not belong to the
+    architecture; OSError (ENOSPC), before any work, if the disk has no room for the result.
     """
     reader = _open(source)
     _announce(reader, folder)
@@ -99,16 +98,18 @@ def convert(source: Path, folder: Path) -> None:
     _report(_OPENED_AT)
 
     architecture = str(reader.fields["general.architecture"].contents())
+    folder.mkdir()
+    _write_tokenizer(source, reader, folder)
+    _report(_LOADED_AT)
     try:
-        model, tokenizer = _load(source, reader, architecture)
+        model = _load(source, reader, architecture)
     except OSError:
         raise
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"architecture {architecture!r}: {text}") from error
     _report(_DEQUANTIZED_AT)
-    use_special_tokens_of_file(model, tokenizer, reader)
-    tokenizer.save_pretrained(folder)
+    use_special_tokens_of_file(model, reader)
     _narrow(model)
     model.save_pretrained(folder)
     model.config.dtype = "float32"
@@ -129,27 +130,29 @@ def convert_tokenizer(source: Path, folder: Path) -> None:
     reader = _open(source)
     _reuse_reader(reader)
     folder.mkdir()
+    _write_tokenizer(source, reader, folder)
+    special = {"bos_token_id": token_id(reader, "tokenizer.ggml.bos_token_id"), "eos_token_id": end_token_ids(reader)}
+    (folder / "generation_config.json").write_text(json.dumps(special, indent=2))
+
+
+def _write_tokenizer(source: Path, reader: gguf.GGUFReader, folder: Path) -> None:
+    """Write the tokenizer of `source` to `folder`, or why it cannot be used."""
     try:
-        read_tokenizer(source, reader, must_be_exact=True).save_pretrained(folder)
+        read_tokenizer(source, reader).save_pretrained(folder)
     except OSError:
         raise
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         (folder / NO_TOKENIZER_FILE).write_text(f"that of {source.name} cannot be used: {text}")
-    special = {"bos_token_id": token_id(reader, "tokenizer.ggml.bos_token_id"), "eos_token_id": end_token_ids(reader)}
-    (folder / "generation_config.json").write_text(json.dumps(special, indent=2))
 
 
-def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any, Any]:
-    """Return the dequantized model and the tokenizer that transformers makes from the file."""
+def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> Any:
+    """Return the dequantized model that transformers makes from the file."""
     # Imported here, because a bad file is found long before the import of transformers would end.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
-    _report(_IMPORTED_AT)
     file = {"gguf_file": source.name, "local_files_only": True}
-    tokenizer = read_tokenizer(source, reader, must_be_exact=False)
-    _report(_LOADED_AT)
     config = AutoConfig.from_pretrained(source.parent, **file)
     _complete(config, reader, architecture)
     with _unused_tensors() as unused:
@@ -172,7 +175,7 @@ def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: transformers does not fully know this architecture from GGUF")
-    return model, tokenizer
+    return model
 
 
 @contextlib.contextmanager
@@ -337,13 +340,12 @@ def _reuse_reader(reader: gguf.GGUFReader) -> None:
     gguf.dequantize = dequantize_and_report
 
 
-def use_special_tokens_of_file(model: Any, tokenizer: Any, reader: gguf.GGUFReader) -> None:
+def use_special_tokens_of_file(model: Any, reader: gguf.GGUFReader) -> None:
     """Make the configurations use the special tokens of the file, which are those of a mapped file."""
-    ends = list(dict.fromkeys([*end_token_ids(reader), tokenizer.eos_token_id]))
-    ends = [token for token in ends if token is not None]
+    ends, first = end_token_ids(reader), token_id(reader, "tokenizer.ggml.bos_token_id")
     for config in (model.config, model.generation_config):
-        if tokenizer.bos_token_id is not None:
-            config.bos_token_id = tokenizer.bos_token_id
+        if first is not None:
+            config.bos_token_id = first
         known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         if not set(ends) <= set(known):
             config.eos_token_id = ends[0] if len(ends) == 1 else ends

@@ -86,6 +86,21 @@ def test_conversion_keeps_every_tensor_and_is_done_once(
     assert resolve_model(str(source)) == folder
 
 
+@pytest.mark.extended
+@pytest.mark.usefixtures("converts")
+def test_converted_file_without_a_usable_tokenizer_says_so_as_a_mapped_one_does(tmp_path: Path) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_tiny_gguf(source)
+    source.write_bytes(source.read_bytes().replace(b"gpt-2", b"ghost"))
+    folder = resolve_model(str(source))
+    assert (folder / "model.safetensors").is_file()
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+    reason = (folder / gguf.NO_TOKENIZER_FILE).read_text()
+    assert reason.startswith(
+        "that of tiny.gguf cannot be used: tokenizer.ggml.pre is 'ghost', a way to split text that"
+    )
+
+
 @pytest.mark.usefixtures("reads_nothing")
 def test_moved_file_is_not_converted_again_but_changed_content_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
