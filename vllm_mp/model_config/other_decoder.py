@@ -44,7 +44,7 @@ def read_other_decoder(name: str, config: Config) -> Architecture:
         )
     return Architecture(
         name=name,
-        has_head=not name.endswith("Model"),
+        has_head=not name.endswith("Model") or name.endswith("HeadModel"),
         vocab_size=integer(decoder, "vocab_size"),
         hidden_size=_first_integer(decoder, _HIDDEN),
         max_position=_longest_context(decoder),

@@ -291,6 +291,20 @@ def test_decoder_without_a_head_is_its_architecture_without_a_head(name: str) ->
     assert decoder_without_head(arch.name) == name
 
 
+@pytest.mark.parametrize(
+    ("name", "has_head"),
+    [("PhiForCausalLM", True), ("OpenAIGPTLMHeadModel", True), ("ReformerModelWithLMHead", True), ("PhiModel", False)],
+)
+def test_name_of_another_decoder_says_whether_it_has_a_head(name: str, has_head: bool) -> None:
+    assert as_class(name, max_position_embeddings=100).has_head is has_head
+
+
+def test_gpt2_that_is_left_to_transformers_keeps_its_head() -> None:
+    other = read({**GPT2, "n_positions": 64, "activation_function": "tanh"})
+    assert (other.name, other.has_head) == ("GPT2LMHeadModel", True)
+    assert "'activation_function' is 'tanh'" in other.reason_not_native
+
+
 def test_windowed_layers_without_a_window_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'layer_types'.*'use_sliding_window'"):
         as_class("Qwen2ForCausalLM", num_key_value_heads=2, layer_types=["sliding_attention"] * 3)
