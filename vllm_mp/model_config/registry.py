@@ -144,8 +144,8 @@ def _not_native(name: str, config: Config, error: NotNativeError) -> Architectur
     """Return the architecture for transformers' module of a decoder whose native module does not compute a field."""
     try:
         other = read_other_decoder(name, config)
-    except ValueError:
-        raise error from None
+    except ValueError as missing:
+        raise ValueError(f"{error}; for transformers' module, {missing}") from None
     return msgspec.structs.replace(other, reason_not_native=str(error))
 
 

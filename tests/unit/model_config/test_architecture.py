@@ -238,7 +238,10 @@ def test_missing_size_is_named(field: str) -> None:
         ({"head_dim": 15}, r"'head_dim' is 15; .*even"),
         ({"rms_norm_eps": float("nan")}, r"'rms_norm_eps' is nan"),
         ({"attention_bias": "yes"}, r"'attention_bias' is 'yes'; it must be true or false"),
-        ({"hidden_act": "xielu"}, r"'hidden_act' is 'xielu'; native are silu"),
+        (
+            {"hidden_act": "xielu"},
+            r"'hidden_act' is 'xielu'; native are silu.* transformers' module, .*'max_position_embeddings' is",
+        ),
         ({"hidden_act": None}, r"'hidden_act' is None; supported are silu"),
         ({"torch_dtype": "float8_e4m3fn"}, r"'torch_dtype' is 'float8_e4m3fn'; supported are float32"),
         ({"rope_scaling": {"type": "mrope"}}, r"rope_scaling\.rope_type' is 'mrope'; native are default"),
