@@ -220,7 +220,7 @@ def changes(base: Base, fields: Sequence[str], *, one_each: bool) -> Iterator[Ch
         values = [value for value in _VALUES.get(field, _others(present)) if value != present]
         if one_each:
             values = values[:1]
-        elif present is not None:
+        elif field not in stated or present is not None:
             values.append(None)
         yield from (Change(field, value) for value in values)
 

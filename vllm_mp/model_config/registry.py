@@ -174,10 +174,11 @@ def _check_is_causal(name: str, config: Config) -> None:
         return
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
-        if part.get("is_causal") is False:
+        if not part.get("is_causal", True):
+            value = "null, which means false" if part["is_causal"] is None else "false"
             raise ValueError(
-                "config field 'is_causal' is false; only causal attention is supported in decoders: use a model with "
-                "causal attention, or an encoder"
+                f"config field 'is_causal' is {value}; only causal attention is supported in decoders: use a model "
+                "with causal attention, or an encoder"
             )
 
 

@@ -105,8 +105,8 @@ def test_ministral_has_windows_in_the_layers_that_its_file_names() -> None:
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"])
 def test_decoder_whose_tokens_see_the_whole_text_is_refused_by_name(name: str) -> None:
     as_class(name, num_key_value_heads=2, n_embd=64, n_layer=2, n_head=4, is_causal=True)
-    for changes in ({"is_causal": False}, {"text_config": {"is_causal": False}}):
-        with pytest.raises(ValueError, match=r"^config field 'is_causal' is false; only causal attention"):
+    for changes in ({"is_causal": False}, {"text_config": {"is_causal": False}}, {"is_causal": None}):
+        with pytest.raises(ValueError, match=r"^config field 'is_causal' is .*false; only causal attention"):
             as_class(name, num_key_value_heads=2, n_embd=64, n_layer=2, n_head=4, **changes)
 
 
