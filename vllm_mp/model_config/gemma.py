@@ -114,7 +114,8 @@ def _ropes(config: Config, max_position: int, head_dim: int) -> tuple[Rope, Rope
     """
     scaling = config.get("rope_scaling")
     if scaling:
-        given = config.get("rope_parameters") or {}
+        # As in transformers: the scaling completes what there is, so that `type` does not replace `rope_type`.
+        given = config.get("rope_parameters") or {"full_attention": {"rope_type": "default"}}
         full = {**(given.get("full_attention") or {}), **scaling}
         config = {**config, "rope_parameters": {**given, "full_attention": full}}
     theta = number(config, "rope_theta", _GLOBAL_THETA)

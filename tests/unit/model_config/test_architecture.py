@@ -328,6 +328,16 @@ def test_gemma_2_alternates_windows_and_caps_scores() -> None:
     assert (uncapped.attention_soft_cap, uncapped.logits_soft_cap) == (None, None)
 
 
+def test_older_scaling_of_gemma_3_completes_its_rotary_parameters_as_in_transformers() -> None:
+    given = {"full_attention": {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}}
+    arch = as_class("Gemma3ForCausalLM", **GEMMA, rope_parameters=given, rope_scaling={"factor": 8.0})
+    assert arch.rope == Rope(type="linear", theta=7.0, factor=8.0)
+    alone = as_class("Gemma3ForCausalLM", **GEMMA, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert alone.rope == Rope(type="linear", theta=1e6, factor=8.0)
+    unnamed = as_class("Gemma3ForCausalLM", **GEMMA, rope_scaling={"type": "linear", "factor": 8.0})
+    assert unnamed.rope == Rope(theta=1e6)
+
+
 def test_gemma_3_ignores_the_cap_of_scores_of_gemma_2_as_transformers_does() -> None:
     arch = as_class("Gemma3ForCausalLM", **GEMMA, attn_logit_softcapping=50.0, final_logit_softcapping=20.0)
     assert (arch.attention_soft_cap, arch.logits_soft_cap) == (None, 20.0)
