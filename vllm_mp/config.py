@@ -49,7 +49,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     max_cudagraph_capture_size: int = 512
     """Maximum number of tokens of a step that is captured; a step of decodes has one for each row."""
     hf_config: dict[str, Any]
-    """The unchanged content of config.json."""
+    """The content of config.json, completed as `model_store.hf_config.read_hf_config` does."""
     eos_token_ids: list[int]
     max_logprobs: int = 20
     """Maximum number of log-probabilities per position that a request may ask for; -1: the whole vocabulary."""
@@ -90,7 +90,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
         """What requests may ask of the model: "generate", "embed", "classify" and "score", as far as it can."""
         architecture = self.architecture
         can = {
-            "generate": not architecture.is_encoder,
+            "generate": not architecture.is_encoder and architecture.has_head,
             "embed": True,
             "classify": architecture.num_classes > 0,
             "score": architecture.num_classes == 1,

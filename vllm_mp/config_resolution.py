@@ -30,12 +30,13 @@ from vllm_mp.lora_request import parse_adapter
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.end_tokens import end_token_ids
 from vllm_mp.model_config.generation import default_sampling_params, read_generation_config
-from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.pipeline_parallel import check_pipeline_parallel
 from vllm_mp.model_config.pooling import read_max_seq_length, read_pooling_config
 from vllm_mp.model_config.registry import FP8_ARCHITECTURES, read_architecture
 from vllm_mp.model_config.tensor_parallel import check_tensor_parallel
 from vllm_mp.model_store import recommended_generation_config, resolve_model
+from vllm_mp.model_store.gguf import is_of_gguf
+from vllm_mp.model_store.hf_config import read_hf_config
 from vllm_mp.nodes import check_nodes, node_key_file
 from vllm_mp.options import MAX_INTEGER
 from vllm_mp.processor_registration import import_folders
@@ -74,9 +75,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
         tokenizer = resolve_model(
             args.tokenizer, hf_token=args.hf_token, download_dir=args.download_dir, load_format="tokenizer"
         )
-    hf_config = read_json(folder / "config.json", dict)
-    if hf_config is None:
-        raise ValueError(f"{folder} has no config.json; fetch or save the model again")
+    hf_config = read_hf_config(folder, args.load_format)
     architecture = read_architecture(hf_config)
     is_encoder = architecture.is_encoder
     if is_encoder:
@@ -95,7 +94,7 @@ def resolve_config(args: "EngineArgs") -> VllmConfig:
             tokenizer=str(tokenizer),
             served_model_name=args.served_model_name or args.model,
             chat_template=None if args.chat_template is None else _read_chat_template(args.chat_template),
-            quantization=_quantization(args, architecture),
+            quantization=_quantization(args, architecture, folder),
             max_model_len=max_model_len,
             hf_config=hf_config,
             eos_token_ids=end_token_ids(
@@ -238,11 +237,17 @@ def _section(kind: type[Section], args: "EngineArgs", **settings: Any) -> Sectio
     return kind(**(options | settings))
 
 
-def _quantization(args: "EngineArgs", architecture: Architecture) -> str | None:
-    """Return the quantization of the weights, including the checkpoint's own.
+def _quantization(args: "EngineArgs", architecture: Architecture, folder: Path) -> str | None:
+    """Return the quantization of the weights in `folder`, including the checkpoint's own; None for a GGUF file's own.
 
     Raises ValueError if the option contradicts the architecture, the checkpoint or another option.
     """
+    if args.quantization == "gguf":
+        if not is_of_gguf(folder):
+            raise ValueError(
+                f"quantization='gguf' needs a GGUF file, and {args.model} is none; name a .gguf file, or leave it out"
+            )
+        return None
     in_checkpoint = _checkpoint_quantization(architecture)
     quantization = args.quantization or in_checkpoint
     if quantization is None:
@@ -257,17 +262,28 @@ def _quantization(args: "EngineArgs", architecture: Architecture) -> str | None:
             raise ValueError(
                 f"{wanted} is served for {', '.join(FP8_ARCHITECTURES)} and not for {architecture.name}; leave it out"
             )
+        _check_is_native(wanted, architecture)
         return "fp8"
     if args.device == "cuda":
         raise ValueError(f"{wanted} is computed on CPUs only, but device='cuda'; leave out one of them")
     if args.dtype == "float16":
         raise ValueError(f"{wanted} needs dtype float32 or bfloat16, got {args.dtype!r}; change one of them")
+    _check_is_native(wanted, architecture)
+    return quantization
+
+
+def _check_is_native(wanted: str, architecture: Architecture) -> None:
+    """Raise ValueError, which names the option `wanted`, unless the model has a native module."""
     if not isinstance(architecture, NativeArchitecture):
         raise ValueError(
             f"{wanted} needs an architecture with a native model, and {architecture.name} runs on the transformers "
-            "backend; leave it out"
+            f"backend{_why_not_native(architecture)}; leave it out"
         )
-    return quantization
+
+
+def _why_not_native(architecture: Architecture) -> str:
+    """Return the reason in brackets if the architecture has a native module, and its configuration has not."""
+    return f" ({architecture.reason_not_native})" if architecture.reason_not_native else ""
 
 
 def _checkpoint_quantization(architecture: Architecture) -> str | None:
@@ -321,7 +337,7 @@ def _lora_config(args: "EngineArgs", architecture: Architecture) -> LoRAConfig |
     if not isinstance(architecture, NativeArchitecture) or architecture.is_encoder:
         raise ValueError(
             f"enable_lora=True: adapters are served for decoders with a native model, and {args.model} "
-            f"({architecture.name}) is none; leave it False"
+            f"({architecture.name}) is none{_why_not_native(architecture)}; leave it False"
         )
     max_cpu_loras = args.max_loras if args.max_cpu_loras is None else args.max_cpu_loras
     if max_cpu_loras < args.max_loras:

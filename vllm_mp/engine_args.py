@@ -262,9 +262,9 @@ class EngineArgs(Options):
     quantization: str | None = option(
         None,
         "Make weights of fewer bits when the model is loaded; int8: integers of 8 bits, on CPUs; int4: blocks of "
-        "4 bits, on CPUs; fp8: floats of 8 bits, on GPUs of compute capability 8.9 or higher; awq, gptq: those "
-        "of the checkpoint, which need not be given. Default: the weights of the checkpoint.",
-        choices=("int8", "int4", "fp8", "awq", "gptq"),
+        "4 bits, on CPUs; fp8: floats of 8 bits, on GPUs of compute capability 8.9 or higher; awq, gptq, "
+        "gguf: those of the checkpoint, which need not be given. Default: the weights of the checkpoint.",
+        choices=("int8", "int4", "fp8", "awq", "gptq", "gguf"),
         subject="model",
     )
     generation_config: str = option(

@@ -1,5 +1,6 @@
 """Read and check a LoRA adapter that PEFT has saved: `adapter_config.json` and `adapter_model.safetensors`."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -10,9 +11,12 @@ from torch import Tensor
 from vllm_mp.core.lora.peft_config import PeftConfig, read_peft_config
 from vllm_mp.core.lora.targets import projections
 from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, MAX_LISTED
+from vllm_mp.core.models.text_part import is_of_images, name_in_text_part
 from vllm_mp.core.weights.checkpoint_files import read_tensors
 from vllm_mp.kernels.ops import Factors
 from vllm_mp.model_config.architecture import NativeArchitecture
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 _MAX_PROBLEM: Final = 400
@@ -77,6 +81,8 @@ class _Reader:
         self._found: dict[str, dict[str, Tensor]] = {}
         """By layer: its factors "A" and "B"."""
         self._problems: list[str] = []
+        self._num_of_images = 0
+        """Number of tensors for the parts of the model that compute images, which no request uses."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a tensor of the file."""
@@ -89,7 +95,10 @@ class _Reader:
         for module, factors in self._found.items():
             self._problems += [f"{module} lacks lora_{factor}" for factor in "AB" if factor not in factors]
         if not self._found and not self._problems:
-            self._problems.append(f"{WEIGHTS_FILE} is empty")
+            of_images = "adapts only the parts of the model for images, and texts alone are served"
+            self._problems.append(f"{WEIGHTS_FILE} {of_images if self._num_of_images else 'is empty'}")
+        if self._num_of_images:
+            logger.warning("%d tensors of an adapter are for images, which are not served", self._num_of_images)
         if self._problems:
             more = len(self._problems) - MAX_LISTED
             raise ValueError("; ".join(self._problems[:MAX_LISTED]) + (f"; and {more} more" if more > 0 else ""))
@@ -98,6 +107,9 @@ class _Reader:
 
     def _take(self, name: str, tensor: Tensor) -> str | None:
         """Store a tensor; return what is wrong with it."""
+        if is_of_images(name.removeprefix(_PREFIX)):
+            self._num_of_images += 1
+            return None
         if _EMBEDDING.search(name):
             return f"{name} changes embeddings or a whole module, which is not served"
         if "lora_magnitude_vector" in name:
@@ -105,7 +117,8 @@ class _Reader:
         module, _, kind = name.removeprefix(_PREFIX).rpartition(".lora_")
         if kind not in ("A.weight", "B.weight"):
             return f"{name} is no factor of LoRA"
-        layer = next((module.removeprefix(prefix) for prefix in _MODEL_PREFIXES if module.startswith(prefix)), module)
+        layer = name_in_text_part(module)
+        layer = next((layer.removeprefix(prefix) for prefix in _MODEL_PREFIXES if layer.startswith(prefix)), layer)
         if layer not in self._sizes:
             number = _LAYER.search(layer)
             if number and int(number[1]) >= self._arch.num_layers:

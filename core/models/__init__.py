@@ -18,7 +18,7 @@ class CausalLM(Protocol):
     """A decoder over the paged KV cache. Every model is an `nn.Module` of this form.
 
     An encoder has no cache, no `compute_logits`, no `argmax`, no `embed_input_ids`, and takes no `inputs_embeds`. Each
-    token sees its row, which is a whole prompt.
+    token sees its row, which is a whole prompt. The methods that give logits need an architecture with `has_head`.
     """
 
     kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]

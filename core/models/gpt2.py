@@ -79,9 +79,8 @@ class GPT2LMHeadModel(RankModule):
         if self.is_first:
             self.wte = vocabulary_matrix(arch, dtype, device)
             self.wpe = nn.Parameter(torch.empty(arch.max_position, arch.hidden_size, **at))
-            head = self.wte
-            if not arch.tie_word_embeddings:
-                head = vocabulary_matrix(arch, dtype, device)
+        if self.is_first and arch.has_head:
+            head = self.wte if arch.tie_word_embeddings else vocabulary_matrix(arch, dtype, device)
             self.lm_head = VocabularyHead(head, dtype, arch.shard)
         self.ln_f: LayerNorm | None = None
         if arch.stage is None or arch.stage.is_last:
@@ -120,21 +119,26 @@ class GPT2LMHeadModel(RankModule):
         return make_adapter_stacks((part for block in blocks for part in block.projections()), num_slots, max_rank)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        is_tied = self.arch.tie_word_embeddings and self.arch.has_head
         load_checkpoint(
             self._destinations(),
             cut_tensors(tensors, self.arch.shard),
             prefix="transformer.",
-            # Old files contain the causal masks, which were buffers.
-            ignored=lambda name: name.endswith((".attn.bias", ".attn.masked_bias")),
-            tied=("lm_head.weight", "wte.weight") if self.arch.tie_word_embeddings else None,
+            ignored=self._ignores,
+            tied=("lm_head.weight", "wte.weight") if is_tied else None,
         )
+
+    def _ignores(self, name: str) -> bool:
+        """Tell whether a tensor is skipped: a causal mask, which old files contain, or an unused head."""
+        is_mask = name.endswith((".attn.bias", ".attn.masked_bias"))
+        return is_mask or (name == "lm_head.weight" and not self.arch.has_head)
 
     def _destinations(self) -> dict[str, Tensor | Destination]:
         """Map checkpoint names (without `transformer.`) to the parameters that they fill."""
         places: dict[str, Tensor | Destination] = {}
         if self.is_first:
             places |= {"wte.weight": destination_of(self.wte), "wpe.weight": self.wpe}
-            if not self.arch.tie_word_embeddings:
+            if self.arch.has_head and not self.arch.tie_word_embeddings:
                 places["lm_head.weight"] = destination_of(self.lm_head.weight)
         named: dict[str, LayerNorm | Linear] = {} if self.ln_f is None else {"ln_f": self.ln_f}
         for i, block in enumerate(self.h, self.arch.first_layer):

@@ -20,6 +20,7 @@ from vllm_mp.core.models.experts import ExpertMLP, mixture_name, separate_expert
 from vllm_mp.core.models.linear import Linear, make_adapter_stacks, pack_projections
 from vllm_mp.core.models.mlp import MLP
 from vllm_mp.core.models.rotary import cos_sin_cache
+from vllm_mp.core.models.text_part import is_of_images, name_in_text_part
 from vllm_mp.core.models.vocabulary import VocabularyHead, shared_embedding
 from vllm_mp.core.parallel.cuts import cut_tensors
 from vllm_mp.core.parallel.group import RankModule
@@ -336,9 +337,8 @@ class LlamaForCausalLM(RankModule):
         self.is_first = arch.stage is None or arch.stage.is_first
         if self.is_first:
             self.embed_tokens = vocabulary_matrix(arch, dtype, device)
-            head = self.embed_tokens
-            if not arch.tie_word_embeddings:
-                head = vocabulary_matrix(arch, dtype, device)
+        if self.is_first and arch.has_head:
+            head = self.embed_tokens if arch.tie_word_embeddings else vocabulary_matrix(arch, dtype, device)
             self.lm_head = VocabularyHead(head, dtype, arch.shard)
         ropes = [arch.rope] if arch.local_rope is None else [arch.rope, arch.local_rope]
         tables = [cos_sin_cache(rope, arch.head_dim, arch.max_position, dtype, device) for rope in ropes]
@@ -378,7 +378,7 @@ class LlamaForCausalLM(RankModule):
     def pack(self, quantization: str | None, cache_dtype: torch.dtype) -> None:
         assert isinstance(self.decoder, Decoder)
         self.decoder = self.decoder.packed(quantization, cache_dtype)
-        if self.is_first:
+        if self.is_first and self.arch.has_head:
             self.lm_head.pack(quantization)
 
     def make_adapter_stacks(self, num_slots: int, max_rank: int) -> list[ops.AnyAdapterStack]:
@@ -387,7 +387,8 @@ class LlamaForCausalLM(RankModule):
         return stacks
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor | ops.BlockWeight]]) -> None:
-        tied = ("lm_head.weight", "embed_tokens.weight") if self.arch.tie_word_embeddings else None
+        is_tied = self.arch.tie_word_embeddings and self.arch.has_head
+        tied = ("lm_head.weight", "embed_tokens.weight") if is_tied else None
         load_checkpoint(
             self._destinations(),
             cut_tensors(separate_experts((self._name(name), tensor) for name, tensor in tensors), self.arch.shard),
@@ -400,17 +401,17 @@ class LlamaForCausalLM(RankModule):
         """Return the name of a tensor in `_destinations`; some checkpoints use another name."""
         if self.arch.fp8 == "tensor":
             name = re.sub(r"\.weight_scale_inv$", ".weight_scale", name)
-        # Checkpoints of models of text and images name the text part.
-        name = re.sub(r"^(model\.)?language_model\.(model\.)?", "", name)
+        name = name_in_text_part(name)
         if self.arch.experts is not None:
             name = mixture_name(name)
         return re.sub(r"\.[kv]_proj\.([kv]_scale)$", r".\1", name)
 
     def _ignores(self, name: str) -> bool:
-        """Tell whether a tensor is skipped: of images, rotary frequencies, or static activation scales."""
+        """Tell whether a tensor is skipped: of images, rotary frequencies, static activation scales, an unused head."""
         is_input_scale = name.endswith((".input_scale", ".activation_scale"))
         return (
-            name.startswith(("vision_tower.", "multi_modal_projector."))
+            is_of_images(name)
+            or (name == "lm_head.weight" and not self.arch.has_head)
             or name.endswith("rotary_emb.inv_freq")
             or (self.arch.fp8 is not None and is_input_scale)
         )
@@ -423,7 +424,7 @@ class LlamaForCausalLM(RankModule):
         places: dict[str, Tensor | Destination] = {}
         if self.is_first:
             places["embed_tokens.weight"] = destination_of(self.embed_tokens)
-            if not arch.tie_word_embeddings:
+            if arch.has_head and not arch.tie_word_embeddings:
                 places["lm_head.weight"] = destination_of(self.lm_head.weight)
         norms: dict[str, Tensor | None] = {"norm": decoder.norm} if decoder.has_norm else {}
         for i, layer in enumerate(decoder.layers, arch.first_layer):

@@ -126,6 +126,12 @@ def load_model(
     for a model that cannot run here, and for weights that are absent, damaged or belong to another model.
     """
     arch = config.architecture
+    if arch.reason_not_native:
+        logger.warning(
+            "%s has no native module for this configuration and runs as transformers' own, which may be slower: %s",
+            arch.name,
+            arch.reason_not_native,
+        )
     model_class, hub_config = _find_class(arch, config.folder)
     check_class(arch, model_class, hub_config, config.max_model_len)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": SERVING}
@@ -148,13 +154,14 @@ def load_model(
                     ignore_mismatched_sizes=True,
                     **options,
                 )
-            _check_report(report, config.folder)
+            _check_report(report, config.folder, _head_parameters(causal) if not arch.has_head else set())
             num_parameters = count_parameters(causal)
             split_model(causal, group, arch.name)
     except (torch.OutOfMemoryError, CheckpointMismatchError, CannotSplitError):
         raise
     except (ImportError, *FAILURES) as error:
-        raise cannot_run(arch.name, describe(error)) from error
+        also = f" ({arch.reason_not_native})" if arch.reason_not_native else ""
+        raise cannot_run(arch.name, describe(error) + also) from error
     causal.requires_grad_(False)
     model = TransformersForCausalLM(causal, arch, config.max_model_len, config.enable_prompt_embeds)
     model.keep_stage(stage, num_stages, arch.name)
@@ -220,12 +227,19 @@ def _own(model: nn.Module, tensors: Mapping[str, Tensor], progress: Callable[[fl
         progress(done / len(parameters))
 
 
-def _check_report(report: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointMismatchError if the weights do not fit the model.
+def _head_parameters(causal: Any) -> set[str]:
+    """Return the names of the parameters of a model's head."""
+    head = causal.get_output_embeddings()
+    of_head = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    return {name for name, parameter in causal.named_parameters() if id(parameter) in of_head}
+
+
+def _check_report(report: Mapping[str, Any], folder: Path, unused: set[str]) -> None:
+    """Raise CheckpointMismatchError if the weights, except `unused` ones, do not fit the model.
 
     transformers only warns of that, and draws missing parameters at random.
     """
-    problems = [f"missing {name}" for name in sorted(report["missing_keys"])]
+    problems = [f"missing {name}" for name in sorted(set(report["missing_keys"]) - unused)]
     problems += [f"unexpected {name}" for name in sorted(report["unexpected_keys"])]
     problems += [
         f"{name} has shape {list(found)}, not {list(expected)}"

@@ -10,9 +10,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import MODEL_MAPPING
 
 from vllm_mp.core.models.transformers_attention import MASKED, SERVING, Call, Layer, Paging
 from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_config.other_decoder import OWN_ATTENTION, why_not_paged
 from vllm_mp.model_config.registry import NATIVE_ARCHITECTURES
 from vllm_mp.model_config.rope import rope_variants
 
@@ -57,14 +59,16 @@ class Probed(NamedTuple):
 
 def check_class(arch: Architecture, model_class: Any, hub_config: Any, max_model_len: int) -> None:
     """Raise ValueError for a model that is known to fail before any weight is read."""
-    if arch.name != model_class.__name__ and not arch.name.endswith("ForCausalLM"):
+    decoder_class = MODEL_MAPPING.get(type(hub_config), None)
+    names = (model_class.__name__, getattr(decoder_class, "__name__", None))
+    if arch.name not in names and not arch.name.endswith("ForCausalLM"):
         raise cannot_run(arch.name, f"the model that generates text is {model_class.__name__}")
     if hub_config.is_encoder_decoder:
         raise cannot_run(arch.name, "only decoder-only models are supported")
     if model_class._is_stateful:
         raise cannot_run(arch.name, "it keeps a state besides keys and values (a state-space or recurrent model)")
     if not model_class._can_set_attn_implementation():
-        raise cannot_run(arch.name, "its attention (ALiBi, for example) cannot be replaced")
+        raise cannot_run(arch.name, why_not_paged(hub_config.to_dict()) or OWN_ATTENTION)
     decoder = hub_config.get_text_config()
     for rope in rope_variants(decoder.to_dict()):
         kind = rope.get("rope_type", rope.get("type"))

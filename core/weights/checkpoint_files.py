@@ -14,8 +14,8 @@ from vllm_mp.model_store.folder import PICKLED, SAFETENSORS, no_weights, weight_
 def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:
     """Return the files with the weights in `folder`, each with the names of the tensors to read from it (None: all).
 
-    They are safetensors, or pytorch_model.bin where there are none. Raises ValueError, naming the file, the cause and
-    the remedy, if there are none, or some are missing.
+    They are safetensors, or pytorch_model.bin where there are none. Without an index all safetensors are read. Raises
+    ValueError, naming the file, the cause and the remedy, if there are none, or some are missing.
     """
     form = weight_files(folder)
     if form is None:
@@ -23,6 +23,8 @@ def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:
     single, index = folder / form.single, folder / form.index_name
     if single.is_file():
         return {single: None}
+    if not index.is_file() and form == SAFETENSORS:
+        return dict.fromkeys(sorted(folder.glob(form.pattern)))
     if not index.is_file():
         raise ValueError(
             f"{folder} has neither {form.single} nor {form.index_name}; point `model` at a folder with the "

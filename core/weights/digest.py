@@ -66,10 +66,11 @@ def _tensors(path: Path) -> Iterator[str]:
 
 def _gguf_tensors(gguf: GgufFile) -> Iterator[str]:
     """Yield a line for each tensor of a GGUF file."""
-    with gguf.path.open("rb") as file:
-        for name, tensor in gguf.tensors.items():
-            samples = _two_samples(file, tensor.offset, tensor.offset + tensor.num_bytes)
-            yield f"{name} {tensor.type.name} {list(tensor.shape)} {samples}"
+    for part in gguf.files:
+        with part.path.open("rb") as file:
+            for name, tensor in part.tensors.items():
+                samples = _two_samples(file, tensor.offset, tensor.offset + tensor.num_bytes)
+                yield f"{name} {tensor.type.name} {list(tensor.shape)} {samples}"
 
 
 def _two_samples(file: BinaryIO, begin: int, end: int) -> str:

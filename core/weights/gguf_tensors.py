@@ -52,14 +52,14 @@ def gguf_tensors(
     file = place.read()
     family = family_of(file)
     assert family is not None  # the folder was made of the same header
-    with open(place.path, "rb") as opened:
-        mapped = mmap.mmap(opened.fileno(), file.identity.size, access=mmap.ACCESS_READ)
-    mapped.madvise(mmap.MADV_WILLNEED)
+    maps = [_mapped(part) for part in file.files]
+    total = sum(part.identity.size for part in file.files)
     converted: Counter[str] = Counter()
     done = 0
     for stored_name, stored in file.tensors.items():
         heads = _interleaved_heads(file, family, stored_name)
         own_name = checkpoint_name(stored_name, family) or stored_name
+        mapped = maps[stored.part]
         for name, tensor in _single_tensors(own_name, stored) if stored_name not in ROPE_FACTORS else ():
             if not wanted(name):
                 continue
@@ -78,12 +78,20 @@ def gguf_tensors(
                 _release(mapped, tensor)  # the consumer has copied it
         done += stored.num_bytes
         if progress is not None:
-            progress(min(1.0, done / file.identity.size))
+            progress(min(1.0, done / total))
     if progress is not None:
         progress(1.0)
     if converted:
         counts = ", ".join(f"{count:,} bytes of {kind}" for kind, count in sorted(converted.items()))
         logger.info("%s: converted when they were loaded: %s", place.path, counts)
+
+
+def _mapped(file: GgufFile) -> mmap.mmap:
+    """Return the content of a file, or of one part, mapped into memory."""
+    with file.path.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), file.identity.size, access=mmap.ACCESS_READ)
+    mapped.madvise(mmap.MADV_WILLNEED)
+    return mapped
 
 
 def has_block_types(folder: Path) -> bool:

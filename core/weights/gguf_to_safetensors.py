@@ -10,11 +10,14 @@ The first line on stdout is `plan BYTES SECONDS`, the space and about the time t
 disk is too small; the last line of stderr is the reason.
 """
 
+import contextlib
 import errno
 import functools
 import json
+import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,8 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from vllm_mp.core.weights.gguf_tokenizer import end_token_ids, read_tokenizer, token_id
-from vllm_mp.model_store.gguf import DISK_FULL_EXIT, NO_TOKENIZER_FILE, TOKENIZER_ONLY
+from vllm_mp.model_store.gguf import CONVERTED_FILE, DISK_FULL_EXIT, NO_TOKENIZER_FILE, TOKENIZER_ONLY
+from vllm_mp.model_store.gguf_parts import part_paths
 
 _EXACT_KINDS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 """Types of tensors that are not quantized."""
@@ -36,7 +40,6 @@ _WEIGHTS_PER_SECOND = 11e6
 
 # The end of each phase, as a fraction of the time that the conversion of the default model takes.
 _OPENED_AT = 0.1
-_IMPORTED_AT = 0.35
 _LOADED_AT = 0.6
 _DEQUANTIZED_AT = 0.85
 
@@ -52,6 +55,8 @@ _IGNORED_METADATA = {
 }
 
 _ABSENT = object()
+_ROTARY = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
+"""The names of tensors with rotary frequencies or their factors."""
 
 
 class _Reader(gguf.GGUFReader):  # type: ignore[misc]
@@ -83,9 +88,9 @@ def main(arguments: list[str]) -> int:
 def convert(source: Path, folder: Path) -> None:
     """Write the model in `source` to `folder` as config, generation config, tokenizer and safetensors.
 
-    Raises ValueError for a file that cannot be read, an architecture that transformers does not know from
-    GGUF, and weights that do not belong to the architecture; OSError (ENOSPC), before any work, if the disk
-    has no room for the result.
+    A tokenizer that cannot be used is left out, as `convert_tokenizer` does. Raises ValueError for a file that cannot
+    be read, an architecture that transformers does not know from GGUF, and weights that do not belong to the
+    architecture; OSError (ENOSPC), before any work, if the disk has no room for the result.
     """
     reader = _open(source)
     _announce(reader, folder)
@@ -93,20 +98,23 @@ def convert(source: Path, folder: Path) -> None:
     _report(_OPENED_AT)
 
     architecture = str(reader.fields["general.architecture"].contents())
+    folder.mkdir()
+    _write_tokenizer(source, reader, folder)
+    _report(_LOADED_AT)
     try:
-        model, tokenizer = _load(source, reader, architecture)
+        model = _load(source, reader, architecture)
     except OSError:
         raise
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"architecture {architecture!r}: {text}") from error
     _report(_DEQUANTIZED_AT)
-    _use_end_tokens_of_file(model, tokenizer, reader)
-    tokenizer.save_pretrained(folder)
+    use_special_tokens_of_file(model, reader)
     _narrow(model)
     model.save_pretrained(folder)
     model.config.dtype = "float32"
     model.config.save_pretrained(folder)
+    (folder / CONVERTED_FILE).write_text(f"{source.name}\n")
     for path in folder.iterdir():
         # safetensors gives access to the owner only, but several users may share the cache.
         path.chmod(0o644)
@@ -122,47 +130,88 @@ def convert_tokenizer(source: Path, folder: Path) -> None:
     reader = _open(source)
     _reuse_reader(reader)
     folder.mkdir()
+    _write_tokenizer(source, reader, folder)
+    special = {"bos_token_id": token_id(reader, "tokenizer.ggml.bos_token_id"), "eos_token_id": end_token_ids(reader)}
+    (folder / "generation_config.json").write_text(json.dumps(special, indent=2))
+
+
+def _write_tokenizer(source: Path, reader: gguf.GGUFReader, folder: Path) -> None:
+    """Write the tokenizer of `source` to `folder`, or why it cannot be used."""
     try:
-        read_tokenizer(source, reader, must_be_exact=True).save_pretrained(folder)
+        read_tokenizer(source, reader).save_pretrained(folder)
     except OSError:
         raise
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         (folder / NO_TOKENIZER_FILE).write_text(f"that of {source.name} cannot be used: {text}")
-    special = {"bos_token_id": token_id(reader, "tokenizer.ggml.bos_token_id"), "eos_token_id": end_token_ids(reader)}
-    (folder / "generation_config.json").write_text(json.dumps(special, indent=2))
 
 
-def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> tuple[Any, Any]:
-    """Return the dequantized model and the tokenizer that transformers makes from the file."""
+def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> Any:
+    """Return the dequantized model that transformers makes from the file."""
     # Imported here, because a bad file is found long before the import of transformers would end.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
-    _report(_IMPORTED_AT)
     file = {"gguf_file": source.name, "local_files_only": True}
-    tokenizer = read_tokenizer(source, reader, must_be_exact=False)
-    _report(_LOADED_AT)
     config = AutoConfig.from_pretrained(source.parent, **file)
     _complete(config, reader, architecture)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        config=config,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **file,
-    )
-    # transformers draws weights at random that it does not find.
+    with _unused_tensors() as unused:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            config=config,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **file,
+        )
+    # transformers draws weights at random that it does not find, and drops tensors that it does not know.
     problems = [f"no tensor for {name}" for name in sorted(report["missing_keys"])]
     problems += [
         f"{name} has shape {list(found)}, not {list(wanted)}" for name, found, wanted in report["mismatched_keys"]
     ]
+    unused += [name for name in sorted(report["unexpected_keys"]) if not _ROTARY.fullmatch(name)]
+    problems += [f"{name} is a tensor that {type(model).__name__} does not have" for name in unused]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: transformers does not fully know this architecture from GGUF")
-    return model, tokenizer
+    return model
+
+
+@contextlib.contextmanager
+def _unused_tensors() -> Iterator[list[str]]:
+    """Collect the names of the tensors that transformers reads in this block and has no parameter for.
+
+    Rotary frequencies, which the configuration has, and biases of zeros are left out, as in files that are mapped.
+    """
+    from transformers import modeling_gguf_pytorch_utils as library
+
+    unused: list[str] = []
+    names_of = library.get_gguf_hf_weights_map
+
+    def watched_names(model: Any, processor: Any, *of_part: Any, **options: Any) -> dict[str, str]:
+        names: dict[str, str] = names_of(model, processor, *of_part, **options)
+        if of_part or options:
+            return names  # the names in a part of the model, for which the function calls itself
+        process = processor.process
+
+        def watched_process(weights: Any, name: str, **given: Any) -> Any:
+            result = process(weights=weights, name=name, **given)
+            # A processor returns no name for a tensor that it has stored itself.
+            is_used = result.name is None or result.name in names
+            is_zero_bias = name.endswith(".bias") and not weights.any()
+            if not is_used and not is_zero_bias and not _ROTARY.fullmatch(name):
+                unused.append(name)
+            return result
+
+        processor.process = watched_process
+        return names
+
+    library.get_gguf_hf_weights_map = watched_names
+    try:
+        yield unused
+    finally:
+        library.get_gguf_hf_weights_map = names_of
 
 
 def _complete(config: Any, reader: gguf.GGUFReader, architecture: str) -> None:
@@ -224,11 +273,13 @@ def _llama3_scaling(factors: Any, theta: float) -> dict[str, Any]:
 
 def _open(source: Path) -> gguf.GGUFReader:
     try:
-        reader = _Reader(source)
+        reader, *others = map(_Reader, part_paths(source))
     except OSError:
         raise
     except Exception as error:
         raise ValueError(f"not a GGUF file, or a damaged or truncated one ({error})") from error
+    for other in others:
+        reader.tensors += other.tensors
     if not reader.tensors:
         raise ValueError("the file holds no tensors")
     return reader
@@ -289,13 +340,12 @@ def _reuse_reader(reader: gguf.GGUFReader) -> None:
     gguf.dequantize = dequantize_and_report
 
 
-def _use_end_tokens_of_file(model: Any, tokenizer: Any, reader: gguf.GGUFReader) -> None:
-    """Make the configurations use the special tokens; an end-of-turn token of the file ends a generation too."""
-    ends = [tokenizer.eos_token_id, token_id(reader, "tokenizer.ggml.eot_token_id")]
-    ends = [token for token in dict.fromkeys(ends) if token is not None]
+def use_special_tokens_of_file(model: Any, reader: gguf.GGUFReader) -> None:
+    """Make the configurations use the special tokens of the file, which are those of a mapped file."""
+    ends, first = end_token_ids(reader), token_id(reader, "tokenizer.ggml.bos_token_id")
     for config in (model.config, model.generation_config):
-        if tokenizer.bos_token_id is not None:
-            config.bos_token_id = tokenizer.bos_token_id
+        if first is not None:
+            config.bos_token_id = first
         known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         if not set(ends) <= set(known):
             config.eos_token_id = ends[0] if len(ends) == 1 else ends

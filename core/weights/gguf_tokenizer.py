@@ -42,11 +42,11 @@ _SPECIAL_TOKENS: Final = {
 }
 
 
-def read_tokenizer(source: Path, reader: gguf.GGUFReader, *, must_be_exact: bool) -> Any:
+def read_tokenizer(source: Path, reader: gguf.GGUFReader) -> Any:
     """Return the tokenizer, of transformers, that is in the file `source`, which `reader` has read.
 
-    A way to split text that is not known is refused with `must_be_exact`, and else replaced by that of GPT-2. Raises
-    ValueError, naming the field, also for a vocabulary that is missing or contradicts itself.
+    Raises ValueError, naming the field, for a way to split text that is not known, and for a vocabulary that is missing
+    or contradicts itself.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -56,7 +56,7 @@ def read_tokenizer(source: Path, reader: gguf.GGUFReader, *, must_be_exact: bool
     tokenizer = tokenizer_class.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
     model = _value(reader, "tokenizer.ggml.model")
     if model == "gpt2":
-        tokenizer = _byte_level(tokenizer, reader, must_be_exact)
+        tokenizer = _byte_level(tokenizer, reader)
     elif model == "llama":
         _use_prefix_of_file(tokenizer, reader)
     _use_special_tokens_of_file(tokenizer, reader)
@@ -120,7 +120,7 @@ def _merges(reader: gguf.GGUFReader) -> list[list[str]]:
     return [merge.split(" ") for merge in _value(reader, "tokenizer.ggml.merges") or []]
 
 
-def _byte_level(tokenizer: Any, reader: gguf.GGUFReader, must_be_exact: bool) -> Any:
+def _byte_level(tokenizer: Any, reader: gguf.GGUFReader) -> Any:
     """Return `tokenizer` with the vocabulary as it is in the file, and its way to split text.
 
     transformers respells control tokens that have other characters than bytes have (DeepSeek's), so that they are cut
@@ -140,9 +140,12 @@ def _byte_level(tokenizer: Any, reader: gguf.GGUFReader, must_be_exact: bool) ->
     if split in _DIGIT_SPLITS:
         digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         exact.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-    elif must_be_exact and split not in _PLAIN_SPLITS and "Regex" not in repr(backend.pre_tokenizer):
+    elif split not in _PLAIN_SPLITS and "Regex" not in repr(backend.pre_tokenizer):
+        known = ", ".join(sorted(name for name in (*_PLAIN_SPLITS, *_DIGIT_SPLITS, *_LLAMA_3_SPLITS) if name))
         raise ValueError(
-            f"tokenizer.ggml.pre is {split!r:.80}, a way to split text that is not known; convert the model again"
+            f"tokenizer.ggml.pre is {split!r:.80}, a way to split text that is not known here for the architecture "
+            f"{_value(reader, 'general.architecture')!r:.80} (known are {known}); converting the file again does not "
+            "change it: use the tokenizer of the original model"
         )
     for token, kind in zip(tokens, _value(reader, "tokenizer.ggml.token_type") or (), strict=False):
         if kind in (_CONTROL, _USER_DEFINED):

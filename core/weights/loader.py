@@ -22,6 +22,7 @@ from vllm_mp.core.weights.gguf_tensors import gguf_tensors, has_block_types
 from vllm_mp.kernels import ops
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.pipeline_parallel import stage_of
+from vllm_mp.model_config.registry import decoder_without_head
 from vllm_mp.model_config.tensor_parallel import check_tensor_parallel, shard_of
 from vllm_mp.model_store.gguf import gguf_place
 
@@ -115,6 +116,8 @@ def load_weights(
     except CheckpointMismatchError as error:
         if place is not None:
             raise ValueError(f"{place.path}: {error}; convert the model to GGUF again") from None
-        raise ValueError(
-            f"{folder}: {error}. Check that config.json and the weights belong to the same model."
-        ) from None
+        remedy = "Check that config.json and the weights belong to the same model."
+        if str(error).endswith(": missing lm_head.weight"):
+            name = decoder_without_head(loader.arch.name)
+            remedy = f'If it is a model for vectors, write "architectures": ["{name}"] in config.json.'
+        raise ValueError(f"{folder}: {error}. {remedy}") from None

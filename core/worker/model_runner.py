@@ -372,10 +372,11 @@ class ModelRunner:
             request = Request(0, slot, "profile", SamplingParams(), prompt, count, count + 1, (0, slot))
             batch.add(request, blocks[slot])
         self.memory.allocate_cache(blocks.size + 1)
+        num_samples = num_rows if model.architecture.has_head else 0
         for num_computed in (0, count - 1):
             batch.num_computed_tokens[:] = num_computed
             counts = np.full(num_rows, count - num_computed)
-            step = ScheduledStep.of(batch, batch.order, counts, num_rows if num_computed else 0)
+            step = ScheduledStep.of(batch, batch.order, counts, num_samples if num_computed else 0)
             if self._pipeline is None:
                 self.launch(step, batch, Sampler(batch, self._device)).wait()
             else:
@@ -396,5 +397,5 @@ class ModelRunner:
             shape = (int(step.counts.sum()), self._hidden_size)
             received = torch.zeros(shape, dtype=self._dtype, device=self._device)
         hidden = self._compute(step, batch, None, received=received)
-        if pipeline.is_first:
+        if pipeline.is_first and self._config.model_config.architecture.has_head:
             self.memory.model.compute_logits(hidden[-len(step.rows) :])

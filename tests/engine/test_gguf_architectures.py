@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.paged_steps import run_in_chunks
-from support.tiny_gguf import write_random_gguf, write_tiny_gguf
+from support.tiny_gguf import rewrite_tensors, write_random_gguf, write_tiny_gguf
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -92,6 +92,28 @@ def test_error_names_the_tensor_that_a_file_lacks(tmp_path):
         ValueError, match=r"tiny\.gguf: architecture 'starcoder2': no tensor for model\.layers\.1\.mlp\.c_fc"
     ):
         load_ours(path)
+
+
+def test_error_names_the_tensor_that_the_architecture_does_not_have(tmp_path):
+    write_random_gguf(tmp_path / "plain.gguf", "starcoder2", CONFIGS["starcoder2"])
+
+    def with_more(tensor):
+        yield tensor
+        if tensor[0] == "output_norm.weight":
+            for name, data in (("blk.0.attn_rot_embd.weight", 1.0), ("blk.0.ffn_gate.bias", 0.0), *strange):
+                yield name, np.full(96, data, np.float32), gguf.GGMLQuantizationType.F32
+
+    strange = []
+    rewrite_tensors(tmp_path / "plain.gguf", tmp_path / "harmless.gguf", with_more)
+    load_ours(tmp_path / "harmless.gguf")
+    strange = [("blk.1.attn_sinks.weight", 1.0), ("blk.1.ffn_gate.bias", 1.0)]
+    rewrite_tensors(tmp_path / "plain.gguf", tmp_path / "strange.gguf", with_more)
+    with pytest.raises(
+        ValueError,
+        match=r"strange\.gguf: architecture 'starcoder2': blk\.1\.attn_sinks\.weight is a tensor that "
+        r"Starcoder2ForCausalLM does not have \(and 1 more\)",
+    ):
+        load_ours(tmp_path / "strange.gguf")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf import quantize as quantize_array
 from support.paged_steps import run_in_chunks
-from support.tiny_gguf import rewrite_tensors, separated_experts, write_random_gguf, write_tiny_gguf
+from support.tiny_gguf import rewrite_tensors, separated_experts, split, write_random_gguf, write_tiny_gguf
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -152,6 +152,17 @@ def test_mapped_file_gives_the_logits_of_its_dequantized_weights(architecture, t
             assert_equal(load(path), 1.0 if hasattr(CONFIGS[architecture], "num_experts_per_tok") else 0.2)
         monkeypatch.setattr(ops, "library", lambda: None)
         assert_equal(load(path), 1e-4)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("architecture", ["phi3", "qwen3"])
+def test_split_file_gives_the_logits_of_the_whole_file(architecture, tmp_path):
+    whole = tmp_path / "whole.gguf"
+    write_random_gguf(whole, name_in_files(architecture), CONFIGS[architecture], kinds=KINDS)
+    parts = split(whole, tmp_path / "parts.gguf", 4, first_has_tensors=False)
+    with one_thread(), torch.inference_mode():
+        expected, got = (run_in_chunks(load(path), PROMPTS, block_size=4) for path in (whole, parts[-1]))
+        assert all(map(torch.equal, expected, got))
 
 
 @pytest.mark.usefixtures("_no_tokenizer")

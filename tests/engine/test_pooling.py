@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.pooling_parity import TOLERANCE, assert_pooled, hidden_states, params_of, pooled, vector, vectors
-from transformers import AutoModel
+from transformers import AutoModel, PhiConfig
 
 from vllm_mp import EngineDeadError, EngineGenerateError, PoolingParams, SamplingParams
 from vllm_mp.core.torch_threads import one_thread
@@ -17,6 +17,8 @@ from vllm_mp.testing.prompts import PROMPTS
 from vllm_mp.testing.random_models import (
     CONFIGS,
     PROMPT_LENGTHS,
+    SIZES,
+    TOKENS,
     random_prompts,
     save_random_model,
     scarce_blocks,
@@ -25,6 +27,8 @@ from vllm_mp.testing.random_models import (
 pytestmark = pytest.mark.usefixtures("forked_cores")
 
 BATCH = [*PROMPTS[:29], "A long prompt, read in chunks. " * 15]
+PHI = PhiConfig(**SIZES, **TOKENS)
+"""A decoder without a native module."""
 TYPES = ("last", "mean", "cls")
 
 
@@ -118,6 +122,23 @@ def test_pooling_requests_preempted_by_generation_give_the_same_vectors(name, tm
             outputs = vectors(engine, prompts, params_of("mean"))
         for prompt, output in zip(prompts, outputs, strict=True):
             assert_pooled(output, hidden_states(model, prompt), "mean")
+
+
+@pytest.mark.parametrize("config", [CONFIGS["qwen2"], PHI], ids=["native", "transformers"])
+def test_decoder_without_a_head_gives_vectors_and_refuses_to_generate(config, tmp_path):
+    prompts = random_prompts(PROMPT_LENGTHS)
+    with one_thread():
+        save_random_model(config, tmp_path)
+        model = AutoModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        model.save_pretrained(tmp_path)
+        options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 16, "max_num_seqs": 8, "max_model_len": 128}
+        with running_engine(tmp_path, device="cpu", num_threads=1, **options) as engine:
+            assert asyncio.run(engine.get_supported_tasks()) == ("embed",)
+            with pytest.raises(ValueError, match=r"has no head for tokens .* and generates no text; call encode\(\)"):
+                asyncio.run(answer(engine, prompts[0], greedy(3)))
+            outputs = vectors(engine, prompts)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert_pooled(output, hidden_states(model, prompt), "last")
 
 
 def test_pooling_changes_no_answer_in_the_same_batch(llm, states):

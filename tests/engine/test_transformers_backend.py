@@ -23,6 +23,7 @@ from transformers import (
     FalconConfig,
     Gemma3nTextConfig,
     GPTBigCodeConfig,
+    GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     JambaConfig,
@@ -100,6 +101,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "gpt-bigcode": GPTBigCodeConfig(vocab_size=97, n_embd=48, n_layer=3, n_head=6, n_positions=128, **TOKENS),
     "gpt-neox": GPTNeoXConfig(**{**SIZES, "num_attention_heads": 4}, **TOKENS, rotary_pct=0.5),
+    # A family with a native module, which does not compute these fields.
+    "llama-relu2": LlamaConfig(**SIZES, hidden_act="relu2"),
+    "llama-partial": LlamaConfig(**SIZES, partial_rotary_factor=0.5),
     "llama4": Llama4TextConfig(
         **SIZES,
         **TOKENS,
@@ -162,6 +166,21 @@ def test_logits_from_chunks_over_a_paged_cache_equal_those_of_transformers(name,
             torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
+def test_log_says_why_a_model_of_a_native_family_runs_as_transformers_module(tmp_path, caplog):
+    load_ours(save_named_config(CONFIGS["llama-relu2"], tmp_path), load_format="dummy")
+    (line,) = [record.message for record in caplog.records if "runs as transformers' own" in record.message]
+    assert line.startswith("LlamaForCausalLM has no native module for this configuration")
+    assert "config field 'hidden_act' is 'relu2'; native are silu, swish, gelu, " in line
+
+
+def test_error_of_transformers_names_the_field_that_the_native_module_does_not_compute(tmp_path):
+    folder = save_named_config(CONFIGS["llama-relu2"], tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "strange"}))
+    with pytest.raises(ValueError, match=r"'LlamaForCausalLM' cannot run here: .*'hidden_act' is 'strange'"):
+        load_ours(folder, load_format="dummy")
+
+
 @pytest.mark.parametrize("name", THROUGH_A_CORE)
 def test_answers_with_chunks_and_preemption_equal_those_of_transformers(name, tmp_path):
     with one_thread():
@@ -205,7 +224,15 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     ),
     "own attention": (
         FalconConfig(vocab_size=97, hidden_size=48, num_attention_heads=6, max_position_embeddings=64),
-        "'FalconForCausalLM'.*its attention .*cannot be replaced",
+        "'FalconForCausalLM' cannot run here: its attention in transformers is code of its own",
+    ),
+    "rotary": (
+        GPTJConfig(vocab_size=97, n_embd=48, n_layer=2, n_head=6, n_positions=64, rotary_dim=4),
+        "'GPTJForCausalLM' cannot run here: its attention in transformers is code of its own",
+    ),
+    "biases": (
+        FalconConfig(vocab_size=97, hidden_size=48, num_attention_heads=6, max_position_embeddings=64, alibi=True),
+        "'FalconForCausalLM'.*ALiBi",
     ),
     "encoder-decoder": (T5Config(vocab_size=97, d_model=48), "'T5ForConditionalGeneration'.*only decoder-only"),
     "sinks": (

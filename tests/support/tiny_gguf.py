@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -156,10 +157,10 @@ Tensor = tuple[str, npt.NDArray[np.generic], gguf.GGMLQuantizationType]
 """Name, data and type."""
 
 
-def rewrite_tensors(source: Path, path: Path, change: Callable[[Tensor], Iterable[Tensor]]) -> None:
-    """Write the model in `source` with what `change` returns in place of each tensor."""
+def rewrite_tensors(source: Path, path: Path, change: Callable[[Tensor], Iterable[Tensor]], **options: Any) -> None:
+    """Write the model in `source` with what `change` returns in place of each tensor, and `options` of the writer."""
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents(), **options)
     for key, field in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
             writer.add_key_value(key, field.contents(), *field.types[:2])
@@ -167,6 +168,18 @@ def rewrite_tensors(source: Path, path: Path, change: Callable[[Tensor], Iterabl
         for name, data, type in change((tensor.name, tensor.data, tensor.tensor_type)):
             writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=type)
     _finish(writer)
+
+
+def split(source: Path, path: Path, tensors_per_part: int, *, first_has_tensors: bool = True) -> list[Path]:
+    """Write the model in `source` as a file in parts, which llama.cpp's names make of `path`; return their paths."""
+    rewrite_tensors(
+        source,
+        path,
+        lambda tensor: [tensor],
+        split_max_tensors=tensors_per_part,
+        small_first_shard=not first_has_tensors,
+    )
+    return sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))
 
 
 def separated_experts(tensor: Tensor) -> Iterator[Tensor]:

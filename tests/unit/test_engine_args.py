@@ -508,6 +508,14 @@ def test_option_that_contradicts_integers_is_refused_by_name(model, quantization
         config_of(model(), quantization=quantization, **options)
 
 
+@pytest.mark.parametrize(
+    "options", [{"quantization": name} for name in ("int8", "int4", "fp8")] + [{"enable_lora": True}]
+)
+def test_option_that_needs_the_native_module_says_why_the_model_has_none(model, options):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*\(config field 'hidden_act' is 'relu2'; native are silu"):
+        config_of(model(hidden_act="relu2"), **options)
+
+
 def test_int4_makes_blocks_of_experts_too(model):
     config = config_of(model(), quantization="int4").model_config
     assert (config.quantization, config.architecture.blocks) == ("int4", "int4")

@@ -218,6 +218,15 @@ def test_prompt_that_is_too_long_is_to_be_truncated_unless_it_was_truncated_to_t
     assert f"lower truncate_prompt_tokens={CONTEXT} to at most {CONTEXT - 1} or set it to -1" in message
 
 
+def test_generation_with_a_decoder_without_a_head_is_refused():
+    headless = config()
+    headless.model_config.architecture = msgspec.structs.replace(headless.model_config.architecture, has_head=False)
+    assert refusal(engine=headless) == (
+        "m has no head for tokens (LlamaForCausalLM without lm_head) and generates no text; call encode() for its "
+        "embeddings, or ask /v1/embeddings for them"
+    )
+
+
 def pool(params=None, num_prompt_tokens=5, request_id="id"):
     validate_pooling(request_id, np.arange(num_prompt_tokens, dtype=np.int32), params or PoolingParams(), config())
 

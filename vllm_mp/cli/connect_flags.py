@@ -116,6 +116,11 @@ def _check_model(model: "ModelConfig", for_chat: bool) -> None:
             f"{model.model} is an encoder, which generates no text; name another model, or use `vllm-mp serve` for "
             "vectors"
         )
+    if not model.architecture.has_head:
+        raise ValueError(
+            f"{model.model} has no head for tokens and generates no text; name another model, or use `vllm-mp serve` "
+            "for vectors"
+        )
     if not for_chat:
         return
     if model.skip_tokenizer_init:

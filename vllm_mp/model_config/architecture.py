@@ -15,7 +15,6 @@ from vllm_mp.model_config.rope import Rope
 NormPlace = Literal["before", "after", "around"]
 """Where norms stand: before each attention and MLP (Llama), after each (OLMo 2), or both (Gemma)."""
 CLASS_ACTIVATIONS: Final = ("softmax", "sigmoid", "none")
-ACTIVATIONS: Final = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +33,10 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """Classes that the model's head tells apart; 0: it has no such head."""
     class_activation: str = "softmax"
     """A member of `CLASS_ACTIVATIONS`: what makes probabilities, or scores, of the outputs of the head."""
+    has_head: bool = True
+    """False: a decoder without a head for tokens, which gives vectors and generates no text."""
+    reason_not_native: str = ""
+    """Why the model runs as transformers' module although its architecture has a native one; empty: it does not."""
     is_encoder: bool = False
     """True: every token sees the whole prompt, the model has no KV cache, and it generates no text."""
 

@@ -7,8 +7,18 @@ transformers class that would have read it.
 
 import msgspec
 
-from vllm_mp.model_config.architecture import ACTIVATIONS, NativeArchitecture
-from vllm_mp.model_config.config_json import Config, choice, dtype, even_split, flag, integer, number, shorten
+from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.config_json import (
+    Config,
+    activation,
+    dtype,
+    even_split,
+    flag,
+    integer,
+    number,
+    shorten,
+    with_own_names,
+)
 
 _PROBLEM_ACTIVATIONS = {"regression": "none", "multi_label_classification": "sigmoid"}
 """The activation of a `problem_type`; for others it depends on the number of classes."""
@@ -21,7 +31,7 @@ def read_bert(name: str, config: Config) -> NativeArchitecture:
         name,
         config,
         norm_eps=number(config, "layer_norm_eps", 1e-12),
-        activation=choice(config, "hidden_act", "gelu", ACTIVATIONS),
+        activation=activation(config, "hidden_act", "gelu"),
         intermediate_size=integer(config, "intermediate_size"),
         num_token_types=integer(config, "type_vocab_size", 2),
     )
@@ -40,12 +50,15 @@ def read_roberta(name: str, config: Config) -> NativeArchitecture:
 
 
 def read_distilbert(name: str, config: Config) -> NativeArchitecture:
+    config = with_own_names(
+        config, {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
+    )
     return _encoder(
         name,
         config,
         fields=("dim", "n_layers", "n_heads"),
         norm_eps=1e-12,
-        activation=choice(config, "activation", "gelu", ACTIVATIONS),
+        activation=activation(config, "activation", "gelu"),
         intermediate_size=integer(config, "hidden_dim", 3072),
         num_token_types=0,
     )

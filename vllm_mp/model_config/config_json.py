@@ -6,8 +6,13 @@ from typing import Any, Final
 Config = dict[str, Any]
 """The contents of a `config.json`, or of an object in it."""
 
+ACTIVATIONS: Final = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 DTYPES: Final = ("float32", "float16", "bfloat16")
 _MISSING: Final = object()
+
+
+class NotNativeError(ValueError):
+    """Raised for a field whose value no native module computes, but transformers' own module may."""
 
 
 def integer(config: Config, field: str, default: int | None = None, minimum: int = 1) -> int:
@@ -61,6 +66,23 @@ def choice(config: Config, field: str, default: str, allowed: tuple[str, ...]) -
     if value not in allowed:
         raise ValueError(f"config field '{field}' is {shorten(value)}; supported are {', '.join(allowed)}")
     return str(value)
+
+
+def with_own_names(config: Config, own_names: dict[str, str]) -> Config:
+    """Return a configuration whose fields have the names that their family reads, given by their other names.
+
+    As in transformers, a field with the other name takes precedence.
+    """
+    found = {own: config[other] for other, own in own_names.items() if config.get(other) is not None}
+    return {**config, **found}
+
+
+def activation(config: Config, field: str, default: str) -> str:
+    """Return the name of an activation that native modules have; raises NotNativeError for another name."""
+    value = config.get(field, default)
+    if isinstance(value, str) and value not in ACTIVATIONS:
+        raise NotNativeError(f"config field '{field}' is {shorten(value)}; native are {', '.join(ACTIVATIONS)}")
+    return choice(config, field, default, ACTIVATIONS)
 
 
 def dtype(config: Config) -> str | None:

@@ -24,16 +24,20 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     """True: the router's weights are rounded to the model's dtype."""
 
 
-def read_experts(config: Config, num_experts: int, num_chosen: int, **fields: Any) -> Experts:
-    """Read the experts; the numbers are defaults, and `fields` the fields of `Experts` that each class reads itself."""
-    # transformers writes a name of its own for the field of Qwen's files.
-    field = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+def read_experts(
+    config: Config, field: str, num_experts: int, num_chosen: int, *, has_dense_layers: bool = False, **fields: Any
+) -> Experts:
+    """Read the experts, whose number is the field `field`; the numbers are defaults.
+
+    With `has_dense_layers`, Qwen's fields may leave layers without experts. `fields` are the fields of `Experts` that
+    each class reads itself.
+    """
     experts = integer(config, field, num_experts)
     chosen = integer(config, "num_experts_per_tok", num_chosen)
     if chosen > experts:
         raise ValueError(f"config field 'num_experts_per_tok' is {chosen}; it must be at most {field} ({experts})")
     return Experts(
-        layers=_layers_with_experts(config),
+        layers=_layers_with_experts(config) if has_dense_layers else (True,) * integer(config, "num_hidden_layers"),
         num_experts=experts,
         num_chosen=chosen,
         **fields,
@@ -41,7 +45,7 @@ def read_experts(config: Config, num_experts: int, num_chosen: int, **fields: An
 
 
 def _layers_with_experts(config: Config) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts: all have them unless Qwen's fields say otherwise."""
+    """Return for each layer whether it has experts."""
     layers = range(integer(config, "num_hidden_layers"))
     step = integer(config, "decoder_sparse_step", 1)
     without = config.get("mlp_only_layers") or []

@@ -5,10 +5,10 @@ A field that a configuration leaves out takes the default of the transformers cl
 
 from typing import Any, Final
 
-from vllm_mp.model_config.architecture import ACTIVATIONS, NativeArchitecture
+from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.config_json import (
     Config,
-    choice,
+    activation,
     flag,
     integer,
     number,
@@ -47,10 +47,8 @@ def read_gemma3(name: str, config: Config) -> NativeArchitecture:
 
     As in transformers, `attn_logit_softcapping`, a field of Gemma 2 that some files keep, has no effect.
     """
-    text = config.get("text_config", {})
-    if not isinstance(text, dict):
-        raise ValueError(f"config field 'text_config' is {shorten(text)}; it must be an object")
-    config = {**_GEMMA3_SIZES, **config, **text}
+    if name == "Gemma3ForConditionalGeneration":
+        config = _text_fields(config)
     layers = integer(config, "num_hidden_layers")
     max_position = integer(config, "max_position_embeddings", 131_072)
     head_dim = integer(config, "head_dim", 256)
@@ -66,6 +64,16 @@ def read_gemma3(name: str, config: Config) -> NativeArchitecture:
     )
 
 
+def _text_fields(config: Config) -> Config:
+    """Return the fields for the text part of a model of text and images, which are those that transformers uses."""
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise ValueError(f"config field 'text_config' is {shorten(text)}; it must be an object")
+    of_all = {field: config[field] for field in ("dtype", "torch_dtype") if field in config}
+    is_tied = flag(config, "tie_word_embeddings", True)
+    return {**_GEMMA3_SIZES, **of_all, **text, "tie_word_embeddings": is_tied, "final_logit_softcapping": None}
+
+
 def _gemma_family(name: str, config: Config, **variations: Any) -> NativeArchitecture:
     """Read the fields that Gemma 2 and Gemma 3 share."""
     if config.get("use_bidirectional_attention"):
@@ -77,7 +85,7 @@ def _gemma_family(name: str, config: Config, **variations: Any) -> NativeArchite
         config,
         num_kv_heads=4,
         head_dim=256,
-        activation=choice(config, "hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS),
+        activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         tie_word_embeddings=flag(config, "tie_word_embeddings", True),
         attention_bias=bias,
         attention_output_bias=bias,
@@ -106,8 +114,10 @@ def _ropes(config: Config, max_position: int, head_dim: int) -> tuple[Rope, Rope
     """
     scaling = config.get("rope_scaling")
     if scaling:
-        given = config.get("rope_parameters") or {}
-        config = {**config, "rope_parameters": {**given, "full_attention": scaling}}
+        # As in transformers: the scaling completes what there is, so that `type` does not replace `rope_type`.
+        given = config.get("rope_parameters") or {"full_attention": {"rope_type": "default"}}
+        full = {**(given.get("full_attention") or {}), **scaling}
+        config = {**config, "rope_parameters": {**given, "full_attention": full}}
     theta = number(config, "rope_theta", _GLOBAL_THETA)
     local_theta = number(config, "rope_local_base_freq", _LOCAL_THETA)
     return (

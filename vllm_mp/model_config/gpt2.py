@@ -1,10 +1,30 @@
 """Read the `config.json` of GPT-2 and DialoGPT."""
 
-from vllm_mp.model_config.architecture import ACTIVATIONS, NativeArchitecture
-from vllm_mp.model_config.config_json import Config, choice, dtype, even_split, flag, integer, number, optional_integer
+from typing import Final
+
+from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.config_json import (
+    Config,
+    activation,
+    dtype,
+    even_split,
+    flag,
+    integer,
+    number,
+    optional_integer,
+    with_own_names,
+)
+
+_OWN_NAMES: Final = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 
 
 def read_gpt2(name: str, config: Config) -> NativeArchitecture:
+    config = with_own_names(config, _OWN_NAMES)
     hidden_size = integer(config, "n_embd")
     num_layers = integer(config, "n_layer")
     num_heads = integer(config, "n_head")
@@ -24,7 +44,7 @@ def read_gpt2(name: str, config: Config) -> NativeArchitecture:
         head_dim=head_dim,
         max_position=integer(config, "n_positions", 1024),
         norm_eps=number(config, "layer_norm_epsilon", 1e-5),
-        activation=choice(config, "activation_function", "gelu_new", ACTIVATIONS),
+        activation=activation(config, "activation_function", "gelu_new"),
         tie_word_embeddings=flag(config, "tie_word_embeddings", True),
         attention_bias=True,
         attention_output_bias=True,

@@ -5,10 +5,10 @@ A field that a configuration leaves out takes the default of the transformers cl
 
 from typing import Any
 
-from vllm_mp.model_config.architecture import ACTIVATIONS, NativeArchitecture
+from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.config_json import (
     Config,
-    choice,
+    activation,
     dtype,
     even_split,
     flag,
@@ -155,7 +155,7 @@ def llama_family(
         # A checkpoint may state the stretched length only through the factor (Qwen2.5 does).
         max_position = max(max_position, int(rope.factor * rope.original_max_position))
     fields: dict[str, Any] = {
-        "activation": choice(config, "hidden_act", "silu", ACTIVATIONS),
+        "activation": activation(config, "hidden_act", "silu"),
         "tie_word_embeddings": flag(config, "tie_word_embeddings", False),
         "attention_bias": False,
         "attention_output_bias": False,
@@ -191,13 +191,18 @@ def _qwen_windows(config: Config) -> tuple[int | None, ...]:
     if types is None:
         first = integer(config, "max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(layers))
+    return tuple(window if has_window else None for has_window in has_windows(types, window))
+
+
+def has_windows(types: list[str], window: int | None) -> list[bool]:
+    """Return whether each layer has a window; raises ValueError if a kind of layer needs a window and there is none."""
     if window is None and "sliding_attention" in types:
         raise ValueError(
             "config field 'layer_types' names 'sliding_attention' but no window is set: set "
             "'use_sliding_window' to true and 'sliding_window' to a number of tokens, or make every layer "
             "'full_attention'"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return [kind == "sliding_attention" for kind in types]
 
 
 def layer_types(config: Config, num_layers: int) -> list[str] | None:

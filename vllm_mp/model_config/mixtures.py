@@ -4,12 +4,13 @@ A field that a configuration leaves out takes the default of the transformers cl
 """
 
 from vllm_mp.model_config.architecture import NativeArchitecture
-from vllm_mp.model_config.config_json import Config, flag, integer, optional_integer
+from vllm_mp.model_config.config_json import Config, flag, integer, optional_integer, with_own_names
 from vllm_mp.model_config.experts import read_experts
-from vllm_mp.model_config.llama import layer_types, llama_family, read_granite
+from vllm_mp.model_config.llama import has_windows, layer_types, llama_family, read_granite
 
 
 def read_mixtral(name: str, config: Config) -> NativeArchitecture:
+    config = with_own_names(config, {"num_experts": "num_local_experts"})
     layers = integer(config, "num_hidden_layers")
     window = optional_integer(config, "sliding_window", None)
     return llama_family(
@@ -20,7 +21,12 @@ def read_mixtral(name: str, config: Config) -> NativeArchitecture:
         norm_eps=1e-5,
         sliding_window=(window,) * layers,
         experts=read_experts(
-            config, 8, 2, intermediate_size=integer(config, "intermediate_size"), rounds_weights=False
+            config,
+            "num_local_experts",
+            8,
+            2,
+            intermediate_size=integer(config, "intermediate_size"),
+            rounds_weights=False,
         ),
     )
 
@@ -35,7 +41,7 @@ def read_qwen2_moe(name: str, config: Config) -> NativeArchitecture:
         most = integer(config, "max_window_layers", 28, minimum=0)
         windowed = [layer % 2 == 0 and layer < most for layer in range(layers)]
     else:
-        windowed = [kind == "sliding_attention" for kind in types]
+        windowed = has_windows(types, window)
     return llama_family(
         name,
         config,
@@ -45,8 +51,10 @@ def read_qwen2_moe(name: str, config: Config) -> NativeArchitecture:
         sliding_window=tuple(window if has_window else None for has_window in windowed),
         experts=read_experts(
             config,
+            "num_experts",
             60,
             4,
+            has_dense_layers=True,
             intermediate_size=integer(config, "moe_intermediate_size", 1408),
             shared_intermediate_size=integer(config, "shared_expert_intermediate_size", 5632),
             normalizes_weights=flag(config, "norm_topk_prob", False),
@@ -55,6 +63,7 @@ def read_qwen2_moe(name: str, config: Config) -> NativeArchitecture:
 
 
 def read_qwen3_moe(name: str, config: Config) -> NativeArchitecture:
+    config = with_own_names(config, {"num_local_experts": "num_experts"})
     layers = integer(config, "num_hidden_layers")
     bias = flag(config, "attention_bias", False)
     window = None
@@ -71,8 +80,10 @@ def read_qwen3_moe(name: str, config: Config) -> NativeArchitecture:
         sliding_window=(window,) * layers,
         experts=read_experts(
             config,
+            "num_experts",
             128,
             8,
+            has_dense_layers=True,
             intermediate_size=integer(config, "moe_intermediate_size", 768),
             normalizes_weights=flag(config, "norm_topk_prob", False),
         ),
@@ -80,5 +91,5 @@ def read_qwen3_moe(name: str, config: Config) -> NativeArchitecture:
 
 
 def read_granite_moe(name: str, config: Config) -> NativeArchitecture:
-    experts = read_experts(config, 8, 2, intermediate_size=integer(config, "intermediate_size"))
+    experts = read_experts(config, "num_local_experts", 8, 2, intermediate_size=integer(config, "intermediate_size"))
     return read_granite(name, config, experts=experts)

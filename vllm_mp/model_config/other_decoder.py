@@ -17,6 +17,11 @@ _POSITIONS: Final = (
     "max_seq_length",
     "seq_length",
 )
+_STATE_FIELDS: Final = ("state_size", "ssm_cfg", "d_state", "attention_hidden_size")
+"""Fields of models that keep a state in place of keys and values (Mamba, RWKV)."""
+OWN_ATTENTION: Final = "its attention in transformers is code of its own, which cannot be replaced by paged attention"
+_OWN_ATTENTION: Final = ("falcon", "gptj", "codegen", "gpt_neo", "xglm", "openai-gpt")
+"""The `model_type` of decoders whose attention in transformers is code of their own."""
 _ATTENTION_LAYERS: Final = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
@@ -39,6 +44,7 @@ def read_other_decoder(name: str, config: Config) -> Architecture:
         )
     return Architecture(
         name=name,
+        has_head=not name.endswith("Model") or name.endswith("HeadModel"),
         vocab_size=integer(decoder, "vocab_size"),
         hidden_size=_first_integer(decoder, _HIDDEN),
         max_position=_longest_context(decoder),
@@ -53,10 +59,25 @@ def _first_integer(config: Config, fields: tuple[str, ...]) -> int:
             return integer(config, field)
     remedy = "it must be an integer of at least 1"
     if fields is _POSITIONS:
-        remedy = "add it; a model without a limit (state-space models, ALiBi) is not supported"
+        if cause := why_not_paged(config):
+            raise ValueError(cause)
+        remedy = "add it, the longest context in tokens"
     raise ValueError(
         f"config field '{fields[0]}' is missing (also under its other names, {', '.join(fields[1:])}); {remedy}"
     )
+
+
+def why_not_paged(config: Config) -> str | None:
+    """Return why a decoder of this configuration cannot use paged attention; None if nothing in `config` says so."""
+    of_attention = config.get("attn_config")
+    has_alibi = config.get("alibi") or (isinstance(of_attention, dict) and of_attention.get("alibi"))
+    if has_alibi or config.get("model_type") == "bloom":
+        return "its attention adds biases by distance (ALiBi), which paged attention does not compute"
+    if config.get("model_type") in _OWN_ATTENTION:
+        return OWN_ATTENTION
+    if any(field in config for field in _STATE_FIELDS):
+        return "it keeps a state besides keys and values (a state-space or recurrent model)"
+    return None
 
 
 def _longest_context(config: Config) -> int:

@@ -67,6 +67,8 @@ def stage_of(arch: NativeArchitecture, place: int, num_stages: int) -> NativeArc
 
 def _head_layers(arch: NativeArchitecture) -> float:
     """Return the weights of the head, as a multiple of the weights with which a layer computes a token on average."""
+    if not arch.has_head:
+        return 0.0
     hidden, attention = arch.hidden_size, 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_dim
     inner = [arch.intermediate_size] * arch.num_layers
     if arch.experts is not None:

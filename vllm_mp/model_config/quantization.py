@@ -1,11 +1,12 @@
 """Read the `quantization_config` of a checkpoint whose weights are 8-bit floats, or have 4 bits (AWQ, GPTQ)."""
 
+import re
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
-from vllm_mp.model_config.config_json import Config, choice, flag, integer, shorten
+from vllm_mp.model_config.config_json import Config, choice, flag, shorten
 
 Fp8Scales = Literal["channel", "tensor", "block"]
 """The weights of a projection, in float8_e4m3fn, that share a scale.
@@ -20,6 +21,8 @@ BlockSource = Literal["int4", "awq", "gptq", "gguf"]
 in the checkpoint, and those that it leaves in 16 bits are rounded to 8. "gguf": the file has block types.
 """
 _BLOCK: Final = [128, 128]
+_TEXT_PART: Final = re.compile(r"^(model\.)?language_model\.(model\.)?")
+"""What the names of modules begin with in the text part of a model of texts and images."""
 # The projections of a layer, all of which must be quantized.
 _PROJECTIONS: Final = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
@@ -39,13 +42,19 @@ class FourBits(msgspec.Struct, frozen=True):
     """What is added to the stored zeros."""
 
 
+def stated_quantization(config: Config) -> Any:
+    """Return `quantization_config`, of the configuration or of its `text_config`; None or empty if there is none."""
+    text = config.get("text_config")
+    return config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+
+
 def read_four_bits(architecture: str, config: Config, architectures: Sequence[str]) -> FourBits | None:
     """Return the layout of an AWQ or GPTQ checkpoint with these contents of `config.json`; None for another.
 
     `architectures` are those that may have such weights. Raises ValueError, naming the field, its value and what is
     allowed, for a layout that is not supported.
     """
-    stated = config.get("quantization_config")
+    stated = stated_quantization(config)
     method = stated.get("quant_method") if isinstance(stated, dict) else None
     if not isinstance(stated, dict) or method not in ("awq", "gptq"):
         return None
@@ -54,6 +63,8 @@ def read_four_bits(architecture: str, config: Config, architectures: Sequence[st
             f"config field 'quantization_config' (quant_method {method!r}) is not supported for {architecture}; use "
             "the same model in float16, bfloat16 or float32"
         )
+    if stated.get("is_marlin_format"):
+        raise ValueError("config field 'is_marlin_format' is true; only GPTQ's own format is supported (false)")
     if stated.get("bits") != 4:
         raise ValueError(f"config field 'bits' is {shorten(stated.get('bits'))}; {method} is supported with 4")
     size = stated.get("group_size", 128)
@@ -67,13 +78,15 @@ def read_four_bits(architecture: str, config: Config, architectures: Sequence[st
     return FourBits("gptq", group_size, flag(stated, "desc_act", False), 1 if version == "gptq" else 0)
 
 
-def read_fp8_scales(architecture: str, config: Config, fp8_architectures: Sequence[str]) -> Fp8Scales | None:
+def read_fp8_scales(
+    architecture: str, config: Config, fp8_architectures: Sequence[str], num_layers: int
+) -> Fp8Scales | None:
     """Return the kind of scales of a checkpoint with these contents of `config.json`; None for plain floats.
 
-    `fp8_architectures` are the architectures that may have 8-bit weights. Raises ValueError, naming the field, its
-    value and what is allowed, for any other quantization.
+    `fp8_architectures` are the architectures that may have 8-bit weights; the model has `num_layers`. Raises
+    ValueError, naming the field, its value and what is allowed, for any other quantization.
     """
-    stated = config.get("quantization_config")
+    stated = stated_quantization(config)
     if not stated:
         return None
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
@@ -98,7 +111,7 @@ def read_fp8_scales(architecture: str, config: Config, fp8_architectures: Sequen
     if block is not None and block != _BLOCK:
         raise ValueError(f"config field 'weight_block_size' is {shorten(block)}; supported are {_BLOCK} and null")
     for field in ("modules_to_not_convert", "ignored_layers"):
-        _check_unconverted(field, stated.get(field) or [], integer(config, "num_hidden_layers"))
+        _check_unconverted(field, stated.get(field) or [], num_layers)
     return "tensor" if block is None else "block"
 
 
@@ -110,7 +123,7 @@ def _check_unconverted(field: str, names: object, num_layers: int) -> None:
         for projection in _PROJECTIONS:
             path = f".model.layers.{layer}.{projection}."
             for name in names:
-                if f".{name}." in path:
+                if f".{_TEXT_PART.sub('model.', str(name))}." in path:
                     raise ValueError(
                         f"config field '{field}' names {shorten(name)}, so that {path.strip('.')} would not be "
                         "quantized; all projections must be quantized (the vocabulary head, the embeddings and the "

@@ -11,7 +11,7 @@ import msgspec
 
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.bert import read_bert, read_distilbert, read_roberta
-from vllm_mp.model_config.config_json import Config
+from vllm_mp.model_config.config_json import Config, NotNativeError, shorten
 from vllm_mp.model_config.gemma import read_gemma2, read_gemma3
 from vllm_mp.model_config.gpt2 import read_gpt2
 from vllm_mp.model_config.llama import (
@@ -25,7 +25,7 @@ from vllm_mp.model_config.llama import (
 )
 from vllm_mp.model_config.mixtures import read_granite_moe, read_mixtral, read_qwen2_moe, read_qwen3_moe
 from vllm_mp.model_config.other_decoder import read_other_decoder
-from vllm_mp.model_config.quantization import read_four_bits, read_fp8_scales
+from vllm_mp.model_config.quantization import read_four_bits, read_fp8_scales, stated_quantization
 
 
 class NativeEntry(NamedTuple):
@@ -77,6 +77,24 @@ NATIVE_MODELS: Final[dict[str, NativeEntry]] = {
     "DistilBertForMaskedLM": NativeEntry(read_distilbert, "bert:DistilBertModel"),
     "DistilBertForSequenceClassification": NativeEntry(read_distilbert, "bert:DistilBertModel"),
 }
+_WITHOUT_HEAD: Final = {
+    "LlamaModel": "LlamaForCausalLM",
+    "MistralModel": "MistralForCausalLM",
+    "Qwen2Model": "Qwen2ForCausalLM",
+    "Qwen3Model": "Qwen3ForCausalLM",
+    "Gemma2Model": "Gemma2ForCausalLM",
+    "Gemma3TextModel": "Gemma3ForCausalLM",
+    "Gemma3Model": "Gemma3ForConditionalGeneration",
+    "Phi3Model": "Phi3ForCausalLM",
+    "GraniteModel": "GraniteForCausalLM",
+    "Olmo2Model": "Olmo2ForCausalLM",
+    "MixtralModel": "MixtralForCausalLM",
+    "Qwen2MoeModel": "Qwen2MoeForCausalLM",
+    "Qwen3MoeModel": "Qwen3MoeForCausalLM",
+    "GraniteMoeModel": "GraniteMoeForCausalLM",
+    "GPT2Model": "GPT2LMHeadModel",
+}
+"""Decoders without a head, by which embedding models are named, and the architecture with a head."""
 NATIVE_ARCHITECTURES: Final = tuple(NATIVE_MODELS)
 FP8_ARCHITECTURES: Final = tuple(name for name, entry in NATIVE_MODELS.items() if entry.has_fp8)
 _FOUR_BIT_ARCHITECTURES: Final = tuple(
@@ -88,19 +106,32 @@ _BY_MODEL_TYPE: Final = {entry.model_type: name for name, entry in NATIVE_MODELS
 def read_architecture(config: Config) -> Architecture:
     """Read the contents of a `config.json`, in the form of transformers v5 or of older hub files.
 
-    The result is a `NativeArchitecture` for a name in `NATIVE_MODELS`. Any other decoder is left to transformers'
-    own module, which finds out at load whether it can run. Raises ValueError, naming the field, its value and what
+    The result is a `NativeArchitecture` for a name in `NATIVE_MODELS`, which a decoder without a head has too. Any
+    other decoder, and one with a field that the native module does not compute, is left to transformers' own module,
+    which finds out at load whether it can run. Raises ValueError, naming the field, its value and what
     is allowed, for a quantization that is not supported, for a model that is not a decoder over a KV cache alone,
     and for fields that are missing, ill-typed, contradictory or unsupported.
     """
-    name = architecture_name(config)
+    given_name = architecture_name(config)
+    name = _WITHOUT_HEAD.get(given_name, given_name)
     _check_is_causal(name, config)
-    scales = read_fp8_scales(name, config, FP8_ARCHITECTURES)
     four_bits = read_four_bits(name, config, _FOUR_BIT_ARCHITECTURES)
     if name in NATIVE_MODELS:
-        read = NATIVE_MODELS[name].read(name, config)
-        blocks = four_bits.method if four_bits else None
-        return msgspec.structs.replace(read, fp8=scales, blocks=blocks, four_bits=four_bits)
+        try:
+            _check_layers_are_alike(config)
+            read = NATIVE_MODELS[name].read(name, config)
+        except NotNativeError as error:
+            if _is_encoder(name) or stated_quantization(config):
+                raise
+            return _not_native(given_name, config, error)
+        return msgspec.structs.replace(
+            read,
+            fp8=read_fp8_scales(name, config, FP8_ARCHITECTURES, read.num_layers),
+            blocks=four_bits.method if four_bits else None,
+            four_bits=four_bits,
+            has_head=name == given_name,
+        )
+    read_fp8_scales(name, config, FP8_ARCHITECTURES, 0)
     try:
         return read_other_decoder(name, config)
     except ValueError as error:
@@ -109,16 +140,45 @@ def read_architecture(config: Config) -> Architecture:
         ) from None
 
 
+def _not_native(name: str, config: Config, error: NotNativeError) -> Architecture:
+    """Return the architecture for transformers' module of a decoder whose native module does not compute a field."""
+    try:
+        other = read_other_decoder(name, config)
+    except ValueError as missing:
+        raise ValueError(f"{error}; for transformers' module, {missing}") from None
+    return msgspec.structs.replace(other, reason_not_native=str(error))
+
+
+def decoder_without_head(name: str) -> str | None:
+    """Return the name of the decoder without its head of a native architecture; None if it has none."""
+    return next((without for without, with_head in _WITHOUT_HEAD.items() if with_head == name), None)
+
+
+def _is_encoder(name: str) -> bool:
+    return name in NATIVE_MODELS and NATIVE_MODELS[name].model.startswith("bert:")
+
+
+def _check_layers_are_alike(config: Config) -> None:
+    """Raise NotNativeError for a configuration in which single layers have fields of their own."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        if part.get("per_layer_config"):
+            raise NotNativeError(
+                f"config field 'per_layer_config' is {shorten(part['per_layer_config'])}; native is none"
+            )
+
+
 def _check_is_causal(name: str, config: Config) -> None:
     """Raise ValueError for a decoder in which every token sees the whole text, as some embedding models need it."""
-    if name in NATIVE_MODELS and NATIVE_MODELS[name].model.startswith("bert:"):
+    if _is_encoder(name):
         return
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
-        if part.get("is_causal") is False:
+        if not part.get("is_causal", True):
+            value = "null, which means false" if part["is_causal"] is None else "false"
             raise ValueError(
-                "config field 'is_causal' is false; only causal attention is supported in decoders: use a model with "
-                "causal attention, or an encoder"
+                f"config field 'is_causal' is {value}; only causal attention is supported in decoders: use a model "
+                "with causal attention, or an encoder"
             )
 
 

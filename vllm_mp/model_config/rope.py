@@ -5,7 +5,16 @@ from typing import Final
 
 import msgspec
 
-from vllm_mp.model_config.config_json import Config, flag, integer, number, optional_integer, optional_number, shorten
+from vllm_mp.model_config.config_json import (
+    Config,
+    NotNativeError,
+    flag,
+    integer,
+    number,
+    optional_integer,
+    optional_number,
+    shorten,
+)
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -50,8 +59,8 @@ def read_rope(config: Config, max_position: int, head_dim: int, *, may_be_partia
     """Read `rope_parameters` (transformers v5), or `rope_scaling` and `rope_theta` (v4).
 
     `max_position`, in tokens, is the original context of a stretched model whose rotary parameters do not state it.
-    `may_be_partial` allows a part of the head to stay unrotated. Raises ValueError, naming the field, for a type or a
-    value that is not supported.
+    `may_be_partial` allows a part of the head to stay unrotated. Raises ValueError, naming the field, for a value that
+    is not supported, and its subclass NotNativeError for what transformers may compute.
     """
     source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(source) or {}
@@ -59,14 +68,20 @@ def read_rope(config: Config, max_position: int, head_dim: int, *, may_be_partia
         raise ValueError(f"config field '{source}' is {shorten(given)}; it must be one flat object for all layers")
     theta = None if given.get("rope_theta") else number(config, "rope_theta", 10_000.0)
     partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1) and not may_be_partial:
-        raise ValueError(
-            f"config field 'partial_rotary_factor' is {partial!r}; only 1.0 (all of the head) is supported"
-        )
+    if not may_be_partial:
+        _must_be_whole(partial)
     given = {**given, "partial_rotary_factor": 1.0 if partial is None else partial}
     # As in transformers, a value beside the rope parameters (Phi-3) takes precedence over one inside.
     original = optional_integer(config, "original_max_position_embeddings", None)
     return _parameters(given, source, theta, original, max_position, head_dim)
+
+
+def _must_be_whole(partial: object) -> None:
+    """Raise NotNativeError for a `partial_rotary_factor` that leaves a part of the head unrotated."""
+    if partial not in (None, 1):
+        raise NotNativeError(
+            f"config field 'partial_rotary_factor' is {shorten(partial)}; native is 1.0 (all of the head)"
+        )
 
 
 def read_layer_rope(config: Config, layer_type: str, default_theta: float, max_position: int, head_dim: int) -> Rope:
@@ -80,6 +95,9 @@ def read_layer_rope(config: Config, layer_type: str, default_theta: float, max_p
         raise ValueError(
             f"config field 'rope_parameters' is {shorten(given)}; it must have an object for each type of layer"
         )
+    _must_be_whole(of_type.get("partial_rotary_factor", config.get("partial_rotary_factor")))
+    # As in transformers, which does not look for it in the object of a type.
+    of_type = {**of_type, "truncate": given.get("truncate", True)}
     theta = None if of_type.get("rope_theta") else default_theta
     return _parameters(of_type, f"rope_parameters.{layer_type}", theta, None, max_position, head_dim)
 
@@ -102,7 +120,9 @@ def _parameters(
         )
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise ValueError(f"config field '{source}.rope_type' is {kind!r}; supported are {', '.join(ROPE_TYPES)}")
+        raise NotNativeError(
+            f"config field '{source}.rope_type' is {shorten(kind)}; native are {', '.join(ROPE_TYPES)}"
+        )
     if kind in ("default", "dynamic"):
         # Dynamic NTK scaling changes frequencies only past max_position_embeddings, where each further token
         # would change keys that are already cached. The context ends there, so the default type is exact.

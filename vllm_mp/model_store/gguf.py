@@ -25,7 +25,8 @@ import msgspec
 from vllm_mp.file_owner import open_own_file
 from vllm_mp.model_store.cache import build_once, run_child
 from vllm_mp.model_store.gguf_config import GgufFamily, family_of, read_gguf_config
-from vllm_mp.model_store.gguf_file import FileIdentity, GgufFile, read_gguf
+from vllm_mp.model_store.gguf_file import FileIdentity, GgufFile
+from vllm_mp.model_store.gguf_parts import read_gguf_model
 from vllm_mp.model_store.progress import Progress
 
 PLACE_FILE: Final = "gguf_file.json"
@@ -33,6 +34,9 @@ PLACE_FILE: Final = "gguf_file.json"
 
 NO_TOKENIZER_FILE: Final = "no_tokenizer.txt"
 """The file of a model folder that says why the folder has no tokenizer."""
+
+CONVERTED_FILE: Final = "converted_gguf.txt"
+"""The file of a model folder that names the GGUF file of which its weights were made."""
 
 TOKENIZER_ONLY: Final = "--tokenizer-only"
 """The option of the converter that leaves out the weights."""
@@ -43,7 +47,7 @@ _CONVERTER = "vllm_mp.core.weights.gguf_to_safetensors"
 DISK_FULL_EXIT = 3
 """Exit status of the converter if the converted model does not fit on the disk."""
 
-_CONVERTER_VERSION = 4
+_CONVERTER_VERSION = 5
 """Version of the files that the converter writes. Raise it with every change, so that no older conversion is used."""
 
 _MAPPED_VERSION: Final = "m2"
@@ -52,21 +56,29 @@ _MAPPED_VERSION: Final = "m2"
 _KEPT_SECONDS = 24 * 3600
 """Time for which an older conversion is kept after its last use, which `build_once` notes."""
 
-_SPLIT_FILE = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
-
 
 class GgufPlace(msgspec.Struct, frozen=True):
     """A GGUF file whose weights are mapped, and what it was when its folder was made."""
 
     path: str
+    """That of the first part, if the file is split."""
     digest: str
     """SHA-256 of its header, in hex."""
     identity: FileIdentity
+    other_parts: tuple[FileIdentity, ...] = ()
+
+    @classmethod
+    def of(cls, file: GgufFile) -> "GgufPlace":
+        others = tuple(part.identity for part in file.parts[1:])
+        # The target of a link may have another name, but a part is found by its name.
+        path = file.path.absolute() if file.parts else file.path.resolve()
+        return cls(str(path), file.digest, file.identity, others)
 
     def read(self) -> GgufFile:
-        """Return the checked header of the file. Raises ValueError if it is not the same file, or as `read_gguf`."""
-        file = read_gguf(Path(self.path))
-        if (file.identity, file.digest) != (self.identity, self.digest):
+        """Return the checked header of the file. Raises ValueError if it is not the same, or as `read_gguf_model`."""
+        file = read_gguf_model(Path(self.path))
+        others = tuple(part.identity for part in file.parts[1:])
+        if (file.identity, file.digest, others) != (self.identity, self.digest, self.other_parts):
             raise ValueError(f"{self.path} was changed or replaced after the engine found it; start the engine again")
         return file
 
@@ -83,45 +95,39 @@ def gguf_place(folder: Path) -> GgufPlace | None:
         raise ValueError(f"cannot read {path} ({error}); remove the folder {folder}") from error
 
 
+def is_of_gguf(folder: Path) -> bool:
+    """Tell whether the model folder `folder` is that of a GGUF file, mapped or converted."""
+    return any((folder / name).is_file() for name in (PLACE_FILE, CONVERTED_FILE))
+
+
 def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
-    """Return the model folder of the GGUF file `source`, under the cache folder `root`.
+    """Return the model folder of the GGUF file `source`, or of the split file whose part it is, under the cache `root`.
 
     A file that was written or replaced gets another folder. Raises ValueError naming the file if it is damaged or
     cannot be converted, OSError if the cache cannot hold the result, RuntimeError if the system ended the converter.
     """
-    part = _SPLIT_FILE.search(source.name)
-    if part and int(part[1]) > 1:
-        raise _is_split(source, int(part[1]))
-    file = read_gguf(source)
-    parts = file.metadata.get("split.count", 1)
-    if parts not in (0, 1):
-        raise _is_split(source, parts)
+    file = read_gguf_model(source)
     if family := family_of(file):
         return _mapped_model(file, family, root, progress)
-    identity = _identity(source)
-    digest = _content_sha256(source, identity, root, progress)
+    paths = [part.path for part in file.files]
+    identities = list(map(_identity, paths))
+    digests = [_content_sha256(*known, root, progress) for known in zip(paths, identities, strict=True)]
+    digest = digests[0] if len(paths) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def build(workspace: Path, lock: int) -> Path:
-        target = run_converter(source, workspace, lock, progress)
-        if _identity(source) != identity:
+        target = run_converter(paths[0], workspace, lock, progress)
+        if list(map(_identity, paths)) != identities:
             raise ValueError(f"{source} was changed while it was being converted: try again")
         return target
 
-    folder = build_once(converted_folder(root, source.name, digest), build, progress)
+    folder = build_once(converted_folder(root, paths[0].name, digest), build, progress)
     remove_older(folder)
     return folder
 
 
-def _is_split(source: Path, parts: object) -> ValueError:
-    return ValueError(
-        f"{source} is one part of a split GGUF file (of {parts!r:.80}): join the parts with `llama-gguf-split --merge "
-        "FIRST_PART WHOLE_FILE`, and name the whole file"
-    )
-
-
 def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Progress) -> Path:
     """Return the folder with configuration, tokenizer and place of `file`, which keeps the weights."""
-    place = GgufPlace(str(file.path.resolve()), file.digest, file.identity)
+    place = GgufPlace.of(file)
     folder = _cache_folder(
         root, file.path.name, hashlib.sha256(msgspec.json.encode(place)).hexdigest(), _MAPPED_VERSION
     )

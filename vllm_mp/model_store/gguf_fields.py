@@ -56,7 +56,7 @@ class GgufFields:
         place = self.file.tensors[name]
         if place.type.name != "F32" or found != count or count > _MAX_FACTORS:
             raise self.error(name, f"{place.type.name} {list(place.shape)}", f"it must be F32 [{count}], one per pair")
-        with self.file.path.open("rb") as content:
+        with self.file.files[place.part].path.open("rb") as content:
             content.seek(place.offset)
             return list(struct.unpack(f"<{count}f", content.read(place.num_bytes)))
 

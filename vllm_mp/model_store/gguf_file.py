@@ -97,6 +97,8 @@ class TensorPlace(NamedTuple):
     offset: int
     """Bytes from the start of the file."""
     num_bytes: int
+    part: int = 0
+    """The number of the part that holds it, from 0."""
 
 
 class FileIdentity(NamedTuple):
@@ -110,7 +112,7 @@ class FileIdentity(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The checked header of the file `path`."""
+    """The checked header of the file `path`, or those of all parts of a split file."""
 
     path: Path
     metadata: dict[str, Value]
@@ -118,6 +120,13 @@ class GgufFile:
     digest: str
     """SHA-256 of the header, in hex."""
     identity: FileIdentity
+    parts: "tuple[GgufFile, ...]" = ()
+    """The parts of a split file, of which `path` and `identity` are those of the first; () for another file."""
+
+    @property
+    def files(self) -> "tuple[GgufFile, ...]":
+        """The parts, or the file itself."""
+        return self.parts or (self,)
 
 
 def read_gguf(path: Path) -> GgufFile:

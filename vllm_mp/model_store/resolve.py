@@ -10,6 +10,7 @@ from pathlib import Path
 from vllm_mp.model_store.cache import cache_root
 from vllm_mp.model_store.folder import folder_problem
 from vllm_mp.model_store.gguf import gguf_model
+from vllm_mp.model_store.gguf_parts import first_part
 from vllm_mp.model_store.hub import hub_model, is_hub_id
 from vllm_mp.model_store.package import DEFAULT_MODEL, PACKAGED_MODELS, packaged_model
 from vllm_mp.model_store.progress import Progress
@@ -29,8 +30,8 @@ def resolve_model(
 ) -> Path:
     """Return the local folder of `model`; fetch and convert its files first if need be.
 
-    `model` is, in this order: the alias of a packaged model, a local folder, a `.gguf` file (or a folder with exactly
-    one such file and no config.json), or a hub id ("name" or "organisation/name").
+    `model` is, in this order: the alias of a packaged model, a local folder, a `.gguf` file or any part of a split one
+    (or a folder with exactly one such file and no config.json), or a hub id ("name" or "organisation/name").
 
     `revision` and `hf_token` are used for the hub only. `download_dir` replaces both the hub's cache and
     `cache_root()`. `load_format="dummy"` requires no weights, "tokenizer" requires only the tokenizer, and "gguf"
@@ -106,6 +107,8 @@ def _gguf_inside(folder: Path, load_format: str) -> Path | None:
     if not wanted and ((folder / "config.json").exists() or folder_problem(folder, load_format) is None):
         return None
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() == ".gguf")
+    if len(files) > 1 and (first := first_part(files)) is not None:
+        return first.absolute()
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ValueError(f"model {str(folder)!r} holds several GGUF files ({names}): name one of them")

@@ -72,6 +72,28 @@ def test_layers_may_be_missing_and_may_differ_in_rank(tmp_path):
     assert "layers.0.self_attn.k_proj" not in adapter.factors
 
 
+@pytest.mark.parametrize("around", ["model.language_model.", "language_model.model.", "model.language_model.model."])
+def test_adapter_of_a_model_of_texts_and_images_is_read(tmp_path, around, caplog):
+    tensors = adapter_tensors(ARCH, 8)
+    named = {name.replace("base_model.model.model.", f"base_model.model.{around}"): t for name, t in tensors.items()}
+    plain = read(save_adapter(tmp_path / "plain", tensors)).factors
+    found = read(save_adapter(tmp_path / "named", named)).factors
+    assert found.keys() == plain.keys()
+    for name, factors in plain.items():
+        assert torch.equal(found[name].a, factors.a)
+        assert torch.equal(found[name].b, factors.b)
+    assert not caplog.records
+
+    of_images = {
+        f"base_model.model.model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.lora_{kind}.weight": t
+        for kind, t in (("A", torch.ones(8, 24)), ("B", torch.ones(24, 8)))
+    }
+    assert read(save_adapter(tmp_path / "images", {**named, **of_images})).factors.keys() == plain.keys()
+    assert "2 tensors of an adapter are for images, which are not served" in caplog.text
+    with pytest.raises(ValueError, match="adapts only the parts of the model for images, and texts alone are served"):
+        read(save_adapter(tmp_path / "only images", of_images))
+
+
 def test_adapter_of_a_bare_model_is_read(tmp_path):
     tensors = {name.replace("model.model.model.", "model.model."): x for name, x in adapter_tensors(ARCH, 8).items()}
     assert len(read(save_adapter(tmp_path / "adapter", tensors)).factors) == 21

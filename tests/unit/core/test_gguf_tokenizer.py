@@ -1,12 +1,15 @@
 """The tokenizer of a GGUF file gives the tokens that llama.cpp gives with the same file."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from transformers import GenerationConfig, PreTrainedConfig
 
+from vllm_mp.core.weights.gguf_to_safetensors import use_special_tokens_of_file
 from vllm_mp.core.weights.gguf_tokenizer import end_token_ids, read_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = (
@@ -31,9 +34,7 @@ DEEPSEEK = {**BYTE_LEVEL, "<｜begin▁of▁sentence｜>": CONTROL, "<｜User｜
 SENTENCE_PIECE = {"<unk>": UNKNOWN, "<s>": CONTROL, "▁": NORMAL, "a": NORMAL, "▁a": NORMAL, "▁▁": NORMAL}
 
 
-def tokenizer_of(
-    path: Path, tokens: dict[str, Any], *, must_be_exact: bool = True, architecture: str = "llama", **values: Any
-) -> Any:
+def tokenizer_of(path: Path, tokens: dict[str, Any], *, architecture: str = "llama", **values: Any) -> Any:
     """Return the tokenizer of a file with these tokens and their types, and `values` under `tokenizer.ggml`."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
@@ -56,7 +57,7 @@ def tokenizer_of(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return read_tokenizer(path, gguf.GGUFReader(path), must_be_exact=must_be_exact)
+    return read_tokenizer(path, gguf.GGUFReader(path))
 
 
 def test_control_tokens_with_any_characters_stay_whole_and_keep_their_ids(tmp_path: Path) -> None:
@@ -106,10 +107,13 @@ def test_sentencepiece_puts_a_space_before_every_text_unless_the_file_says_other
     assert bare.decode([4]) == " a"
 
 
-def test_unknown_way_to_split_text_is_refused_by_name_if_the_tokenizer_must_be_exact(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre is 'strange', .* not known"):
+def test_unknown_way_to_split_text_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"tokenizer\.ggml\.pre is 'strange', .* not known here for the architecture 'llama' \(known are .*gpt-2, "
+        r".*smollm.*\); converting the file again does not change it: use the tokenizer of the original model",
+    ):
         tokenizer_of(tmp_path / "a.gguf", BYTE_LEVEL, pre="strange")
-    assert tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre="strange", must_be_exact=False)("ab").input_ids == [5]
 
 
 def test_vocabulary_that_is_missing_or_contradicts_itself_is_refused_by_field(tmp_path: Path) -> None:
@@ -135,3 +139,13 @@ def test_tokens_that_end_a_turn_end_a_generation_though_the_file_names_another(t
     assert end_token_ids(gguf.GGUFReader(tmp_path / "a.gguf")) == [9, 10, 12]
     tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre="dbrx", eos_token_id=8, eot_token_id=7)
     assert end_token_ids(gguf.GGUFReader(tmp_path / "b.gguf")) == [8, 7]
+
+
+def test_tokens_that_end_a_mapped_model_end_a_converted_model(tmp_path: Path) -> None:
+    tokens = {**BYTE_LEVEL, "<|endoftext|>": CONTROL, "<|im_end|>": CONTROL}
+    tokenizer_of(tmp_path / "a.gguf", tokens, pre="starcoder", bos_token_id=8, eos_token_id=9)
+    reader = gguf.GGUFReader(tmp_path / "a.gguf")
+    model = SimpleNamespace(config=PreTrainedConfig(eos_token_id=2), generation_config=GenerationConfig())
+    use_special_tokens_of_file(model, reader)
+    for config in (model.config, model.generation_config):
+        assert (config.bos_token_id, config.eos_token_id) == (8, end_token_ids(reader)) == (8, [9, 10])

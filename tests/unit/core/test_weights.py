@@ -204,9 +204,22 @@ def test_unreadable_file_is_named_with_the_cause(tmp_path: Path, monkeypatch: py
 def test_folder_without_weights_says_what_is_expected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no \.safetensors file.*save_pretrained"):
         load_weights(make_model(), tmp_path, "auto", 0)
-    (tmp_path / "other.safetensors").touch()
-    with pytest.raises(ValueError, match=r"neither model\.safetensors nor.*Hugging Face"):
+    (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
+    with pytest.raises(ValueError, match=r"neither pytorch_model\.bin nor.*Hugging Face"):
         load_weights(make_model(), tmp_path, "auto", 0)
+
+
+def test_safetensors_with_other_names_are_read(tmp_path: Path) -> None:
+    tensors = make_checkpoint()
+    (tmp_path / "one").mkdir()
+    save_file(tensors, tmp_path / "one" / "gptq_model-4bit-128g.safetensors")
+    (tmp_path / "two").mkdir()
+    save_sharded(tmp_path / "two", tensors)
+    (tmp_path / "two" / "model.safetensors.index.json").unlink()
+    for folder in ("one", "two"):
+        model = make_model()
+        load_weights(model, tmp_path / folder, "auto", 0)
+        assert torch.equal(dict(model.named_parameters())["embed_tokens"], tensors["model.embed_tokens.weight"])
 
 
 def test_dummy_weights_follow_the_seed(tmp_path: Path) -> None:

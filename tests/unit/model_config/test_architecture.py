@@ -2,10 +2,16 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
-from vllm_mp.model_config.registry import NATIVE_ARCHITECTURES, architecture_name, read_architecture
+from vllm_mp.model_config.registry import (
+    NATIVE_ARCHITECTURES,
+    architecture_name,
+    decoder_without_head,
+    read_architecture,
+)
 from vllm_mp.model_config.rope import Rope
 
 LLAMA = {
@@ -99,8 +105,8 @@ def test_ministral_has_windows_in_the_layers_that_its_file_names() -> None:
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"])
 def test_decoder_whose_tokens_see_the_whole_text_is_refused_by_name(name: str) -> None:
     as_class(name, num_key_value_heads=2, n_embd=64, n_layer=2, n_head=4, is_causal=True)
-    for changes in ({"is_causal": False}, {"text_config": {"is_causal": False}}):
-        with pytest.raises(ValueError, match=r"^config field 'is_causal' is false; only causal attention"):
+    for changes in ({"is_causal": False}, {"text_config": {"is_causal": False}}, {"is_causal": None}):
+        with pytest.raises(ValueError, match=r"^config field 'is_causal' is .*false; only causal attention"):
             as_class(name, num_key_value_heads=2, n_embd=64, n_layer=2, n_head=4, **changes)
 
 
@@ -182,7 +188,10 @@ def test_yarn_stretches_the_context_of_any_architecture() -> None:
     [
         ({"vocab_size": None}, r"'vocab_size' is None"),
         ({"hidden_size": None}, r"'hidden_size' is missing.*n_embd, d_model"),
-        ({"max_position_embeddings": None}, r"'max_position_embeddings' is missing.*n_positions.*state-space.*ALiBi"),
+        (
+            {"max_position_embeddings": None},
+            r"'max_position_embeddings' is missing.*n_positions.*; add it, the longest",
+        ),
         ({"max_position_embeddings": "long"}, r"'max_position_embeddings' is 'long'"),
         ({"is_encoder_decoder": True}, r"'is_encoder_decoder' is true; only decoder-only"),
         ({"layer_types": ["full_attention", "linear_attention", "conv"]}, r"'layer_types' names .*conv.*linear_att"),
@@ -194,6 +203,22 @@ def test_other_decoder_that_cannot_run_is_refused_by_name(changes: dict[str, Any
     with pytest.raises(ValueError, match=f"'OtherForCausalLM' cannot run here: .*{message}") as caught:
         read(sizes, **changes)
     assert all(name in str(caught.value) for name in NATIVE_ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"model_type": "falcon", "alibi": True}, "ALiBi"),
+        ({"model_type": "mpt", "attn_config": {"alibi": True}}, "ALiBi"),
+        ({"model_type": "bloom"}, "ALiBi"),
+        ({"model_type": "falcon", "alibi": False}, "its attention in transformers is code of its own"),
+        ({"model_type": "mamba", "state_size": 16}, "a state-space or recurrent model"),
+    ],
+)
+def test_decoder_without_a_stated_context_is_refused_for_its_real_cause(fields: dict[str, Any], cause: str) -> None:
+    with pytest.raises(ValueError, match=f"'OtherForCausalLM' cannot run here: .*{cause}") as caught:
+        read({**OTHER, "vocab_size": 100, "hidden_size": 64, **fields})
+    assert ("ALiBi" in str(caught.value)) == (cause == "ALiBi")
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"])
@@ -213,9 +238,13 @@ def test_missing_size_is_named(field: str) -> None:
         ({"head_dim": 15}, r"'head_dim' is 15; .*even"),
         ({"rms_norm_eps": float("nan")}, r"'rms_norm_eps' is nan"),
         ({"attention_bias": "yes"}, r"'attention_bias' is 'yes'; it must be true or false"),
-        ({"hidden_act": "xielu"}, r"'hidden_act' is 'xielu'; supported are silu"),
+        (
+            {"hidden_act": "xielu"},
+            r"'hidden_act' is 'xielu'; native are silu.* transformers' module, .*'max_position_embeddings' is",
+        ),
+        ({"hidden_act": None}, r"'hidden_act' is None; supported are silu"),
         ({"torch_dtype": "float8_e4m3fn"}, r"'torch_dtype' is 'float8_e4m3fn'; supported are float32"),
-        ({"rope_scaling": {"type": "mrope"}}, r"rope_scaling\.rope_type' is 'mrope'; supported are default"),
+        ({"rope_scaling": {"type": "mrope"}}, r"rope_scaling\.rope_type' is 'mrope'; native are default"),
         ({"rope_scaling": {"type": "longrope"}}, r"'rope_scaling\.short_factor' is None; it must list 8 numbers"),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1, "x"] * 4}},
@@ -236,6 +265,49 @@ def test_bad_field_is_refused_with_its_value_and_the_allowed_values(changes: dic
         read(**changes)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "relu2"},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_scaling": {"rope_type": "proportional"}},
+    ],
+)
+def test_field_that_only_transformers_computes_leaves_the_model_to_its_module(changes: dict[str, Any]) -> None:
+    arch = read(**changes, max_position_embeddings=128)
+    assert not isinstance(arch, NativeArchitecture)
+    assert (arch.name, arch.max_position) == ("LlamaForCausalLM", 128)
+    assert arch.reason_not_native.startswith("config field '")
+    quantized = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match=r"config field '.*native"):
+        read(**changes, max_position_embeddings=128, quantization_config=quantized)
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "MistralModel", "Qwen2Model", "Gemma3TextModel", "Qwen3MoeModel"])
+def test_decoder_without_a_head_is_its_architecture_without_a_head(name: str) -> None:
+    sizes = {"num_key_value_heads": 2, "head_dim": 16}
+    arch = as_class(name, **sizes)
+    with_head = as_class(arch.name, **sizes)
+    assert (with_head.has_head, arch.has_head) == (True, False)
+    assert msgspec.structs.replace(arch, has_head=True) == with_head
+    assert decoder_without_head(arch.name) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "has_head"),
+    [("PhiForCausalLM", True), ("OpenAIGPTLMHeadModel", True), ("ReformerModelWithLMHead", True), ("PhiModel", False)],
+)
+def test_name_of_another_decoder_says_whether_it_has_a_head(name: str, has_head: bool) -> None:
+    assert as_class(name, max_position_embeddings=100).has_head is has_head
+
+
+def test_gpt2_that_is_left_to_transformers_keeps_its_head() -> None:
+    other = read({**GPT2, "n_positions": 64, "activation_function": "tanh"})
+    assert (other.name, other.has_head) == ("GPT2LMHeadModel", True)
+    assert "'activation_function' is 'tanh'" in other.reason_not_native
+
+
 def test_windowed_layers_without_a_window_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'layer_types'.*'use_sliding_window'"):
         as_class("Qwen2ForCausalLM", num_key_value_heads=2, layer_types=["sliding_attention"] * 3)
@@ -254,6 +326,16 @@ def test_gemma_2_alternates_windows_and_caps_scores() -> None:
     assert (arch.norm_place, arch.norm_offset, arch.embedding_scale) == ("around", 1.0, 8.0)
     uncapped = as_class("Gemma2ForCausalLM", **GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None)
     assert (uncapped.attention_soft_cap, uncapped.logits_soft_cap) == (None, None)
+
+
+def test_older_scaling_of_gemma_3_completes_its_rotary_parameters_as_in_transformers() -> None:
+    given = {"full_attention": {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}}
+    arch = as_class("Gemma3ForCausalLM", **GEMMA, rope_parameters=given, rope_scaling={"factor": 8.0})
+    assert arch.rope == Rope(type="linear", theta=7.0, factor=8.0)
+    alone = as_class("Gemma3ForCausalLM", **GEMMA, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert alone.rope == Rope(type="linear", theta=1e6, factor=8.0)
+    unnamed = as_class("Gemma3ForCausalLM", **GEMMA, rope_scaling={"type": "linear", "factor": 8.0})
+    assert unnamed.rope == Rope(theta=1e6)
 
 
 def test_gemma_3_ignores_the_cap_of_scores_of_gemma_2_as_transformers_does() -> None:
@@ -317,7 +399,7 @@ def test_phi_3_reads_longrope_under_its_first_names_and_derives_its_attention_fa
         ("Phi3ForCausalLM", {"partial_rotary_factor": 0.2}, r"partial_rotary_factor' is 0\.2; .*even number of the 16"),
         ("Phi3ForCausalLM", {"partial_rotary_factor": "half"}, r"partial_rotary_factor' is 'half'; .*number above 0"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, r"'logits_scaling' is 0; it must be a finite number above 0"),
-        ("Olmo2ForCausalLM", {"hidden_act": "xielu"}, r"'hidden_act' is 'xielu'; supported are silu"),
+        ("Olmo2ForCausalLM", {"hidden_act": "xielu"}, r"'hidden_act' is 'xielu'; native are silu"),
     ],
 )
 def test_bad_field_of_a_family_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:

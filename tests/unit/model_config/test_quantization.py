@@ -93,6 +93,20 @@ def test_unsupported_quantization_is_refused_by_name(quantization: Any, message:
         read(quantization)
 
 
+def test_quantization_that_the_part_for_texts_describes_is_read() -> None:
+    text = {name: value for name, value in LLAMA.items() if name != "architectures"}
+    base = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    images = ["vision_tower", "model.vision_tower.vision_model.encoder", "lm_head"]
+    stated = {**BLOCK, "modules_to_not_convert": images}
+    of_text = {**base, "text_config": {**text, "quantization_config": stated}}
+    for config in ({**base, "quantization_config": stated}, of_text):
+        assert read_architecture(config).fp8 == "block"  # type: ignore[attr-defined]
+    for name in ("model.language_model.layers.1.mlp", "language_model.model.layers.1.mlp"):
+        stated = {**BLOCK, "modules_to_not_convert": [name]}
+        with pytest.raises(ValueError, match=rf"names '{name}', so that model\.layers\.1\.mlp\.gate_proj would not"):
+            read_architecture({**base, "text_config": {**text, "quantization_config": stated}})
+
+
 @pytest.mark.parametrize(
     ("base", "quantization", "message"),
     [

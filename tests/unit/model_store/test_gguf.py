@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from support.tiny_gguf import write_tiny_gguf
+from support.tiny_gguf import split, write_tiny_gguf
 from transformers import PreTrainedTokenizerFast
 
 from vllm_mp.core.weights import gguf_to_safetensors
@@ -39,7 +39,7 @@ def converts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def reads_nothing(converts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files have any content."""
-    monkeypatch.setattr(gguf, "read_gguf", lambda _: SimpleNamespace(metadata={}))
+    monkeypatch.setattr(gguf, "read_gguf_model", lambda path: SimpleNamespace(files=[SimpleNamespace(path=path)]))
 
 
 def no_conversion(*_: object) -> Path:
@@ -70,6 +70,7 @@ def test_conversion_keeps_every_tensor_and_is_done_once(
         else:
             np.testing.assert_array_equal(converted[name], weight, err_msg=name)
     config = json.loads((folder / "config.json").read_text())
+    assert gguf.is_of_gguf(folder)
     assert (config["dtype"], config["num_key_value_heads"], config["bos_token_id"], config["eos_token_id"]) == (
         "float32",
         2,
@@ -83,6 +84,21 @@ def test_conversion_keeps_every_tensor_and_is_done_once(
     monkeypatch.setattr(gguf, "run_converter", no_conversion)
     monkeypatch.setattr(gguf, "file_sha256", no_conversion)
     assert resolve_model(str(source)) == folder
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("converts")
+def test_converted_file_without_a_usable_tokenizer_says_so_as_a_mapped_one_does(tmp_path: Path) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_tiny_gguf(source)
+    source.write_bytes(source.read_bytes().replace(b"gpt-2", b"ghost"))
+    folder = resolve_model(str(source))
+    assert (folder / "model.safetensors").is_file()
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+    reason = (folder / gguf.NO_TOKENIZER_FILE).read_text()
+    assert reason.startswith(
+        "that of tiny.gguf cannot be used: tokenizer.ggml.pre is 'ghost', a way to split text that"
+    )
 
 
 @pytest.mark.usefixtures("reads_nothing")
@@ -157,10 +173,16 @@ def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "odd.gguf"))
 
 
-def test_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "big-00001-of-00003.gguf").touch()
-    with pytest.raises(ValueError, match="--merge"):
-        resolve_model(str(tmp_path / "big-00001-of-00003.gguf"))
+@pytest.mark.extended
+@pytest.mark.usefixtures("converts")
+def test_parts_of_a_split_file_are_converted_to_one_model(tmp_path: Path) -> None:
+    weights = write_tiny_gguf(tmp_path / "whole.gguf")
+    parts = split(tmp_path / "whole.gguf", tmp_path / "tiny.gguf", 5)
+    folder = resolve_model(str(parts[1]))
+    converted = load_file(folder / "model.safetensors")
+    assert converted.keys() == weights.keys()
+    assert np.array_equal(converted["lm_head.weight"], weights["lm_head.weight"])
+    assert [resolve_model(str(part)) for part in parts] == [folder] * len(parts)
 
 
 def test_conversion_without_room_on_the_disk_is_refused_before_it_starts(
@@ -185,8 +207,8 @@ def test_quantized_tensor_is_rounded_to_the_16_bits_that_hold_it_best(magnitude:
 
 def test_conversion_of_an_older_version_is_removed_after_a_day_without_use(tmp_path: Path) -> None:
     now = time.time()
-    for name, hours in (("a-v1", 25), ("a-v2", 1), ("a-v4", 25), ("a-v99", 25), ("other-v1", 25)):
+    for name, hours in (("a-v1", 25), ("a-v2", 1), ("a-v5", 25), ("a-v99", 25), ("other-v1", 25)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (now, now - hours * 3600))
-    gguf.remove_older(tmp_path / "a-v4")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-v2", "a-v4", "a-v99", "other-v1"]
+    gguf.remove_older(tmp_path / "a-v5")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-v2", "a-v5", "a-v99", "other-v1"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import gguf as gguf_package
 import numpy as np
 import pytest
-from support.tiny_gguf import write_random_gguf, write_tiny_gguf
+from support.tiny_gguf import split, write_random_gguf, write_tiny_gguf
 from transformers import MixtralConfig, Phi3Config, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
+from vllm_mp import AsyncEngineArgs
 from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.model_store import gguf, resolve_model
 from vllm_mp.model_store.entries import cache_entries
@@ -56,6 +58,25 @@ def test_folder_has_configuration_and_tokenizer_and_no_weights(tmp_path: Path, t
     assert place.read() == read_gguf(source)
     assert resolve_model(str(source)) == folder
     assert tokenizers == [source]
+
+
+def test_quantization_gguf_is_taken_with_gguf_files_and_refused_with_others(
+    tmp_path: Path, tokenizers: list[Path]
+) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_tiny_gguf(source)
+
+    def model(folder: Path) -> Any:
+        return AsyncEngineArgs(str(folder), quantization="gguf", skip_tokenizer_init=True, load_format="dummy")
+
+    assert model(source).create_engine_config().model_config.quantization is None
+    folder = tmp_path / "other"
+    folder.mkdir()
+    shutil.copy(resolve_model(str(source)) / "config.json", folder)
+    with pytest.raises(ValueError, match=r"quantization='gguf' needs a GGUF file, and .*other is none; name a \.gguf"):
+        model(folder).create_engine_config()
+    (folder / gguf.CONVERTED_FILE).touch()
+    assert model(folder).create_engine_config().model_config.quantization is None
 
 
 def test_moved_file_keeps_its_tokenizer_and_written_file_gets_another_folder(
@@ -245,14 +266,45 @@ def test_vocabulary_with_more_tokens_than_embeddings_is_refused(tmp_path: Path) 
     assert read_gguf_config(file, family)["vocab_size"] == 12
 
 
-@pytest.mark.parametrize("name", ["model-00002-of-00003.gguf", "renamed.gguf"])
-def test_part_of_a_split_file_is_refused_with_the_remedy(tmp_path: Path, tokenizers: list[Path], name: str) -> None:
-    count: Entries = {"split.count": (3, gguf_package.GGUFValueType.UINT16)}
-    metadata_file(tmp_path / name, count)
-    with pytest.raises(
-        ValueError, match=rf"{name} is one part of a split GGUF file \(of 3\): .*llama-gguf-split --merge"
-    ):
-        resolve_model(str(tmp_path / name))
+@pytest.mark.parametrize("first_has_tensors", [True, False])
+def test_any_part_of_a_split_file_opens_all_parts(
+    tmp_path: Path, tokenizers: list[Path], first_has_tensors: bool
+) -> None:
+    write_tiny_gguf(tmp_path / "whole.gguf")
+    (tmp_path / "parts").mkdir()
+    parts = split(tmp_path / "whole.gguf", tmp_path / "parts" / "tiny.gguf", 5, first_has_tensors=first_has_tensors)
+    assert len(parts) == 3 if first_has_tensors else 4
+    folder = resolve_model(str(parts[0]))
+    assert [resolve_model(str(named)) for named in (*parts, parts[0].parent)] == [folder] * (len(parts) + 1)
+    place = gguf.gguf_place(folder)
+    assert place is not None
+    whole, joined = read_gguf(tmp_path / "whole.gguf"), place.read()
+    assert {name: tensor.shape for name, tensor in joined.tensors.items()} == {
+        name: tensor.shape for name, tensor in whole.tensors.items()
+    }
+    architectures = [
+        read_architecture(json.loads((found / "config.json").read_text()))
+        for found in (folder, resolve_model(str(tmp_path / "whole.gguf")))
+    ]
+    assert architectures[0] == architectures[1]
+    os.utime(parts[-1])
+    with pytest.raises(ValueError, match=r"tiny-00001-of-.* was changed or replaced after the engine found it"):
+        place.read()
+
+
+def test_part_that_is_missing_or_of_another_file_is_named(tmp_path: Path, tokenizers: list[Path]) -> None:
+    write_tiny_gguf(tmp_path / "whole.gguf")
+    parts = split(tmp_path / "whole.gguf", tmp_path / "tiny.gguf", 5)
+    content = parts[1].read_bytes()
+    parts[1].unlink()
+    with pytest.raises(ValueError, match=r"tiny-00003-of-00003\.gguf is one .* lacks tiny-00002-of-00003\.gguf: put"):
+        resolve_model(str(parts[2]))
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ValueError, match=r"tiny-00002-of-00003\.gguf: split\.no is 2: by its name it must be 1"):
+        resolve_model(str(parts[0]))
+    (tmp_path / "renamed.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=r"renamed\.gguf: split\.count is 3: by its name it must be 1; parts of"):
+        resolve_model(str(tmp_path / "renamed.gguf"))
     whole = metadata_file(tmp_path / "model-00001-of-00001.gguf", {})
     assert resolve_model(str(whole)).is_dir()
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from support.adapters import adapter_tensors, save_adapter
@@ -10,13 +11,14 @@ from support.covering import by_turns
 from support.layouts import LAYOUTS, Layout, answers_of_one_process, assert_like, every_layout, with_layouts
 from support.local_engine import LocalEngine
 from support.rank_threads import local_group
+from transformers import AutoModel
 
 from vllm_mp.core.lora.adapter import read_adapter
 from vllm_mp.core.parallel.followers import GroupMemory
 from vllm_mp.model_config.pipeline_parallel import stage_of
 from vllm_mp.model_config.registry import NATIVE_MODELS, read_architecture
 from vllm_mp.model_config.tensor_parallel import shard_of
-from vllm_mp.testing.random_models import CONFIGS
+from vllm_mp.testing.random_models import CONFIGS, random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -72,6 +74,27 @@ def test_prompts_whose_prefix_is_cached_are_answered_like_before(layout, model_o
         num_launched = group.engine.num_launched
         assert_like(layout, answers(group.engine), expected)
         assert group.engine.num_launched < 2 * num_launched
+
+
+@every_layout
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_vectors_of_a_decoder_without_a_head_are_those_of_one_process(layout, quantization, model_of, tmp_path):
+    AutoModel.from_pretrained(model_of("qwen2"), dtype=torch.float32).save_pretrained(tmp_path)
+    options = {**SCARCE, "quantization": quantization}
+
+    def vectors(engine):
+        prompts = random_prompts((40, 5, 1, 33))
+        for slot, prompt in enumerate(prompts):
+            engine.encode(slot, prompt, pooling_type="mean")
+        engine.run()
+        return [engine.vectors[slot] for slot in range(len(prompts))]
+
+    expected = vectors(LocalEngine(tmp_path, **options))
+    with local_group(tmp_path, **layout._asdict(), **options) as group:
+        found = vectors(group.engine)
+    tolerance = 1e-4 if quantization is None else 0.05
+    for vector, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(vector, wanted, atol=tolerance * np.abs(wanted).max())
 
 
 @every_layout
