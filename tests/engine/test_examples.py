@@ -130,7 +130,7 @@ def test_http_server(small_model):
             children = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=30)
-            assert not any(child.is_running() for child in children)
+            assert psutil.wait_procs(children, timeout=30)[1] == []
         finally:
             watchdog.cancel()
             process.kill()

@@ -137,7 +137,7 @@ def test_number_of_key_files_must_fit(tmp_path):
         AsyncLLM.connect(["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], key_file=[client] * 3)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(12, marks=pytest.mark.slow)])
 def test_no_output_is_lost_when_either_of_two_cores_is_killed_again_and_again(small_model, kills, monkeypatch):
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)  # where everything that is left was left by this engine
