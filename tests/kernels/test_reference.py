@@ -13,7 +13,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from vllm_mp.kernels import ops, reference
-from vllm_mp.model_config.architecture import ACTIVATIONS as SUPPORTED_ACTIVATIONS
+from vllm_mp.model_config.config_json import ACTIVATIONS as SUPPORTED_ACTIVATIONS
 
 
 @pytest.mark.parametrize(
