@@ -36,7 +36,7 @@ from vllm_mp.core.worker.registered_processors import RegisteredProcessors
 from vllm_mp.core.worker.sampler import Sampler
 from vllm_mp.core.worker.sleep import Sleep
 from vllm_mp.core.worker.worker import Worker
-from vllm_mp.core_status import NOT_SUSPENDED, StepRequests, Suspension
+from vllm_mp.core_status import NOT_SUSPENDED, StepRequests, Suspension, TriedConstraint
 from vllm_mp.lora_request import AdapterRecord
 from vllm_mp.status_page import StatusPage
 from vllm_mp.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
@@ -75,13 +75,15 @@ class EngineCore:
         processors: RegisteredProcessors | None = None,
         adapters: Sequence[AdapterRecord] | None = None,
         followers: Followers | None = None,
+        tried_constraints: Sequence[TriedConstraint] = (),
     ) -> None:
         """`socket` is polled for messages, which `handler` reads. `page` gets every change of state.
 
         `processors` are the operator's logits processors.
         The core enters `suspension`, the pause and the sleep of its predecessor, and knows its `adapters`. Without a
         predecessor it loads the configuration's adapters. `followers` are the other ranks, if there are any, which
-        `runner` leads. Raises ValueError if an adapter cannot be loaded.
+        `runner` leads. `tried_constraints` are compiled without a trial. Raises ValueError if an adapter cannot be
+        loaded.
         """
         scheduler_config, cache = config.scheduler_config, config.cache_config
         model = config.model_config
@@ -103,7 +105,8 @@ class EngineCore:
         self._sleep = Sleep(self._scheduler, memory, handler.send_ends, record.note_sleep)
         self._pause.enter(suspension.pause, suspension.num_draining)
         self._sleep.enter(suspension.sleep)
-        self._grammars = grammar_compiler(model, config.decoding_config.backend, self._outside)
+        self._grammars = grammar_compiler(model, config.decoding_config.backend, self._outside, page.note_tried)
+        self._grammars.inherit(tried_constraints)
         self._scheduler.grammars = self._grammars
         self._checks_invariants = scheduler_config.check_invariants
         self._num_ahead = max(int(bool(scheduler_config.async_scheduling)), num_stages - 1)

@@ -253,6 +253,7 @@ def _load(
         processors,
         launch.adapters,
         followers,
+        launch.tried_constraints,
     )
 
 

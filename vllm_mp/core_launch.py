@@ -8,7 +8,7 @@ import msgspec
 
 import vllm_mp
 from vllm_mp.config import VllmConfig
-from vllm_mp.core_status import NOT_SUSPENDED, Suspension
+from vllm_mp.core_status import NOT_SUSPENDED, Suspension, TriedConstraint
 from vllm_mp.lora_request import AdapterRecord
 from vllm_mp.wire import LastDeath
 
@@ -147,3 +147,5 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     """The core that served before this one and died; None for the first core."""
     adapters: list[AdapterRecord] | None = None
     """The LoRA adapters that the predecessor knew; None if no core has served before."""
+    tried_constraints: list[TriedConstraint] = []
+    """The constraints that earlier cores of this parent have compiled after a trial, and that need none now."""

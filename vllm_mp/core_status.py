@@ -71,6 +71,15 @@ class OutsideTask(NamedTuple):
     """Of a request, as in `StepRequests`; None: a call."""
 
 
+class TriedConstraint(NamedTuple):
+    """A constraint that has passed its trial and was compiled, so that the next core compiles it without a trial."""
+
+    digest: bytes
+    """16 bytes, of all that its grammar depends on."""
+    backend: str
+    """The library that compiled it."""
+
+
 class CoreStatus(NamedTuple):
     """One consistent reading of the page. Ages are in seconds."""
 

@@ -20,7 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.core_description import CoreDescription
-from vllm_mp.core_status import AWAKE, CoreState, CoreStatus, OutsideTask, SleepState, StepRequests, Suspension
+from vllm_mp.core_status import (
+    AWAKE,
+    CoreState,
+    CoreStatus,
+    OutsideTask,
+    SleepState,
+    StepRequests,
+    Suspension,
+    TriedConstraint,
+)
 from vllm_mp.file_owner import trusted_owners
 from vllm_mp.lora_request import AdapterRecord
 from vllm_mp.page_file import make_page_file
@@ -54,7 +63,13 @@ _CALL = -(2**63)
 MAX_OUTSIDE_TASKS = 4096
 """Maximum number of tasks outside of steps on the page; further ones are left out."""
 _TASKS_OFFSET = _ADAPTERS_OFFSET + 2 * MAX_ADAPTER_BYTES
-_DESCRIPTION_OFFSET = _TASKS_OFFSET + 2 * _TASK.itemsize * MAX_OUTSIDE_TASKS
+DIGEST_BYTES = 16
+_TRIED = np.dtype([("digest", "u1", (DIGEST_BYTES,)), ("backend", "S16")])
+"""A place of the list of tried constraints, as in `TriedConstraint`."""
+MAX_TRIED = 512
+"""Number of the latest tried constraints that are on the page."""
+_TRIED_OFFSET = _TASKS_OFFSET + 2 * _TASK.itemsize * MAX_OUTSIDE_TASKS
+_DESCRIPTION_OFFSET = _TRIED_OFFSET + _TRIED.itemsize * MAX_TRIED
 _MAX_DESCRIPTION_BYTES = 2**16
 _SIZE = _DESCRIPTION_OFFSET + _MAX_DESCRIPTION_BYTES
 
@@ -97,6 +112,8 @@ class _Field(enum.IntEnum):
     """1 + the client whose message is handled; 0: none is. The next two belong to it."""
     HANDLED_ID = 25
     HANDLED_PROGRESS = 26
+    NUM_TRIED = 27
+    """Number of tried constraints that were noted; the latest `MAX_TRIED` are kept."""
 
 
 class StatusPage:
@@ -114,6 +131,7 @@ class StatusPage:
         self._tasks: npt.NDArray[np.void] = np.frombuffer(
             memory, _TASK, count=2 * MAX_OUTSIDE_TASKS, offset=_TASKS_OFFSET
         ).reshape(2, -1)
+        self._tried: npt.NDArray[np.void] = np.frombuffer(memory, _TRIED, count=MAX_TRIED, offset=_TRIED_OFFSET)
         self._description: npt.NDArray[np.uint8] = np.frombuffer(
             memory, np.uint8, count=_MAX_DESCRIPTION_BYTES, offset=_DESCRIPTION_OFFSET
         )
@@ -238,6 +256,21 @@ class StatusPage:
         if not size:
             return None
         return msgspec.msgpack.decode(self._adapters[half, :size].tobytes(), type=list[AdapterRecord])
+
+    def note_tried(self, tried: TriedConstraint) -> None:
+        """Publish a constraint that has passed its trial."""
+        count = int(self._header[_Field.NUM_TRIED])
+        self._tried[count % MAX_TRIED] = (np.frombuffer(tried.digest, np.uint8), tried.backend)
+        self._header[_Field.NUM_TRIED] = count + 1
+
+    def tried(self) -> list[TriedConstraint]:
+        """Return the latest constraints that have passed their trials, the earliest first.
+
+        Call this only after the core's end.
+        """
+        count = int(self._header[_Field.NUM_TRIED])
+        rows = [self._tried[number % MAX_TRIED] for number in range(max(0, count - MAX_TRIED), count)]
+        return [TriedConstraint(row["digest"].tobytes(), row["backend"].decode()) for row in rows]
 
     def note_outside(self, tasks: Sequence[OutsideTask]) -> None:
         """Publish what the core does outside of steps, in place of what was published; threads must take turns."""

@@ -25,14 +25,14 @@ from vllm_mp.client.engine.process import CoreProcess
 from vllm_mp.client.engine.socket_owner import check_socket_file
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import Predecessor
-from vllm_mp.core_status import NOT_SUSPENDED, CoreState
+from vllm_mp.core_status import NOT_SUSPENDED, CoreState, TriedConstraint
 from vllm_mp.errors import EngineStartError
 from vllm_mp.file_owner import trusted_owners, user_id
 from vllm_mp.lora_request import AdapterRecord
 from vllm_mp.model_store.gguf import gguf_place
 from vllm_mp.nodes import is_missing_node, prepare_node_0
 from vllm_mp.operator_key import new_operator_key
-from vllm_mp.status_page import StatusPage
+from vllm_mp.status_page import MAX_TRIED, StatusPage
 
 if TYPE_CHECKING:
     from vllm_mp.client.ray import RayCore
@@ -114,6 +114,8 @@ class CoreLauncher:
         """The pause and the sleep that the next core must enter."""
         self._adapters: list[AdapterRecord] | None = None
         """The LoRA adapters that the next core must know; None before a core has known any."""
+        self._tried: dict[TriedConstraint, None] = {}
+        """The constraints that the next core compiles without a trial, the earliest first."""
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -149,7 +151,13 @@ class CoreLauncher:
         if self._process is None:
             self._process = self._start(standby=False)
         self._process.launch(
-            self._config, self._operator_key, self._num_started, self._suspension, self.predecessor, self._adapters
+            self._config,
+            self._operator_key,
+            self._num_started,
+            self._suspension,
+            self.predecessor,
+            self._adapters,
+            list(self._tried),
         )
         self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
 
@@ -241,7 +249,8 @@ class CoreLauncher:
     def discard(self, process: CoreProcess) -> None:
         """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors.
 
-        The next core will enter the pause and the sleep that were in force, and know the same adapters.
+        The next core will enter the pause and the sleep that were in force, and know the same adapters and tried
+        constraints.
         """
         process.stop()
         page = process.status_page()
@@ -252,6 +261,8 @@ class CoreLauncher:
             adapters = page.adapters()
             if adapters is not None:
                 self._adapters = adapters
+            tried = [*self._tried, *page.tried()]
+            self._tried = dict.fromkeys(tried[-MAX_TRIED:])
         process.remove_files()
         for log in self.folder.glob("core-*.log"):
             number = int(log.stem.removeprefix("core-"))

@@ -17,7 +17,7 @@ import msgspec
 from vllm_mp.client.engine.held_address import HeldAddress
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_launch import CoreLaunch, Predecessor, core_environment, package_path, status_path
-from vllm_mp.core_status import Suspension
+from vllm_mp.core_status import Suspension, TriedConstraint
 from vllm_mp.exit_status import describe_exit
 from vllm_mp.file_owner import check_private
 from vllm_mp.lora_request import AdapterRecord
@@ -103,6 +103,7 @@ class CoreProcess:
         suspension: Suspension,
         predecessor: Predecessor | None,
         adapters: list[AdapterRecord] | None,
+        tried_constraints: list[TriedConstraint],
     ) -> None:
         """Send the process its configuration, with which it becomes a core; `CoreLaunch` describes the rest."""
         launch = CoreLaunch(
@@ -118,6 +119,7 @@ class CoreProcess:
             operator_key=operator_key,
             suspension=suspension,
             adapters=adapters,
+            tried_constraints=tried_constraints,
         )
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has died already; `CoreLauncher.finish` reports it

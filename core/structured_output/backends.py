@@ -14,6 +14,7 @@ from vllm_mp.core.structured_output.schema_place import with_place
 from vllm_mp.core.structured_output.tokenizer import GrammarTokenizer, TokenizerSource
 from vllm_mp.core.structured_output.trial_process import QUICK, SLOW, TrialProcess
 from vllm_mp.core.structured_output.xgrammar_backend import XGrammarBackend
+from vllm_mp.core_status import TriedConstraint
 from vllm_mp.structured_outputs import Backend as BackendName
 from vllm_mp.structured_outputs import Constraint
 
@@ -122,6 +123,9 @@ class TrialCompilation:
     def cancel(self, is_quick: bool) -> None:
         self._trials(is_quick).cancel()
 
+    def form(self, constraint: Constraint, backend: str) -> PreparedConstraint:
+        return self._backends.form(constraint, backend)
+
     def compile(self, prepared: PreparedConstraint) -> Grammar:
         return self._backends.compile(prepared)
 
@@ -134,10 +138,13 @@ class TrialCompilation:
 
 
 def grammar_compiler(
-    config: ModelConfig, default: BackendName = "auto", outside: OutsideWork | None = None
+    config: ModelConfig,
+    default: BackendName = "auto",
+    outside: OutsideWork | None = None,
+    note_tried: Callable[[TriedConstraint], None] = lambda tried: None,
 ) -> GrammarCompiler:
     """Return the compiler of constraints for a model; `default` is the library for those that name none.
 
     `outside` publishes what is compiled, and for which requests.
     """
-    return GrammarCompiler(TrialCompilation(TokenizerSource.of(config), default), outside)
+    return GrammarCompiler(TrialCompilation(TokenizerSource.of(config), default), outside, note_tried)

@@ -42,6 +42,8 @@ class Job:
     constraint: Constraint
     waiters: dict[WaiterKey, Waiter] = field(default_factory=dict)
     """Only the core's thread changes it. Empty: the grammar is needed no more."""
+    backend: str = ""
+    """The library that compiled it; only the thread that compiles it changes this."""
 
     def owners(self) -> set[Hashable]:
         """Return the owners of the requests that wait."""

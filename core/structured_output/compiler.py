@@ -1,11 +1,12 @@
 """Compiling of constraints beside the core's loop, and the cache of compiled grammars."""
 
+import hashlib
 import logging
 import os
 import queue
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -14,6 +15,8 @@ from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.structured_output.compile_lanes import Job, Lane, Waiter, WaiterKey
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, PreparedConstraint
 from vllm_mp.core.structured_output.trial_process import TrialUnavailableError
+from vllm_mp.core_status import TriedConstraint
+from vllm_mp.status_page import DIGEST_BYTES, MAX_TRIED
 from vllm_mp.structured_outputs import Constraint, ConstraintKind
 
 logger = logging.getLogger(__name__)
@@ -80,6 +83,10 @@ class Compilation(Protocol):
         """End the trial that runs, which then raises an error. Any thread may call this."""
         ...
 
+    def form(self, constraint: Constraint, backend: str) -> PreparedConstraint:
+        """Return what `try_out` returned for a constraint that `backend` has compiled before. Raises GrammarError."""
+        ...
+
     def compile(self, prepared: PreparedConstraint) -> Grammar:
         """Return the grammar of what `try_out` returned. Raises GrammarError."""
         ...
@@ -103,13 +110,23 @@ class GrammarCompiler:
     """Owns the compiled grammars.
 
     Constraints are compiled by two threads, one for plain ones and one for those that may take long, so that plain ones
-    never wait for the others. Each is tried outside of this process first. Owners take turns, and a compilation ends
-    with the last request that waits for it. Everything else happens in the core's thread. `fd` is readable when a
+    never wait for the others. Each is tried outside of this process first, unless an earlier core has compiled it after
+    a trial; so the death of a core costs constrained streams no trials. Owners take turns, and a compilation ends with
+    the last request that waits for it. Everything else happens in the core's thread. `fd` is readable when a
     compilation has ended; `take_compiled` then returns its result.
     """
 
-    def __init__(self, compilation: Compilation, outside: OutsideWork | None = None) -> None:
+    def __init__(
+        self,
+        compilation: Compilation,
+        outside: OutsideWork | None = None,
+        note_tried: Callable[[TriedConstraint], None] = lambda tried: None,
+    ) -> None:
+        """`note_tried` is called with each constraint that a later core may compile without a trial."""
         self._compilation = compilation
+        self._note_tried = note_tried
+        self._tried: OrderedDict[bytes, str] = OrderedDict()
+        """The library that has compiled a constraint after a trial, by the digest of the constraint."""
         self._outside = OutsideWork() if outside is None else outside
         self._slow = Lane(lambda job: self._compile(job, is_quick=False), self._refuse)
         self._quick = Lane(lambda job: self._compile(job, is_quick=True), self._refuse)
@@ -124,6 +141,11 @@ class GrammarCompiler:
         """By owner, the jobs for which its requests wait, with the number of these requests."""
         self._ended: queue.SimpleQueue[tuple[Job, Grammar | GrammarError]] = queue.SimpleQueue()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def inherit(self, tried: Iterable[TriedConstraint]) -> None:
+        """Compile constraints that an earlier core has noted without a trial."""
+        for constraint in tried:
+            self._note_success(constraint.digest, constraint.backend)
 
     def load(self) -> None:
         """Load what compiling needs, which the first request does otherwise; a core that serves would stall.
@@ -194,6 +216,7 @@ class GrammarCompiler:
                 self._remove_waiter(job, waiter)
             if not isinstance(result, GrammarError):
                 self._keep(key, result)
+                self._note_success(_digest(key), job.backend)
             elif waiters and not isinstance(result, NotCompiledError):
                 self._failures[key] = (result, time.monotonic() + _FAILURE_S)
             if waiters:
@@ -242,6 +265,13 @@ class GrammarCompiler:
         self._num_bytes += grammar.num_bytes - (0 if former is None else former.num_bytes)
         self._grammars[key] = grammar
 
+    def _note_success(self, digest: bytes, backend: str) -> None:
+        if digest not in self._tried:
+            self._tried[digest] = backend
+            self._note_tried(TriedConstraint(digest, backend))
+            if len(self._tried) > MAX_TRIED:
+                self._tried.popitem(last=False)
+
     def _evict(self) -> None:
         """Forget the least recently used grammars beyond the limits; requests that use them keep them alive."""
         while len(self._grammars) > _MAX_GRAMMARS or (self._num_bytes > _MAX_BYTES and len(self._grammars) > 1):
@@ -254,11 +284,16 @@ class GrammarCompiler:
         """Do a job, in the thread of a lane."""
         result: Grammar | GrammarError
         try:
-            trial = Trial(job.constraint, job.is_replay, job.is_needed)
-            prepared = self._compilation.try_out(trial, is_quick)
+            backend = self._tried.get(_digest(job.constraint))
+            if backend is not None:
+                prepared: PreparedConstraint | None = self._compilation.form(job.constraint, backend)
+            else:
+                trial = Trial(job.constraint, job.is_replay, job.is_needed)
+                prepared = self._compilation.try_out(trial, is_quick)
             if prepared is None:
                 self._slow.add(job)
                 return
+            job.backend = prepared.backend
             if not job.is_needed():
                 return
             with self._outside.of(*job.tasks()):
@@ -285,6 +320,10 @@ class GrammarCompiler:
         """Make the result of a compilation known; any thread may call this."""
         self._ended.put((job, result))
         os.eventfd_write(self.fd, 1)
+
+
+def _digest(constraint: Constraint) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(constraint)).digest()[:DIGEST_BYTES]
 
 
 def may_take_long(constraint: Constraint) -> bool:

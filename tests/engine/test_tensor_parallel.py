@@ -86,6 +86,9 @@ def test_completions_are_those_of_one_process(engines):
     assert_equal(engines, greedy(30, ignore_eos=True))
     assert_equal(engines, SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20, top_k=20, ignore_eos=True))
     assert_equal(engines, greedy(20, repetition_penalty=1.3, min_tokens=4, logit_bias={7: 3.0}))
+
+
+def test_constrained_completions_are_those_of_one_process(engines):
     choice = StructuredOutputsParams(choice=["Paris", "London"])
     assert assert_equal(engines, greedy(20, structured_outputs=choice))[1].outputs[0].text in ("Paris", "London")
 

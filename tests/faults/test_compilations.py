@@ -7,6 +7,7 @@ import re
 import signal
 import time
 
+import psutil
 import pytest
 
 from vllm_mp import AsyncLLM, SamplingParams, StructuredOutputsParams, TooManyConstraintsError
@@ -46,6 +47,28 @@ def test_streams_with_more_constraints_than_may_be_compiled_at_a_time_all_surviv
     for pattern, completion in zip(patterns, asyncio.run(run()), strict=True):
         assert completion.finish_reason == "stop"
         assert re.fullmatch(pattern, completion.text)
+
+
+def test_the_next_core_needs_no_trial_of_what_its_predecessor_has_compiled(make_small_engine):
+    engine = make_small_engine(fault_injection="slow@step=*,seconds=0.02")
+    params = constrained(40, regex="x[a-z]{30}")
+
+    def trials_of_core():
+        children = psutil.Process(engine._supervisor.core.process.pid).children()
+        return [child for child in children if any("structured_output.trial" in part for part in child.cmdline())]
+
+    async def run():
+        expected = await answer(engine, "Say it:", params)
+        stream = engine.generate("Say it:", params)
+        await anext(stream)
+        assert len(trials_of_core()) == 1
+        for _ in range(2):  # the second core must tell the third
+            os.kill((await engine.core_status())["pid"], signal.SIGKILL)
+            await anext(stream)
+        assert (await rest(stream)).token_ids == expected.outputs[0].token_ids
+        assert trials_of_core() == []
+
+    asyncio.run(run())
 
 
 @pytest.mark.slow

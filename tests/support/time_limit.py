@@ -1,11 +1,10 @@
 """A limit for the time of each test, with which `tools/test` keeps its default set short.
 
-`pytest --time-limit SECONDS` fails each test that takes longer, and names those that take more than half of it, because
-the times of one test on one machine differ by almost as much: what is named should become cheaper. A test's own time is
-its processor time, with that of all descendants of this process, or its duration without the time in which processes of
-this machine waited for a processor or a disk, whichever is larger. So tests that compute and tests that wait are both
-found, and other programs on the machine make no test fail. Fixtures that tests share are left out. On a slower
-processor the limit is longer.
+`pytest --time-limit SECONDS` names each test that takes longer, and fails those that take half as long again, because
+the times of one test on one machine differ by that much. A test's own time is its processor time, with that of all
+descendants of this process, or its duration without the time in which processes of this machine waited for a processor
+or a disk, whichever is larger. So tests that compute and tests that wait are both found, and other programs on the
+machine make no test fail. Fixtures that tests share are left out. On a slower processor the limit is longer.
 """
 
 import contextlib
@@ -18,6 +17,8 @@ import psutil
 import pytest
 
 EXCEPTIONS: Final = {
+    # Two cores die several times.
+    "tests/engine/test_data_parallel.py::test_poison_request_fails_alone_and_all_others_complete": 4.0,
     # It starts a program that starts a core, neither of which can be forked.
     "tests/engine/test_lifecycle.py::test_core_ends_when_its_client_is_killed": 8.0,
     "tests/engine/test_lifecycle.py::test_engine_can_be_made_in_a_running_loop_and_as_a_context_manager": 8.0,
@@ -26,8 +27,8 @@ EXCEPTIONS: Final = {
 
 _REFERENCE_S: Final = 0.05
 """Processor time that `_speed_sample` took on the machine on which the limit was chosen: a Xeon with AMX at 2.2 GHz."""
-_NEAR: Final = 0.5
-"""A test that takes this part of its limit is named."""
+_TOLERANCE: Final = 1.5
+"""A test fails beyond the limit times this; the times of a test on one machine differ by about as much."""
 _PRESSURES: Final = ("/proc/pressure/cpu", "/proc/pressure/io")
 _monotonic: Final = time.monotonic
 """The function itself, because tests that have just ended may still replace it."""
@@ -55,14 +56,14 @@ class TimeLimit:
         self._began = _Used(0.0, 0.0)
         self._shared = _Used(0.0, 0.0)
         """Used by fixtures that several tests share, since the test began."""
-        self._near: list[str] = []
-        """Tests near the limit, with their time."""
+        self._slow: list[str] = []
+        """Tests over the limit, with their time."""
         self._depth = 0
         """Number of shared fixtures that are being set up."""
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._near:
-            terminalreporter.write_line(f"near the limit of {self._limit_s:g} s: {', '.join(self._near)}")
+        if self._slow:
+            terminalreporter.write_line(f"over the limit of {self._limit_s:g} s: {', '.join(self._slow)}")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
@@ -89,9 +90,9 @@ class TimeLimit:
         if report.when == "call" and report.passed:
             own_s = max(_difference(_difference(_Used.now(), self._began), self._shared))
             limit_s = EXCEPTIONS.get(item.nodeid.partition("[")[0], self._limit_s) * self._slowness
-            if own_s > limit_s * _NEAR:
-                self._near.append(f"{item.nodeid}: {own_s:.1f} s")
             if own_s > limit_s:
+                self._slow.append(f"{item.nodeid}: {own_s:.1f} s")
+            if own_s > limit_s * _TOLERANCE:
                 report.outcome = "failed"
                 report.longrepr = (
                     f"the test took {own_s:.1f} s of its own, the limit is {limit_s:.1f} s: make it cheaper, or mark "

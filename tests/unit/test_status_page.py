@@ -12,8 +12,24 @@ import numpy as np
 import pytest
 
 from vllm_mp import status_page
-from vllm_mp.core_status import AWAKE, NOT_SUSPENDED, CoreState, OutsideTask, SleepState, StepRequests, Suspension
-from vllm_mp.status_page import MAX_NOTED_CALLS, MAX_OUTSIDE_TASKS, MAX_STEP_REQUESTS, StatusPage
+from vllm_mp.core_status import (
+    AWAKE,
+    NOT_SUSPENDED,
+    CoreState,
+    OutsideTask,
+    SleepState,
+    StepRequests,
+    Suspension,
+    TriedConstraint,
+)
+from vllm_mp.status_page import (
+    DIGEST_BYTES,
+    MAX_NOTED_CALLS,
+    MAX_OUTSIDE_TASKS,
+    MAX_STEP_REQUESTS,
+    MAX_TRIED,
+    StatusPage,
+)
 from vllm_mp.wire import MAX_CLIENTS
 
 
@@ -118,6 +134,19 @@ def test_more_work_outside_of_steps_than_the_page_has_room_for_is_left_out(tmp_p
     writer.note_outside([OutsideTask(0, slot, 0) for slot in range(MAX_OUTSIDE_TASKS + 5)])
     requests = StatusPage.open(tmp_path / "page").read().requests
     assert requests == [(0, slot, 0) for slot in range(MAX_OUTSIDE_TASKS)]
+
+
+def test_latest_constraints_that_passed_their_trials_are_on_the_page(tmp_path):
+    page = StatusPage.create(str(tmp_path / "page"), 1)
+    reader = StatusPage.open(tmp_path / "page")
+    assert reader.tried() == []
+    tried = [TriedConstraint(number.to_bytes(DIGEST_BYTES, "big"), "llguidance") for number in range(MAX_TRIED + 2)]
+    for constraint in tried[:3]:
+        page.note_tried(constraint)
+    assert reader.tried() == tried[:3]
+    for constraint in tried[3:]:
+        page.note_tried(constraint)
+    assert reader.tried() == tried[2:]
 
 
 def test_step_larger_than_the_page_shows_the_requests_that_fit(tmp_path):

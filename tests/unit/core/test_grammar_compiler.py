@@ -63,7 +63,10 @@ class StandInCompilation:
         if text == "later" and self.num_unavailable:
             self.num_unavailable -= 1
             raise TrialUnavailableError("no process can start")
-        return PreparedConstraint("llguidance", text, "lark")
+        return self.form(trial.constraint, "llguidance")
+
+    def form(self, constraint, backend):
+        return PreparedConstraint(backend, constraint.text, "lark")
 
     def cancel(self, is_quick):
         self.cancelled.append(is_quick)
@@ -115,6 +118,27 @@ def test_a_constraint_is_compiled_once_and_then_at_hand(compiler, compilation):
     assert ask(compiler, first) is ask(compiler, Constraint("regex", "a")) is grammar
     assert compiler.take_compiled() == []
     assert compilation.tried == ["a"]
+
+
+def test_what_a_core_has_compiled_is_compiled_by_the_next_core_without_a_trial(compilation):
+    noted = []
+    compiler = GrammarCompiler(compilation, note_tried=noted.append)
+    for text in ("a", "bad", "b"):
+        ask(compiler, Constraint("regex", text))
+    results(compiler, 3)
+    compiler.close()
+    assert [tried.backend for tried in noted] == ["llguidance"] * 2
+    compilation.tried.clear()
+    noted_again = []
+    successor = GrammarCompiler(compilation, note_tried=noted_again.append)
+    successor.inherit(noted)
+    for constraint in (Constraint("regex", "a", starts_after=(5,)), Constraint("regex", "b"), Constraint("json", "a")):
+        ask(successor, constraint)
+    ended = results(successor, 2)
+    successor.close()
+    assert {type(result) for result in ended.values()} == {StandInGrammar}
+    assert compilation.tried == ["a"], "another kind of constraint with the same text is tried"
+    assert noted_again[:2] == noted, "the core after the next one knows them too"
 
 
 def test_a_refused_constraint_is_refused_again_without_being_compiled(compiler, compilation):

@@ -50,7 +50,7 @@ def test_tests_over_the_limit_fail_by_name_and_no_others(tmp_path):
         "no:cacheprovider",
         "--rootdir",
         tmp_path,
-        "--time-limit=0.08",
+        "--time-limit=0.06",
     ]
     paths = {"PYTHONPATH": f"{ROOT / 'tests'}"}
     run = subprocess.run([*command, "test_times.py"], cwd=tmp_path, env=paths, capture_output=True, text=True)
