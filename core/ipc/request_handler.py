@@ -424,7 +424,7 @@ class RequestHandler:
         if self.grammars is None:
             raise ValueError("structured_outputs are for models that generate text")
         group = request.isolation if request.isolate_until_num_tokens else None
-        owner = request.owner, request.tenant
+        owner = request.owner, request.client, request.tenant
         waiter = Waiter(request.task, owner=owner, group=group, is_replay=is_replay)
         if (grammar := self.grammars.request(constrained.constraint, waiter)) is not None:
             constrained.begin(grammar)

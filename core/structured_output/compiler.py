@@ -22,9 +22,11 @@ from vllm_mp.structured_outputs import Constraint, ConstraintKind
 logger = logging.getLogger(__name__)
 
 _MAX_PENDING = 1024
-"""Number of constraints that may be compiled or wait, without those of replayed requests."""
+"""Number of constraints that may be compiled or wait, without those of replayed requests and `_SURE_PENDING`."""
 _MAX_PENDING_OF_OWNER = 256
 """The same for those of one owner."""
+_SURE_PENDING = 16
+"""Number of constraints of an owner that are compiled however many others wait."""
 _MAX_GRAMMARS = 512
 _MAX_BYTES = 2**28
 """Host memory of the cached grammars, as they estimate it."""
@@ -239,7 +241,7 @@ class GrammarCompiler:
                 f"too many constraints are being compiled for this client: the limit is {_MAX_PENDING_OF_OWNER}; send "
                 "the request again later"
             )
-        if num_all >= _MAX_PENDING:
+        if num_all >= _MAX_PENDING and num_own >= _SURE_PENDING:
             raise TooManyConstraintsError(
                 f"too many constraints are being compiled: the limit is {_MAX_PENDING}; send the request again later"
             )

@@ -106,9 +106,9 @@ def test_streams_of_two_clients_continue_when_their_core_is_killed(parent):
 
 
 def test_core_that_is_killed_before_its_parent_has_greeted_it_gets_a_successor(model, tmp_path):
-    address, log = f"ipc://{tmp_path}/core.sock", tmp_path / "log"
+    address = f"ipc://{tmp_path}/core.sock"
     flags = (*FLAGS[:-1], f"slow@load,seconds=0.02;{FLAGS[-1]}")
-    with log.open("w") as stderr, standalone_core(model, address, *flags, stderr=stderr) as process:
+    with standalone_core(model, address, *flags) as process:
         while not status_path(tmp_path / "core.sock").exists():  # the core has not loaded the model yet
             assert process.poll() is None
             time.sleep(0.001)
@@ -123,10 +123,10 @@ def test_core_that_is_killed_before_its_parent_has_greeted_it_gets_a_successor(m
                     process.send_signal(signal.SIGCONT)
                     recovered = await streams
                     assert recovered == await answers_of(clients)
+                    assert (await clients[0].core_status())["restarts"] == 1
 
                 asyncio.run(asyncio.wait_for(run(), 60))
             assert process.poll() is None
-            assert "the engine did not start: " in log.read_text()
         finally:
             process.send_signal(signal.SIGCONT)
 
