@@ -198,15 +198,14 @@ class CoreLauncher:
         return Core(connection, welcome.client, config, process.status_page(), process, welcome)
 
     def _core_that_served(self, process: CoreProcess, connection: CoreConnection) -> Core | None:
-        """Return a shared core that died before it greeted its parent, but after clients had found it; else None.
+        """Return a shared core that died before it greeted its parent, but when clients could find it; else None.
 
         Its successor must know what it was computing for them.
         """
         page = None if self._public is None or process.is_alive() else process.status_page()
         if page is None:
             return None
-        status = page.read()
-        if not (status.requests or status.calls):
+        if page.read().state not in (CoreState.IDLE, CoreState.STEPPING):
             return None
         connection.incarnation = process.incarnation
         last_death = None if self.predecessor is None else self.predecessor.last_death(b"")
