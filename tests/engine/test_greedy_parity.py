@@ -52,7 +52,11 @@ def test_answers_are_greedy_with_chunks_and_preemption(make_engine, reference):
     prompts = PROMPTS[::2]
     block_bytes = 16 * 30 * 2 * 3 * 64 * 4
     engine = make_engine(
-        max_model_len=512, kv_cache_memory_bytes=50 * block_bytes, max_num_batched_tokens=24, max_num_seqs=16
+        max_model_len=512,
+        kv_cache_memory_bytes=50 * block_bytes,
+        max_num_batched_tokens=24,
+        max_num_seqs=16,
+        max_prefill_slowdown=0,  # so that preemptions do not depend on the times of steps
     )
     outputs = generate_all(engine, prompts, NUM_TOKENS)
     assert num_preemptions(engine) > 0
