@@ -56,6 +56,7 @@ async def measure(folders: dict[str, Path], args: argparse.Namespace) -> dict[in
         "max_model_len": length,
         "num_threads": args.num_threads,
         "kv_cache_memory_bytes": args.cache_bytes,
+        "max_prefill_slowdown": 0,  # all streams must decode at once
     }
     rates: dict[int, dict[str, list[float]]] = {batch: {name: [] for name in folders} for batch in args.batches}
     async with contextlib.AsyncExitStack() as stack:

@@ -110,6 +110,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="rounds over which medians are taken (5)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     AsyncEngineArgs.add_cli_args(parser)
+    parser.set_defaults(max_prefill_slowdown=0)  # all streams must decode at once
     args = parser.parse_args()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
     try:

@@ -13,7 +13,7 @@ from vllm_mp.cli import serve
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 PAGE = ROOT / "docs/operating/production.md"
-_FOREIGN = {"--build", "--build-arg", "--cpus", "--from-literal", "--gpus", "--init", "--rm"}
+_FOREIGN = {"--build", "--build-arg", "--cpus", "--from-literal", "--gpus", "--init", "--rm", "--slowdown"}
 """Flags of other programs than `vllm-mp serve`."""
 
 

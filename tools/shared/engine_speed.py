@@ -378,6 +378,7 @@ def running_engine(folder: Path, subject: Subject, num_threads: int, device: str
             num_threads=num_threads,
             start_timeout_s=START_LIMIT_S,
             disable_log_requests=True,
+            max_prefill_slowdown=0,  # all streams must decode at once
             **subject.options,
         )
     )
