@@ -1,10 +1,12 @@
-"""The fixtures of tests of the client: a client of a replay core, and both output paths."""
+"""The fixtures of tests of the client: a client of a replay core, its input alone, and both output paths."""
 
 import pytest
 
-from vllm_mp import AsyncLLM
+from vllm_mp import AsyncLLM, EngineArgs
+from vllm_mp.client.input_processor import InputProcessor
 from vllm_mp.client.outputs import output_path
 from vllm_mp.testing.engines import replay_core
+from vllm_mp.testing.random_models import CONFIGS, save_config
 
 PATHS = {"python": output_path.PYTHON, "compiled": output_path.COMPILED}
 
@@ -16,6 +18,18 @@ def llm(default_model, tmp_path_factory):
         llm = AsyncLLM.connect(address)
         yield llm
         llm.shutdown()
+
+
+@pytest.fixture
+def input_processor(tmp_path):
+    """A function that returns the input processor of a new client, for options of its engine."""
+    folder = save_config(CONFIGS["llama"], tmp_path)
+
+    def made(**options):
+        args = EngineArgs(str(folder), load_format="dummy", skip_tokenizer_init=True, **options)
+        return InputProcessor(args.create_engine_config(), None)
+
+    return made
 
 
 @pytest.fixture(params=PATHS)

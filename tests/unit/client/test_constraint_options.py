@@ -1,35 +1,20 @@
 """The engine's options of structured output are what a request gets that leaves them open."""
 
 import asyncio
-import json
 
 import pytest
 
 from vllm_mp import EngineArgs, SamplingParams, StructuredOutputsParams
-from vllm_mp.client.input_processor import InputProcessor
 from vllm_mp.client.request import CallerRequest
-
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
 
 
 @pytest.fixture
-def json_options(tmp_path):
+def json_options(input_processor):
     """A function that returns what the core is told of JSON, for options of the engine and fields of a request."""
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
 
     def found(engine_options, **fields):
-        args = EngineArgs(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, **engine_options)
         form = StructuredOutputsParams(json_object=True, **fields)
-        inputs = InputProcessor(args.create_engine_config(), None)
+        inputs = input_processor(**engine_options)
         given = CallerRequest("id", None, [1, 2], 0, 0.0, {})
         stream = asyncio.run(inputs.generation(given, SamplingParams(structured_outputs=form)))
         constraint = stream._request.constraint

@@ -1,35 +1,19 @@
 """Seeds of requests that have none: drawn by the client, from the engine's seed if it has one."""
 
 import asyncio
-import json
 
 import pytest
 
-from vllm_mp import EngineArgs, SamplingParams
-from vllm_mp.client.input_processor import InputProcessor
+from vllm_mp import SamplingParams
 from vllm_mp.client.request import CallerRequest
-
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
 
 
 @pytest.fixture
-def seeds_of(tmp_path):
+def seeds_of(input_processor):
     """A function that returns the seeds of the completions of requests to a new client, in their order."""
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
 
     def seeds(engine_seed, *requests):
-        options = {} if engine_seed == "default" else {"seed": engine_seed}
-        args = EngineArgs(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, **options)
-        inputs = InputProcessor(args.create_engine_config(), None)
+        inputs = input_processor(**({} if engine_seed == "default" else {"seed": engine_seed}))
 
         async def seeds_of_request(params):
             stream = await inputs.generation(CallerRequest("id", None, [1, 2], 0, 0.0, {}), params)
