@@ -58,14 +58,14 @@ _ADAPTERS_OFFSET = _CLIENTS_OFFSET + _CLIENT.itemsize * MAX_CLIENTS
 MAX_ADAPTER_BYTES = 2**18
 """Maximum size of the records of the known adapters on the page."""
 _TASK = np.dtype([("client", "<i8"), ("id", "<i8"), ("progress", "<i8")])
-"""A place of the list of tasks, as in `OutsideTask`; the progress of a call is `_CALL`."""
+"""An entry of the list of tasks, as in `OutsideTask`; the progress of a call is `_CALL`."""
 _CALL = -(2**63)
 MAX_OUTSIDE_TASKS = 4096
 """Maximum number of tasks outside of steps on the page; further ones are left out."""
 _TASKS_OFFSET = _ADAPTERS_OFFSET + 2 * MAX_ADAPTER_BYTES
 DIGEST_BYTES = 16
 _TRIED = np.dtype([("digest", "u1", (DIGEST_BYTES,)), ("backend", "S16")])
-"""A place of the list of tried constraints, as in `TriedConstraint`."""
+"""An entry of the list of tried constraints, as in `TriedConstraint`."""
 MAX_TRIED = 512
 """Number of the latest tried constraints that are on the page."""
 _TRIED_OFFSET = _TASKS_OFFSET + 2 * _TASK.itemsize * MAX_OUTSIDE_TASKS

@@ -112,10 +112,10 @@ class GrammarCompiler:
     """Owns the compiled grammars.
 
     Constraints are compiled by two threads, one for plain ones and one for those that may take long, so that plain ones
-    never wait for the others. Each is tried outside of this process first, unless an earlier core has compiled it after
-    a trial; so the death of a core costs constrained streams no trials. Owners take turns, and a compilation ends with
-    the last request that waits for it. Everything else happens in the core's thread. `fd` is readable when a
-    compilation has ended; `take_compiled` then returns its result.
+    never wait for the others. Each is tried outside of this process first, unless it is plain and an earlier core has
+    compiled it after a trial; so the death of a core costs most constrained streams no trials. Owners take turns, and a
+    compilation ends with the last request that waits for it. Everything else happens in the core's thread. `fd` is
+    readable when a compilation has ended; `take_compiled` then returns its result.
     """
 
     def __init__(
@@ -218,7 +218,9 @@ class GrammarCompiler:
                 self._remove_waiter(job, waiter)
             if not isinstance(result, GrammarError):
                 self._keep(key, result)
-                self._note_success(_digest(key), job.backend)
+                # A successor would hold the interpreter lock while it parses a large schema, so that one has a trial.
+                if not may_take_long(key):
+                    self._note_success(_digest(key), job.backend)
             elif waiters and not isinstance(result, NotCompiledError):
                 self._failures[key] = (result, time.monotonic() + _FAILURE_S)
             if waiters:

@@ -125,7 +125,8 @@ def test_what_a_core_has_compiled_is_compiled_by_the_next_core_without_a_trial(c
     compiler = GrammarCompiler(compilation, note_tried=noted.append)
     for text in ("a", "bad", "b"):
         ask(compiler, Constraint("regex", text))
-    results(compiler, 3)
+    ask(compiler, Constraint("grammar", "may take long"))
+    results(compiler, 4)
     compiler.close()
     assert [tried.backend for tried in noted] == ["llguidance"] * 2
     compilation.tried.clear()
