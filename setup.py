@@ -20,6 +20,7 @@ import time
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 FOLDER = "kernels/cpu/csrc"
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
@@ -79,6 +80,16 @@ class ParallelBuild(build_ext):
             report(f"{name} is compiled, after {time.monotonic() - self.started:.0f} s")
 
 
+class BuildWithNames(build_py):
+    """Puts the modules of `vllm_mp/vllm_names` into the package itself, where type checkers find them."""
+
+    def get_module_outfile(self, build_dir, package, module):
+        package = tuple(package)
+        if package[:2] == ("vllm_mp", "vllm_names") and (*package[2:], module) != ("__init__",):
+            package = ("vllm_mp", *package[2:])
+        return super().get_module_outfile(build_dir, package, module)
+
+
 def report(text):
     print(f"vllm-mp: {text}", flush=True)
 
@@ -121,7 +132,7 @@ def chosen_builds(choice):
 
 def native_build():
     """Return the name of the fastest build that this processor runs and the compiler knows."""
-    runnable = runpy.run_path("vllm_mp/cpu_info.py")["runnable_builds"]()
+    runnable = runpy.run_path("vllm_mp/machine/cpu_info.py")["runnable_builds"]()
     return next((name for name in runnable if name in BUILDS and compiler_knows(BUILDS[name])), "portable")
 
 
@@ -135,7 +146,7 @@ def compiler_knows(flags):
 
 
 setup(
-    cmdclass={"build_ext": ParallelBuild},
+    cmdclass={"build_ext": ParallelBuild, "build_py": BuildWithNames},
     ext_modules=[
         Extension(
             f"{KERNELS}._{name}",

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vllm_mp.client.answer_pieces import CallArguments, CallEnd, CallStart, ContentPiece, Piece, ReasoningPiece
+from vllm_mp.client.answers.pieces import CallArguments, CallEnd, CallStart, ContentPiece, Piece, ReasoningPiece
 from vllm_mp.client.reasoning import ReasoningParser
 from vllm_mp.client.tool_parsers import ToolParser
 

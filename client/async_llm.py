@@ -8,33 +8,33 @@ from typing import Any, Self
 
 import msgspec
 
-from vllm_mp.client.engine.supervisor import CoreSupervisor
-from vllm_mp.client.engine_adapters import EngineAdapters
+from vllm_mp.arguments.unserved_arguments import accepts_unserved, check_unserved
+from vllm_mp.arguments.unserved_names import refuse_attributes
+from vllm_mp.arguments.unserved_table import CALL_ARGUMENTS
+from vllm_mp.client.cores.supervisor import CoreSupervisor
+from vllm_mp.client.engine.adapters import EngineAdapters
+from vllm_mp.client.engine.control import EngineControl
+from vllm_mp.client.engine.cores import EngineCores
+from vllm_mp.client.engine.input_processor import InputProcessor, check_sampling_params
+from vllm_mp.client.engine.lifecycle import OpenCore
+from vllm_mp.client.engine.loggers import EngineLoggers
+from vllm_mp.client.engine.request_log import log_request
+from vllm_mp.client.engine.start import EngineStart
+from vllm_mp.client.engine.status import EngineStatus
+from vllm_mp.client.engine.stream_group import StreamGroup
+from vllm_mp.client.engine.tokenizer import EngineTokenizer
 from vllm_mp.client.engine_client import EngineClient
-from vllm_mp.client.engine_control import EngineControl
-from vllm_mp.client.engine_cores import EngineCores
-from vllm_mp.client.engine_lifecycle import OpenCore
-from vllm_mp.client.engine_loggers import EngineLoggers
-from vllm_mp.client.engine_start import EngineStart
-from vllm_mp.client.engine_status import EngineStatus
-from vllm_mp.client.engine_tokenizer import EngineTokenizer
-from vllm_mp.client.input_processor import InputProcessor, check_sampling_params
-from vllm_mp.client.output_iterator import OutputIterator
+from vllm_mp.client.outputs.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
-from vllm_mp.client.prompt import PromptType
-from vllm_mp.client.prompt_tokenizer import PromptTokenizer
-from vllm_mp.client.request import CallerRequest, checked_request_id, checked_tenant
-from vllm_mp.client.request_log import log_request
-from vllm_mp.client.stream_group import StreamGroup
-from vllm_mp.client.tracing import RequestTracer, check_trace_headers
-from vllm_mp.lora_request import LoRARequest
+from vllm_mp.client.prompts.prompt import PromptType
+from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
+from vllm_mp.client.prompts.request import CallerRequest, checked_request_id, checked_tenant
+from vllm_mp.client.stats.tracing import RequestTracer, check_trace_headers
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
-from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.request_validation import check_generates, checked_arrival_time
-from vllm_mp.sampling_params import SamplingParams
-from vllm_mp.unserved_arguments import accepts_unserved, check_unserved
-from vllm_mp.unserved_names import refuse_attributes
-from vllm_mp.unserved_table import CALL_ARGUMENTS
+from vllm_mp.requests.lora_request import LoRARequest
+from vllm_mp.requests.pooling_params import PoolingParams
+from vllm_mp.requests.sampling_params import SamplingParams
+from vllm_mp.validation.request_validation import check_generates, checked_arrival_time
 
 logger = logging.getLogger(__name__)
 

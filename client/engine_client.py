@@ -4,12 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
-from vllm_mp.client.prompt import PromptType
+from vllm_mp.client.prompts.prompt import PromptType
 from vllm_mp.config import ModelConfig, VllmConfig
-from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
-from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.requests.lora_request import LoRARequest
+from vllm_mp.requests.pooling_params import PoolingParams
+from vllm_mp.requests.sampling_params import SamplingParams
 
 
 class EngineClient(ABC):

@@ -4,17 +4,17 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm_mp.client.batch import BatchRequest
-from vllm_mp.client.batch_inputs import Message, conversations_of, prompts_of
-from vllm_mp.client.llm_pooling import PoolingCalls
-from vllm_mp.client.progress_bar import UseTqdm
-from vllm_mp.client.prompt import PromptType
-from vllm_mp.engine_args import EngineArgs
-from vllm_mp.lora_request import LoRARequest
+from vllm_mp.arguments.unserved_arguments import accepts_unserved, check_unserved
+from vllm_mp.arguments.unserved_table import CALL_ARGUMENTS
+from vllm_mp.client.blocking.batch_inputs import Message, conversations_of, prompts_of
+from vllm_mp.client.blocking.llm_pooling import PoolingCalls
+from vllm_mp.client.blocking.progress_bar import UseTqdm
+from vllm_mp.client.blocking.prompt_batch import BatchRequest
+from vllm_mp.client.prompts.prompt import PromptType
+from vllm_mp.config.engine_args import EngineArgs
 from vllm_mp.outputs import RequestFailure, RequestOutput
-from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
-from vllm_mp.unserved_arguments import accepts_unserved, check_unserved
-from vllm_mp.unserved_table import CALL_ARGUMENTS
+from vllm_mp.requests.lora_request import LoRARequest
+from vllm_mp.requests.sampling_params import RequestOutputKind, SamplingParams
 
 
 class LLM(PoolingCalls):

@@ -20,26 +20,26 @@ from vllm_mp.core.lora.adapter_cache import AdapterCache
 from vllm_mp.core.lora.reader import adapter_reader
 from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.parallel.followers import Followers, GroupMemory, GroupProfiler
-from vllm_mp.core.scheduler.adapter_turns import AdapterTurns
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.scheduler.invariants import check_invariants
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ScheduledStep
+from vllm_mp.core.scheduler.waiting.adapter_turns import AdapterTurns
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.core.structured_output.backends import grammar_compiler
 from vllm_mp.core.suspension_record import SuspensionRecord
+from vllm_mp.core.worker.memory.sleep import Sleep
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.profiler import Profiler
-from vllm_mp.core.worker.registered_processors import RegisteredProcessors
-from vllm_mp.core.worker.sampler import Sampler
-from vllm_mp.core.worker.sleep import Sleep
+from vllm_mp.core.worker.sampling.registered_processors import RegisteredProcessors
+from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.core.worker.worker import Worker
-from vllm_mp.core_status import NOT_SUSPENDED, StepRequests, Suspension, TriedConstraint
-from vllm_mp.lora_request import AdapterRecord
-from vllm_mp.status_page import StatusPage
-from vllm_mp.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
+from vllm_mp.core_link.core_status import NOT_SUSPENDED, StepRequests, Suspension, TriedConstraint
+from vllm_mp.core_link.status_page import StatusPage
+from vllm_mp.model_store.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
+from vllm_mp.requests.lora_request import AdapterRecord
 
 logger = logging.getLogger(__name__)
 

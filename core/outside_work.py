@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from vllm_mp.core_status import OutsideTask
-from vllm_mp.status_page import StatusPage
+from vllm_mp.core_link.core_status import OutsideTask
+from vllm_mp.core_link.status_page import StatusPage
 
 _DRAIN_S = 10.0
 """Time for which work that must be alone waits for other work to end, which may never happen."""

@@ -24,11 +24,11 @@ from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.parent_watch import wait_for_end_of_parent
 from vllm_mp.core.stop_signal import StopSignal
-from vllm_mp.core_description import CoreDescription
-from vllm_mp.core_launch import CoreLaunch
-from vllm_mp.core_status import CoreState
-from vllm_mp.host_cpus import bind_process
-from vllm_mp.status_page import StatusPage
+from vllm_mp.core_link.core_description import CoreDescription
+from vllm_mp.core_link.core_launch import CoreLaunch
+from vllm_mp.core_link.core_status import CoreState
+from vllm_mp.core_link.status_page import StatusPage
+from vllm_mp.machine.host_cpus import bind_process
 
 if TYPE_CHECKING:
     from vllm_mp.core.engine_core import EngineCore
@@ -184,14 +184,14 @@ def _load(
     started = time.monotonic()
     if launch.config.device_config.cpus:  # before the imports, which must not take the CPUs of another core
         bind_process(launch.config.device_config.cpus)
+    from vllm_mp.core.collectives.group import ALONE
     from vllm_mp.core.engine_core import EngineCore
     from vllm_mp.core.parallel.followers import lead
-    from vllm_mp.core.parallel.group import ALONE
     from vllm_mp.core.weights.digest import model_digest
     from vllm_mp.core.worker.device import prepare_device
-    from vllm_mp.core.worker.memory import memory_to_start
+    from vllm_mp.core.worker.memory.plan import memory_to_start
     from vllm_mp.core.worker.model_runner import ModelRunner
-    from vllm_mp.core.worker.registered_processors import RegisteredProcessors
+    from vllm_mp.core.worker.sampling.registered_processors import RegisteredProcessors
 
     # Imported objects stay. A garbage collection that visits them would take 0.1 s, now or within a step.
     gc.freeze()
@@ -202,7 +202,7 @@ def _load(
     processors = RegisteredProcessors(config, device) if config.model_config.logits_processors else None
     faults = None
     if config.liveness_config.fault_injection:
-        from vllm_mp.fault_injection.hooks import FaultHooks
+        from vllm_mp.core.fault_hooks.hooks import FaultHooks
 
         faults = FaultHooks(launch)
 

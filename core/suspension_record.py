@@ -4,8 +4,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from vllm_mp.core_status import SleepState, Suspension
-from vllm_mp.status_page import MAX_NOTED_CALLS, StatusPage
+from vllm_mp.core_link.core_status import SleepState, Suspension
+from vllm_mp.core_link.status_page import MAX_NOTED_CALLS, StatusPage
 
 _MAX_CALL_ID = 2**63
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels import flash, reference
 from vllm_mp.kernels.attention_metadata import PagedAttention
 from vllm_mp.kernels.cpu import attention as cpu_attention
 from vllm_mp.kernels.cpu.library import DTYPES, Library, library
 from vllm_mp.kernels.triton import available as triton
+from vllm_mp.machine.cpu_info import KERNELS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _triton(case: Case) -> AttentionBackend:
     if kernels is None:
         where = "install vllm-mp[cuda]" if case.device.type == "cuda" else "it is for CUDA devices; set device='cuda'"
         raise LookupError(f"Triton cannot be used on {case.device.type!r}: {where}")
-    from vllm_mp.kernels.triton.attention import takes_heads
+    from vllm_mp.kernels.triton.attention.backend import takes_heads
 
     isolates = all(takes_heads(key_dim, value_dim) for (_, key_dim), (_, value_dim) in case.kv_shapes)
     return AttentionBackend(TRITON, kernels.paged_attention, captures=case.device.type == "cuda", isolates=isolates)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = "smollm2-135m-instruct"
 _PROBE = """
 import importlib.util, vllm_mp
-from vllm_mp.cpu_info import KERNEL_BUILDS
+from vllm_mp.machine.cpu_info import KERNEL_BUILDS
 from vllm_mp.replay_core.answers import Answers
 print(vllm_mp.__file__)
 builds = [spec for name in KERNEL_BUILDS if (spec := importlib.util.find_spec("vllm_mp.kernels.cpu._" + name))]

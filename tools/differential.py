@@ -33,7 +33,7 @@ def main() -> int:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vllm_mp.model_config.registry import read_architecture
+    from vllm_mp.model_config.families.registry import read_architecture
     from vllm_mp.model_store.resolve import DEFAULT_MODEL, resolve_model
     from vllm_mp.testing.differential import PRIVATE_OPTIONS, Judge, play, random_cases, shared_options
     from vllm_mp.testing.engines import running_engine

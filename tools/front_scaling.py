@@ -30,7 +30,7 @@ def front_processes(count: int) -> Iterator[tuple[str, list[int]]]:
     """Serve a replay core with `count` front processes; yield the server's URL and their process ids."""
     with over_replay_core("--api-server-count", str(count)) as listening:
         children = psutil.Process(listening.pid).children(recursive=True)
-        fronts = [child.pid for child in children if "vllm_mp.server.front" in child.cmdline()]
+        fronts = [child.pid for child in children if "vllm_mp.server.front.process" in child.cmdline()]
         yield listening.url, fronts or [listening.pid]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from shared.gpu_report import table
 
-from vllm_mp.file_owner import write_output
+from vllm_mp.machine.file_owner import write_output
 
 _HEAD = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>GPU check</title>'

@@ -19,7 +19,7 @@ from vllm_mp import AsyncEngineArgs
 from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.lora.slots import AdapterSlots
 from vllm_mp.core.lora.targets import projections
-from vllm_mp.core.weights.loader import load_model
+from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.worker.device import choose_device, choose_dtype, set_threads
 from vllm_mp.kernels.ops import Factors
 from vllm_mp.model_config.architecture import NativeArchitecture

@@ -20,7 +20,7 @@ import torch
 from vllm_mp.core.models import build_model
 from vllm_mp.core.models.linear import pack_projections
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.testing.attention_steps import scattered_step
 
 SMALL: Final = {

@@ -18,13 +18,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from vllm_mp.core.collectives.shared_group import SharedMemoryGroup, num_bytes
 from vllm_mp.core.parallel.ring import SPIN_S, MessageRing
-from vllm_mp.core.parallel.shared_group import SharedMemoryGroup, num_bytes
-from vllm_mp.core.parallel.step_message import ARGMAX, RowMirror, StepEncoder, decode_step
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ScheduledStep
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.core.worker.step_message import ARGMAX, RowMirror, StepEncoder, decode_step
+from vllm_mp.requests.sampling_params import SamplingParams
 
 BLOCK_SIZE: Final = 16
 CONTEXT: Final = 1024

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
-from vllm_mp.cli.generate import chat_prompt
+from vllm_mp.cli.chat_text import chat_prompt
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_TOKENS = 256

@@ -22,7 +22,7 @@ from xml.sax.saxutils import escape
 from shared.recording import COLUMNS, HOLD_S, LINE_PX, MARGIN_PX, ROOT, WIDTH_PX, appearing, beginning, provenance
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
-from vllm_mp.cli.generate import chat_prompt
+from vllm_mp.cli.chat_text import chat_prompt
 
 
 class Piece(NamedTuple):

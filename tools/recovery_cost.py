@@ -22,8 +22,8 @@ from shared.engine_speed import steady_tokens_per_s, stream_batch
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM
 from vllm_mp.core.scheduler.batch import Batch
-from vllm_mp.core_status import StepRequests
-from vllm_mp.status_page import StatusPage
+from vllm_mp.core_link.core_status import StepRequests
+from vllm_mp.core_link.status_page import StatusPage
 
 PROMPT_LEN = 128
 

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from vllm_mp import wire
-from vllm_mp.client.engine.router import RoutedRequest, Router, prefix_hashes
+from vllm_mp.client.cores.router import RoutedRequest, Router, prefix_hashes
 
 _ROUNDS = 7
 _REQUESTS = 400

@@ -27,9 +27,9 @@ from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput
-from vllm_mp.core.worker.host_copies import all_to_device
+from vllm_mp.core.worker.sampling.host_copies import all_to_device
 from vllm_mp.core.worker.step_inputs import step_inputs
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.requests.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 CHUNK = 2048

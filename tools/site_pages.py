@@ -21,7 +21,7 @@ from mkdocs.structure.pages import Page
 
 import vllm_mp
 from vllm_mp import cli
-from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.config.engine_args import AsyncEngineArgs
 
 logger = logging.getLogger("mkdocs.hooks.site_pages")
 

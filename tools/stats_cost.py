@@ -16,9 +16,9 @@ import numpy as np
 from vllm_mp import wire
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.stream import GenerationStream
-from vllm_mp.client.request import GenerationRequest
+from vllm_mp.client.prompts.request import GenerationRequest
 from vllm_mp.client.stats import EngineStats
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.requests.sampling_params import SamplingParams
 
 _ROUNDS = 7
 _MESSAGES = 300

@@ -22,9 +22,9 @@ import numpy as np
 
 from vllm_mp.core.structured_output.backends import Backends
 from vllm_mp.core.structured_output.grammar import GrammarError
-from vllm_mp.core.structured_output.tokenizer import GrammarTokenizer, TokenizerSource
+from vllm_mp.core.structured_output.grammar_tokenizer import GrammarTokenizer, TokenizerSource
 from vllm_mp.model_config.json_file import read_json
-from vllm_mp.structured_outputs import Constraint
+from vllm_mp.requests.structured_outputs import Constraint
 
 MAX_TOKENS = 256
 """Longer instances are left out."""

@@ -30,9 +30,9 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
-from vllm_mp.file_owner import write_output
 from vllm_mp.kernels.reference import FLOAT8
 from vllm_mp.kernels.triton import launch, operations
+from vllm_mp.machine.file_owner import write_output
 from vllm_mp.testing.attention_steps import scattered_step
 from vllm_mp.testing.sampling_cases import draw_params
 

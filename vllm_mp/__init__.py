@@ -6,21 +6,23 @@ The public names are imported when they are first used, so that `import vllm_mp`
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vllm_mp.unserved_names import refuse, refuse_modules
+from vllm_mp.arguments.unserved_names import refuse, refuse_modules
+from vllm_mp.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from vllm_mp.arguments.usage_context import UsageContext
     from vllm_mp.client.async_llm import AsyncLLM, AsyncLLMEngine
+    from vllm_mp.client.compat.request_manager import RequestManager, RequestStatus, StreamingRequest
+    from vllm_mp.client.compat.text_stream import stream_generate
+    from vllm_mp.client.engine.input_preprocessor import InputPreprocessor
+    from vllm_mp.client.engine.stream_group import StreamGroup
     from vllm_mp.client.engine_client import EngineClient
-    from vllm_mp.client.input_preprocessor import InputPreprocessor
     from vllm_mp.client.llm import LLM
-    from vllm_mp.client.microbatch_tokenizer import AsyncMicrobatchTokenizer
-    from vllm_mp.client.prompt import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
-    from vllm_mp.client.request_manager import RequestManager, RequestStatus, StreamingRequest
+    from vllm_mp.client.prompts.microbatch_tokenizer import AsyncMicrobatchTokenizer
+    from vllm_mp.client.prompts.prompt import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from vllm_mp.client.stat_loggers import LoggingStatLogger, StatLoggerBase
     from vllm_mp.client.stat_loggers.prometheus import PrometheusStatLogger
     from vllm_mp.client.stats import IterationStats, SchedulerStats
-    from vllm_mp.client.stream_group import StreamGroup
-    from vllm_mp.client.text_stream import stream_generate
     from vllm_mp.config import (
         AttentionConfig,
         CacheConfig,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
         SchedulerConfig,
         VllmConfig,
     )
-    from vllm_mp.engine_args import AsyncEngineArgs, EngineArgs
+    from vllm_mp.config.engine_args import AsyncEngineArgs, EngineArgs
     from vllm_mp.errors import (
         AsyncEngineDeadError,
         BatchDeadError,
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
         NotOperatorError,
         TooManyConstraintsError,
     )
-    from vllm_mp.lora_request import LoRARequest
     from vllm_mp.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
@@ -63,20 +64,20 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from vllm_mp.pooling_params import PoolingParams
-    from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
-    from vllm_mp.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
-    from vllm_mp.usage_context import UsageContext
+    from vllm_mp.requests.lora_request import LoRARequest
+    from vllm_mp.requests.pooling_params import PoolingParams
+    from vllm_mp.requests.sampling_params import RequestOutputKind, SamplingParams
+    from vllm_mp.requests.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 
-__version__ = "0.1.0"
+__path__.append(f"{__path__[0]}/vllm_names")  # modules that programs import under the names that they have in vLLM
 
 # Public name: its module in this package.
 _MODULE_OF = {
-    "AsyncEngineArgs": "engine_args",
+    "AsyncEngineArgs": "config.engine_args",
     "AsyncEngineDeadError": "errors",
     "AsyncLLM": "client.async_llm",
     "AsyncLLMEngine": "client.async_llm",
-    "AsyncMicrobatchTokenizer": "client.microbatch_tokenizer",
+    "AsyncMicrobatchTokenizer": "client.prompts.microbatch_tokenizer",
     "AttentionConfig": "config",
     "BatchDeadError": "errors",
     "CacheConfig": "config",
@@ -89,20 +90,20 @@ _MODULE_OF = {
     "DuplicateRequestIdError": "errors",
     "EmbeddingOutput": "outputs",
     "EmbeddingRequestOutput": "outputs",
-    "EmbedsPrompt": "client.prompt",
-    "EngineArgs": "engine_args",
+    "EmbedsPrompt": "client.prompts.prompt",
+    "EngineArgs": "config.engine_args",
     "EngineClient": "client.engine_client",
     "EngineDeadError": "errors",
     "EngineError": "errors",
     "EngineGenerateError": "errors",
     "EngineStartError": "errors",
-    "GuidedDecodingParams": "structured_outputs",
-    "InputPreprocessor": "client.input_preprocessor",
+    "GuidedDecodingParams": "requests.structured_outputs",
+    "InputPreprocessor": "client.engine.input_preprocessor",
     "IterationStats": "client.stats",
     "LLM": "client.llm",
     "LivenessConfig": "config",
     "LoRAConfig": "config",
-    "LoRARequest": "lora_request",
+    "LoRARequest": "requests.lora_request",
     "LoggingStatLogger": "client.stat_loggers",
     "Logprob": "outputs",
     "ModelConfig": "config",
@@ -110,31 +111,31 @@ _MODULE_OF = {
     "ObservabilityConfig": "config",
     "ParallelConfig": "config",
     "PoolingOutput": "outputs",
-    "PoolingParams": "pooling_params",
+    "PoolingParams": "requests.pooling_params",
     "PoolingRequestOutput": "outputs",
     "PrometheusStatLogger": "client.stat_loggers.prometheus",
-    "PromptType": "client.prompt",
+    "PromptType": "client.prompts.prompt",
     "RequestFailure": "outputs",
-    "RequestManager": "client.request_manager",
+    "RequestManager": "client.compat.request_manager",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
-    "RequestOutputKind": "sampling_params",
-    "RequestStatus": "client.request_manager",
-    "SamplingParams": "sampling_params",
+    "RequestOutputKind": "requests.sampling_params",
+    "RequestStatus": "client.compat.request_manager",
+    "SamplingParams": "requests.sampling_params",
     "SchedulerConfig": "config",
     "SchedulerStats": "client.stats",
     "ScoringOutput": "outputs",
     "ScoringRequestOutput": "outputs",
     "StatLoggerBase": "client.stat_loggers",
-    "StreamGroup": "client.stream_group",
-    "StreamingRequest": "client.request_manager",
-    "StructuredOutputsParams": "structured_outputs",
-    "TextPrompt": "client.prompt",
-    "TokensPrompt": "client.prompt",
+    "StreamGroup": "client.engine.stream_group",
+    "StreamingRequest": "client.compat.request_manager",
+    "StructuredOutputsParams": "requests.structured_outputs",
+    "TextPrompt": "client.prompts.prompt",
+    "TokensPrompt": "client.prompts.prompt",
     "TooManyConstraintsError": "errors",
-    "UsageContext": "usage_context",
+    "UsageContext": "arguments.usage_context",
     "VllmConfig": "config",
-    "stream_generate": "client.text_stream",
+    "stream_generate": "client.compat.text_stream",
 }
 
 __all__ = [

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch

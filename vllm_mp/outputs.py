@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.lora_request import LoRARequest
+from vllm_mp.requests.lora_request import LoRARequest
 
 
 class Logprob(msgspec.Struct, gc=False):

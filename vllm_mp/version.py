@@ -1,5 +1,3 @@
-"""The version, where programs for vLLM import it from."""
+"""The version of the package."""
 
-from vllm_mp import __version__
-
-__all__ = ["__version__"]
+__version__ = "0.1.0"

@@ -24,13 +24,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp import __version__
 from vllm_mp.config import VllmConfig
-from vllm_mp.lora_request import LoRARequest
-from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.prompt_embeds import PromptEmbeds
-from vllm_mp.sampling_params import MAX_BAD_WORDS, MAX_EXTRA_ARGS_BYTES, SamplingParams
-from vllm_mp.structured_outputs import Constraint
+from vllm_mp.requests.lora_request import LoRARequest
+from vllm_mp.requests.pooling_params import PoolingParams
+from vllm_mp.requests.prompt_embeds import PromptEmbeds
+from vllm_mp.requests.sampling_params import MAX_BAD_WORDS, MAX_EXTRA_ARGS_BYTES, SamplingParams
+from vllm_mp.requests.structured_outputs import Constraint
+from vllm_mp.version import __version__
 
 PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 2**20

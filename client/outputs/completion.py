@@ -7,7 +7,7 @@ from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer
 from vllm_mp.client.outputs.logprob_columns import LogprobColumns, TokenText
 from vllm_mp.client.outputs.stop_strings import StopStrings
 from vllm_mp.outputs import CompletionOutput
-from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+from vllm_mp.requests.sampling_params import RequestOutputKind, SamplingParams
 from vllm_mp.wire import Finished
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from vllm_mp import wire
 from vllm_mp.client.outputs.pooled_vector import PooledVector
 from vllm_mp.client.outputs.stream import Isolation, RequestStream
-from vllm_mp.client.request import PoolingRequest
+from vllm_mp.client.prompts.request import PoolingRequest
 from vllm_mp.errors import EngineGenerateError
 from vllm_mp.outputs import PoolingOutput, PoolingRequestOutput
 

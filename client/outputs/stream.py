@@ -11,10 +11,10 @@ from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.logprob_columns import LogprobColumns, TokenText
 from vllm_mp.client.outputs.pooled_vector import PooledVector
 from vllm_mp.client.outputs.wake_ups import Waiter, WakeUps, set_done
-from vllm_mp.client.request import GenerationRequest, PoolingRequest, digest_of
+from vllm_mp.client.prompts.request import GenerationRequest, PoolingRequest, digest_of
 from vllm_mp.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
-from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+from vllm_mp.requests.pooling_params import PoolingParams
+from vllm_mp.requests.sampling_params import RequestOutputKind, SamplingParams
 
 AddMessage = wire.AddRequest | wire.AddPooling
 

@@ -7,12 +7,12 @@ import socket
 import ray
 
 import vllm_mp
-from vllm_mp.authorized_clients import AuthorizedClients
-from vllm_mp.client.engine.launcher import make_folder
-from vllm_mp.client.engine.shared_core import SharedCore
+from vllm_mp.client.cores.launcher import make_folder
+from vllm_mp.client.cores.shared_core import SharedCore
 from vllm_mp.client.ray.node_config import config_on_node
-from vllm_mp.curve_keys import make_server_key
 from vllm_mp.errors import EngineStartError
+from vllm_mp.keys.authorized_clients import AuthorizedClients
+from vllm_mp.keys.curve_keys import make_server_key
 
 
 class CoreActor:

@@ -25,9 +25,9 @@ from vllm_mp.client.ray.messages import Connected, Launch, Lost, Order, Serves, 
 from vllm_mp.client.ray.rank_host_actor import RankHostActor
 from vllm_mp.client.ray.resources import bundle_of, no_room
 from vllm_mp.config import VllmConfig
-from vllm_mp.curve_keys import make_client_key
+from vllm_mp.config.nodes import is_missing_node
 from vllm_mp.errors import EngineDeadError, EngineStartError
-from vllm_mp.nodes import is_missing_node
+from vllm_mp.keys.curve_keys import make_client_key
 
 _MAX_LINE_BYTES = 64 * 2**20
 _LOCAL_STORE_BYTES = 80 * 2**20

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_mp.client.engine.lasting_calls import LastingCalls
+from vllm_mp.client.cores.lasting_calls import LastingCalls
 from vllm_mp.client.ray.messages import Connected, Launch, Lost, StartCore, State, StopCore, Stopped
 from vllm_mp.config import VllmConfig
-from vllm_mp.core_launch import package_path
-from vllm_mp.exit_status import describe_exit
-from vllm_mp.operator_key import new_operator_key
+from vllm_mp.core_link.core_launch import package_path
+from vllm_mp.keys.operator_key import new_operator_key
+from vllm_mp.machine.exit_status import describe_exit
 
 _STOP_TIMEOUT_S = 30.0
 """Time that the driver gets to end a core, and to end itself, before it is killed."""

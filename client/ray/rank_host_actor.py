@@ -10,13 +10,13 @@ import sys
 import msgspec
 
 import vllm_mp
-from vllm_mp.client.background_call import call_in_thread
-from vllm_mp.client.engine.launcher import make_folder
+from vllm_mp.client.cores.launcher import make_folder
 from vllm_mp.client.ray.node_config import config_on_node
-from vllm_mp.core_launch import core_environment, package_path
-from vllm_mp.curve_keys import make_client_key
+from vllm_mp.client.threads.background_call import call_in_thread
+from vllm_mp.core_link.core_launch import core_environment, package_path
 from vllm_mp.errors import EngineStartError
-from vllm_mp.exit_status import describe_exit
+from vllm_mp.keys.curve_keys import make_client_key
+from vllm_mp.machine.exit_status import describe_exit
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Parsers that split the thought of a model from its answer."""
 
-from vllm_mp.client.answer_pieces import ContentPiece, ReasoningPiece
+from vllm_mp.client.answers.pieces import ContentPiece, ReasoningPiece
 from vllm_mp.client.reasoning.families import (
     DeepSeekR1ReasoningParser,
     MistralReasoningParser,

@@ -3,9 +3,9 @@
 import re
 from typing import ClassVar
 
-from vllm_mp.client.answer_reader import Reading
-from vllm_mp.client.incremental_parser import IncrementalParser
-from vllm_mp.client.parser_registry import ParserRegistry
+from vllm_mp.client.answers.incremental_parser import IncrementalParser
+from vllm_mp.client.answers.parser_registry import ParserRegistry
+from vllm_mp.client.answers.reader import Reading
 
 _WHITESPACE = re.compile(r"\s*")
 _NEWLINES = re.compile(r"\n*")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from vllm_mp.client.engine_readings import EngineReadings
+from vllm_mp.client.stat_loggers.readings import EngineReadings
 from vllm_mp.client.stats import IterationStats, SchedulerStats
 from vllm_mp.config import VllmConfig
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vllm_mp.client.engine_readings import EngineReadings
+from vllm_mp.client.stat_loggers.readings import EngineReadings
 from vllm_mp.client.stats import Counter, Histogram
 from vllm_mp.client.stats.cells import Values
 

@@ -3,8 +3,8 @@
 import logging
 import time
 
-from vllm_mp.client.engine_readings import EngineReadings
 from vllm_mp.client.stat_loggers.base import CounterLogger
+from vllm_mp.client.stat_loggers.readings import EngineReadings
 from vllm_mp.config import VllmConfig
 
 logger = logging.getLogger(__name__)

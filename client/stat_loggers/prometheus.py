@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from vllm_mp.client.engine_readings import EngineReadings
 from vllm_mp.client.stat_loggers.base import CounterLogger
 from vllm_mp.client.stat_loggers.engine_metrics import EngineCollector
+from vllm_mp.client.stat_loggers.readings import EngineReadings
 from vllm_mp.config import VllmConfig
 
 _LOAD_TIMEOUT_S = 1.0

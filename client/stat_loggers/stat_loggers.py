@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from vllm_mp.client.engine_readings import EngineReadings
 from vllm_mp.client.stat_loggers.base import (
     AggregateStatLoggerBase,
     CounterLogger,
@@ -20,6 +19,7 @@ from vllm_mp.client.stat_loggers.base import (
     StatLoggerFactory,
 )
 from vllm_mp.client.stat_loggers.logger_thread import LoggerThread
+from vllm_mp.client.stat_loggers.readings import EngineReadings
 from vllm_mp.client.stat_loggers.v0 import V0Adapter, is_v0
 from vllm_mp.client.stats import CoreReading, IterationStats, SchedulerStats
 from vllm_mp.config import VllmConfig

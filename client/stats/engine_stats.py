@@ -22,7 +22,7 @@ from vllm_mp.client.stats.engine_counters import EngineCounters
 from vllm_mp.client.stats.finished_request import FinishedRequest
 from vllm_mp.client.stats.iteration_stats import FinishedRequestStats, FinishReason, IterationStats
 from vllm_mp.client.stats.live_request import LiveRequest, finish_reason
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

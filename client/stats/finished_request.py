@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.requests.pooling_params import PoolingParams
+from vllm_mp.requests.sampling_params import SamplingParams
 
 
 class FinishedRequest(NamedTuple):

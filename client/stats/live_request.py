@@ -8,7 +8,7 @@ from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.stats.engine_counters import FINISH_REASONS
 from vllm_mp.client.stats.finished_request import FinishedRequest
 from vllm_mp.client.stats.iteration_stats import FinishedRequestStats, FinishReason
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.requests.sampling_params import SamplingParams
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Parsers that find the tool calls in the text of an answer, one for each format that models write."""
 
-from vllm_mp.client.answer_pieces import CallArguments, CallEnd, CallStart, ContentPiece, Piece
+from vllm_mp.client.answers.pieces import CallArguments, CallEnd, CallStart, ContentPiece, Piece
 from vllm_mp.client.tool_parsers.hermes import HermesToolParser
 from vllm_mp.client.tool_parsers.json_list import JsonToolParser, NamedToolParser
 from vllm_mp.client.tool_parsers.llama3_json import Llama3JsonToolParser

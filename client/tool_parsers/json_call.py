@@ -3,8 +3,8 @@
 import json
 from collections.abc import Collection, Sequence
 
-from vllm_mp.client.answer_reader import AnswerReader, Reading
-from vllm_mp.client.json_scanner import is_json
+from vllm_mp.client.answers.json_scanner import is_json
+from vllm_mp.client.answers.reader import AnswerReader, Reading
 from vllm_mp.client.tool_parsers.tool_parser import ConstrainedCall, Tool
 
 _NAME = '"name"'

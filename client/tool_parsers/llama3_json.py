@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vllm_mp.client.answer_reader import Reading
+from vllm_mp.client.answers.reader import Reading
 from vllm_mp.client.tool_parsers.json_call import constrained_json_calls, read_json_call
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
 from vllm_mp.client.tool_parsers.tool_parser import CallFormat, Tool, ToolParser

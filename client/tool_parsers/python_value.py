@@ -5,8 +5,8 @@ import math
 import re
 from json.encoder import encode_basestring
 
-from vllm_mp.client.answer_reader import AnswerReader, Reading
-from vllm_mp.client.json_scanner import MAX_DEPTH, is_json
+from vllm_mp.client.answers.json_scanner import MAX_DEPTH, is_json
+from vllm_mp.client.answers.reader import AnswerReader, Reading
 
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _AFTER_WORD = (",", ")", "]", "}", " ", "\n", "\t", "\r")

@@ -3,7 +3,7 @@
 import json
 import re
 
-from vllm_mp.client.answer_reader import Reading
+from vllm_mp.client.answers.reader import Reading
 from vllm_mp.client.tool_parsers.python_value import read_python_value
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
 from vllm_mp.client.tool_parsers.tool_parser import ToolParser

@@ -4,8 +4,8 @@ import json
 import re
 from typing import Any
 
-from vllm_mp.client.answer_reader import Reading
-from vllm_mp.client.json_scanner import is_json
+from vllm_mp.client.answers.json_scanner import is_json
+from vllm_mp.client.answers.reader import Reading
 from vllm_mp.client.tool_parsers.python_value import json_text_of
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
 from vllm_mp.client.tool_parsers.tool_parser import ToolParser

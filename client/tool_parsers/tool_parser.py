@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_mp.client.incremental_parser import IncrementalParser
+from vllm_mp.client.answers.incremental_parser import IncrementalParser
 
 
 @dataclass(frozen=True, slots=True)

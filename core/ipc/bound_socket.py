@@ -7,9 +7,9 @@ from pathlib import Path
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from vllm_mp.core.ipc.curve_server import require_keys
-from vllm_mp.core_launch import PublicAddress
-from vllm_mp.descriptor_limit import raise_descriptor_limit
+from vllm_mp.core_link.core_launch import PublicAddress
+from vllm_mp.keys.curve_server import require_keys
+from vllm_mp.machine.descriptor_limit import raise_descriptor_limit
 from vllm_mp.wire import MAX_MESSAGE_BYTES
 
 _MAX_UNREAD = 32

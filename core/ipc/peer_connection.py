@@ -9,7 +9,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
-from vllm_mp.curve_keys import encode_key
+from vllm_mp.keys.curve_keys import encode_key
 
 _CREDENTIALS = struct.Struct("3i")
 """The pid, user and group of a peer of a Unix socket, as SO_PEERCRED gives them."""

@@ -23,21 +23,21 @@ from vllm_mp.core.lora.adapter_cache import AdapterCache, NotOperatorOfAdapterEr
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
-from vllm_mp.core.scheduler.memory_quota import NoRoomError
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
+from vllm_mp.core.scheduler.waiting.memory_quota import NoRoomError
 from vllm_mp.core.structured_output.compile_lanes import Waiter
 from vllm_mp.core.structured_output.compiler import GrammarCompiler, TooManyConstraintsError
 from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.suspension_record import SuspensionRecord
-from vllm_mp.core_launch import Predecessor
-from vllm_mp.core_status import OutsideTask
-from vllm_mp.status_page import StatusPage
+from vllm_mp.core_link.core_launch import Predecessor
+from vllm_mp.core_link.core_status import OutsideTask
+from vllm_mp.core_link.status_page import StatusPage
 
 if TYPE_CHECKING:
-    from vllm_mp.core.worker.registered_processors import RegisteredProcessors
+    from vllm_mp.core.worker.sampling.registered_processors import RegisteredProcessors
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vllm_mp.core.lora.peft_config import PeftConfig, read_peft_config
 from vllm_mp.core.lora.targets import projections
-from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, MAX_LISTED
 from vllm_mp.core.models.text_part import is_of_images, name_in_text_part
+from vllm_mp.core.weights.checkpoint import FLOAT_DTYPES, MAX_LISTED
 from vllm_mp.core.weights.checkpoint_files import read_tensors
 from vllm_mp.kernels.ops import Factors
 from vllm_mp.model_config.architecture import NativeArchitecture

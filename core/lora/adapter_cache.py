@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.outside_work import OutsideWork
-from vllm_mp.core_status import OutsideTask
-from vllm_mp.lora_request import AdapterRecord, LoRARequest
-from vllm_mp.status_page import MAX_ADAPTER_BYTES
+from vllm_mp.core_link.core_status import OutsideTask
+from vllm_mp.core_link.status_page import MAX_ADAPTER_BYTES
+from vllm_mp.requests.lora_request import AdapterRecord, LoRARequest
 
 if TYPE_CHECKING:
     from vllm_mp.core.lora.adapter import Adapter

@@ -4,8 +4,8 @@ from typing import Any
 
 from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.lora.targets import projections
-from vllm_mp.core.parallel.cuts import cut_factors
 from vllm_mp.core.torch_threads import one_thread
+from vllm_mp.core.weights.cuts import cut_factors
 from vllm_mp.kernels.ops import AnyAdapterStack
 from vllm_mp.model_config.architecture import NativeArchitecture
 

@@ -3,7 +3,7 @@
 from typing import Final, NamedTuple
 
 from vllm_mp.model_config.architecture import NativeArchitecture
-from vllm_mp.model_config.registry import NATIVE_MODELS
+from vllm_mp.model_config.families.registry import NATIVE_MODELS
 
 RANK_UNIT: Final = 16
 """Memory is counted for ranks that are multiples of this, as vectors and tiles of matrix units are."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vllm_mp.kernels.ops import AnyAdapterStack, AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture
-from vllm_mp.model_config.registry import NATIVE_MODELS, NativeEntry
+from vllm_mp.model_config.families.registry import NATIVE_MODELS, NativeEntry
 
 __all__ = ["CausalLM", "NativeModel", "build_model", "import_native_models"]
 
@@ -87,7 +87,7 @@ class NativeModel(CausalLM, Protocol):
 def build_model(arch: NativeArchitecture, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
     """Return the native model of `arch` on `device`, with its parameters allocated but not initialised.
 
-    `vllm_mp.core.weights.loader.load_weights` gives them values.
+    `vllm_mp.core.models.loader.load_weights` gives them values.
     """
     model: nn.Module = _model_class(NATIVE_MODELS[arch.name])(arch, dtype, torch.device(device))
     return model.requires_grad_(False)

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.core.models.checkpoint import Destination, load_checkpoint
+from vllm_mp.core.collectives.group import RankModule
 from vllm_mp.core.models.gpt2 import LayerNorm
 from vllm_mp.core.models.linear import Linear, pack_projections
 from vllm_mp.core.models.vocabulary import shared_embedding
-from vllm_mp.core.parallel.cuts import cut_tensors
-from vllm_mp.core.parallel.group import RankModule
+from vllm_mp.core.weights.checkpoint import Destination, load_checkpoint
+from vllm_mp.core.weights.cuts import cut_tensors
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.model_config.architecture import NativeArchitecture

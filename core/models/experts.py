@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.core.models.block_matrix import BlockMatrix, destination_of, projection_type
-from vllm_mp.core.models.checkpoint import Destination
 from vllm_mp.core.models.linear import Linear, Packable
 from vllm_mp.core.models.mlp import MLP
+from vllm_mp.core.weights.block_matrix import BlockMatrix, destination_of, projection_type
+from vllm_mp.core.weights.checkpoint import Destination
 from vllm_mp.kernels import ops
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.experts import Experts

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.core.models.attention import AttentionLayer
-from vllm_mp.core.models.block_matrix import destination_of, vocabulary_matrix
-from vllm_mp.core.models.checkpoint import Destination, load_checkpoint
+from vllm_mp.core.collectives.group import RankModule
+from vllm_mp.core.models.attention_layer import AttentionLayer
 from vllm_mp.core.models.linear import Linear, make_adapter_stacks, pack_projections
 from vllm_mp.core.models.vocabulary import VocabularyHead, shared_embedding
-from vllm_mp.core.parallel.cuts import cut_tensors
-from vllm_mp.core.parallel.group import RankModule
+from vllm_mp.core.weights.block_matrix import destination_of, vocabulary_matrix
+from vllm_mp.core.weights.checkpoint import Destination, load_checkpoint
+from vllm_mp.core.weights.cuts import cut_tensors
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm_mp.core.models.block_matrix import BlockMatrix, projection_type
-from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, Destination
+from vllm_mp.core.weights.block_matrix import BlockMatrix, projection_type
+from vllm_mp.core.weights.checkpoint import FLOAT_DTYPES, Destination
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import pack_linear
 from vllm_mp.model_config.quantization import BlockSource, Fp8Scales

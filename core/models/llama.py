@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm_mp.core.models.attention import AttentionLayer
-from vllm_mp.core.models.block_matrix import destination_of, vocabulary_matrix
-from vllm_mp.core.models.checkpoint import FLOAT_DTYPES, CheckpointMismatchError, Destination, load_checkpoint
+from vllm_mp.core.collectives.group import RankModule
+from vllm_mp.core.models.attention_layer import AttentionLayer
 from vllm_mp.core.models.experts import ExpertMLP, mixture_name, separate_experts
 from vllm_mp.core.models.linear import Linear, make_adapter_stacks, pack_projections
 from vllm_mp.core.models.mlp import MLP
 from vllm_mp.core.models.rotary import cos_sin_cache
 from vllm_mp.core.models.text_part import is_of_images, name_in_text_part
 from vllm_mp.core.models.vocabulary import VocabularyHead, shared_embedding
-from vllm_mp.core.parallel.cuts import cut_tensors
-from vllm_mp.core.parallel.group import RankModule
+from vllm_mp.core.weights.block_matrix import destination_of, vocabulary_matrix
+from vllm_mp.core.weights.checkpoint import FLOAT_DTYPES, CheckpointMismatchError, Destination, load_checkpoint
+from vllm_mp.core.weights.cuts import cut_tensors
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture, Shard

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm_mp.core.models.checkpoint import Destination
 from vllm_mp.core.models.linear import Linear
+from vllm_mp.core.weights.checkpoint import Destination
 from vllm_mp.kernels import ops
 from vllm_mp.model_config.architecture import NativeArchitecture
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mp.core.models.block_matrix import BlockMatrix, embedding
+from vllm_mp.core.collectives.group import RankGroup, RankModule
 from vllm_mp.core.models.linear import Packable
-from vllm_mp.core.parallel.group import RankGroup, RankModule
+from vllm_mp.core.weights.block_matrix import BlockMatrix, embedding
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import TokenMasks, pack_linear
 from vllm_mp.model_config.architecture import Shard

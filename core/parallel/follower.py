@@ -11,9 +11,9 @@ from torch import Tensor
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.parallel.messages import MAX_REPLY_BYTES, AdapterTable, Call, Kind, Reply
-from vllm_mp.core.parallel.step_message import MessageError, RowMirror, decode_step
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.profiler import Profiler
+from vllm_mp.core.worker.step_message import MessageError, RowMirror, decode_step
 from vllm_mp.core.worker.worker import Worker
 from vllm_mp.kernels.ops import Factors
 

@@ -9,26 +9,26 @@ import numpy.typing as npt
 import torch
 
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.collectives.group import RankGroup
+from vllm_mp.core.collectives.pipeline import Pipeline
 from vllm_mp.core.lora.adapter import Adapter
-from vllm_mp.core.parallel.group import RankGroup
 from vllm_mp.core.parallel.make_group import make_group
 from vllm_mp.core.parallel.messages import AdapterTable, Call, Kind
-from vllm_mp.core.parallel.pipeline import Pipeline
 from vllm_mp.core.parallel.rank_watch import watch_ranks
 from vllm_mp.core.parallel.ranks import Ranks
-from vllm_mp.core.parallel.step_message import StepEncoder
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.stop_signal import StopSignal
+from vllm_mp.core.worker.memory.sleep import Memory, MemoryLostError
 from vllm_mp.core.worker.profiler import Profiler
-from vllm_mp.core.worker.prompt_embeds import StepEmbeds
-from vllm_mp.core.worker.sleep import Memory, MemoryLostError
+from vllm_mp.core.worker.step_embeds import StepEmbeds
+from vllm_mp.core.worker.step_message import StepEncoder
 
 _KINDS = {kind: int(kind).to_bytes(8, "little") for kind in Kind}
 
 
 class Followers:
-    """Tells the ranks 1 and up what to compute; it is a `vllm_mp.core.parallel.leader.Leader`."""
+    """Tells the ranks 1 and up what to compute; it is a `vllm_mp.core.worker.leader.Leader`."""
 
     def __init__(self, ranks: Ranks, max_num_seqs: int) -> None:
         self._ranks = ranks
@@ -112,7 +112,7 @@ class Followers:
 
 
 class GroupMemory:
-    """The memory of all ranks, which sleep and wake up together; it is a `vllm_mp.core.worker.sleep.Memory`."""
+    """The memory of all ranks, which sleep and wake up together; it is a `vllm_mp.core.worker.memory.sleep.Memory`."""
 
     def __init__(self, own: Memory, followers: Followers) -> None:
         self._own = own

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import torch
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.parallel import shared_group
-from vllm_mp.core.parallel.group import RankGroup
-from vllm_mp.core.parallel.pipeline import Pipeline, SharedMemoryPipeline
-from vllm_mp.core.parallel.shared_group import SharedMemoryGroup
+from vllm_mp.core.collectives import shared_group
+from vllm_mp.core.collectives.group import RankGroup
+from vllm_mp.core.collectives.pipeline import Pipeline, SharedMemoryPipeline
+from vllm_mp.core.collectives.shared_group import SharedMemoryGroup
+from vllm_mp.core.collectives.tensor_queue import TensorQueue
 from vllm_mp.core.parallel.shared_memory import MemoryLayout
-from vllm_mp.core.parallel.tensor_queue import TensorQueue
 
 
 def make_group(
@@ -42,7 +42,7 @@ def make_group(
         )
         return group, SharedMemoryPipeline(stage, num_stages, all_ranks, received, sent)
     # Imported here, because torch.distributed takes a while to import.
-    from vllm_mp.core.parallel.torch_group import TorchPipeline, join_all_ranks
+    from vllm_mp.core.collectives.torch_group import TorchPipeline, join_all_ranks
 
     limits = config.liveness_config
     timeout_s = max(limits.engine_iteration_timeout_s, limits.start_timeout_s)

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from vllm_mp import __version__
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.parallel.shared_memory import MemoryLayout
+from vllm_mp.version import __version__
 from vllm_mp.wire import SCHEMA
 
 PROTOCOL: Final = 2

@@ -11,9 +11,8 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from vllm_mp import __version__
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.ipc.curve_server import require_keys
+from vllm_mp.config.nodes import ip_address, missing_node
 from vllm_mp.core.parallel.messages import PROTOCOL, differences, shared_options
 from vllm_mp.core.parallel.node_messages import (
     ANSWER,
@@ -32,7 +31,8 @@ from vllm_mp.core.parallel.node_messages import (
 )
 from vllm_mp.core.parallel.rank_state import PATIENCE, RankState, WorkerFailedError
 from vllm_mp.core.parallel.shared_memory import MemoryLayout
-from vllm_mp.nodes import ip_address, missing_node
+from vllm_mp.keys.curve_server import require_keys
+from vllm_mp.version import __version__
 from vllm_mp.wire import DECODE_ERRORS
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from vllm_mp import __version__
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.ipc.curve_server import probe_peers
+from vllm_mp.config.nodes import ip_address
 from vllm_mp.core.parallel.messages import PROTOCOL, shared_options
 from vllm_mp.core.parallel.node_messages import (
     ANSWER,
@@ -37,8 +36,9 @@ from vllm_mp.core.parallel.node_messages import (
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.parallel.worker_processes import WorkerProcesses
 from vllm_mp.core.parent_watch import wait_for_end_of_parent
-from vllm_mp.curve_keys import ClientKey, read_client_key
-from vllm_mp.nodes import ip_address
+from vllm_mp.keys.curve_keys import ClientKey, read_client_key
+from vllm_mp.keys.curve_server import probe_peers
+from vllm_mp.version import __version__
 from vllm_mp.wire import DECODE_ERRORS
 
 logger = logging.getLogger(__name__)

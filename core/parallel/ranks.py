@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from vllm_mp import __version__
 from vllm_mp.config import ModelConfig, VllmConfig
-from vllm_mp.core.parallel.meeting_place import MeetingPlace
+from vllm_mp.core.collectives.meeting_place import MeetingPlace
 from vllm_mp.core.parallel.messages import PROTOCOL, Joined, Ready, Reply, chosen_options, differences, digest_of
 from vllm_mp.core.parallel.node_ranks import NodeRanks
 from vllm_mp.core.parallel.rank_state import PATIENCE, RankSource, RankState, WorkerFailedError
 from vllm_mp.core.parallel.worker_processes import WorkerProcesses
 from vllm_mp.core.weights.digest import weights_digest
+from vllm_mp.version import __version__
 
 _LOOK_S: Final = 0.1
 

@@ -9,10 +9,10 @@ from typing import Final
 import msgspec
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.parallel import shared_group
+from vllm_mp.core.collectives import shared_group
+from vllm_mp.core.collectives.tensor_queue import TensorQueue
 from vllm_mp.core.parallel.ring import MessageRing
-from vllm_mp.core.parallel.step_message import message_bytes
-from vllm_mp.core.parallel.tensor_queue import TensorQueue
+from vllm_mp.core.worker.step_message import message_bytes
 
 _MIN_SLOT_BYTES: Final = 2**20
 _MIN_STEP_TOKENS: Final = 2048

@@ -12,7 +12,6 @@ from typing import Final
 
 import msgspec
 
-from vllm_mp import __version__
 from vllm_mp.core.parallel.messages import (
     PROTOCOL,
     Failed,
@@ -23,6 +22,7 @@ from vllm_mp.core.parallel.messages import (
     chosen_options,
     digest_of,
 )
+from vllm_mp.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
     from vllm_mp.core.parallel.ring import SPIN_S, MessageRing
     from vllm_mp.core.weights.digest import weights_digest
     from vllm_mp.core.worker.device import prepare_device
-    from vllm_mp.core.worker.memory import memory_to_start
+    from vllm_mp.core.worker.memory.plan import memory_to_start
     from vllm_mp.core.worker.model_runner import ModelRunner
 
     gc.freeze()

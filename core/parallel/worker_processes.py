@@ -15,15 +15,15 @@ from typing import Final
 import msgspec
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.parallel import shared_group
+from vllm_mp.core.collectives import shared_group
+from vllm_mp.core.collectives.tensor_queue import TensorQueue
 from vllm_mp.core.parallel.messages import MAX_REPLY_BYTES, Failed, FromRank, WorkerLaunch
 from vllm_mp.core.parallel.rank_state import RankState, WorkerFailedError
 from vllm_mp.core.parallel.ring import MessageRing
 from vllm_mp.core.parallel.shared_memory import MemoryLayout
-from vllm_mp.core.parallel.tensor_queue import TensorQueue
-from vllm_mp.core_launch import core_environment, package_path
-from vllm_mp.exit_status import describe_exit
-from vllm_mp.host_cpus import named_cpus
+from vllm_mp.core_link.core_launch import core_environment, package_path
+from vllm_mp.machine.exit_status import describe_exit
+from vllm_mp.machine.host_cpus import named_cpus
 from vllm_mp.wire import DECODE_ERRORS
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from vllm_mp.core.lora.cached_adapter import NO_SLOT
 from vllm_mp.core.scheduler.request import NO_ROW, Request
-from vllm_mp.sampling_params import PARAMETERS, SamplingParams
+from vllm_mp.requests.sampling_params import PARAMETERS, SamplingParams
 
 Rows = npt.NDArray[np.int64]
 NO_ROWS: Rows = np.zeros(0, np.int64)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from vllm_mp.call_validation import check_pause
 from vllm_mp.core.scheduler.scheduler import Scheduler
+from vllm_mp.validation.call_validation import check_pause
 from vllm_mp.wire import Finished
 
 _MAX_DRAINS = 4096

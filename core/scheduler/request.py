@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.core_status import OutsideTask
-from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.prompt_embeds import PromptEmbeds
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.core_link.core_status import OutsideTask
+from vllm_mp.requests.pooling_params import PoolingParams
+from vllm_mp.requests.prompt_embeds import PromptEmbeds
+from vllm_mp.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.core.lora.cached_adapter import CachedAdapter
     from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
-    from vllm_mp.core.worker.logits_processors import LogitsProcessors
-    from vllm_mp.core.worker.registered_processors import ProcessedRequest
+    from vllm_mp.core.worker.sampling.logits_processors import LogitsProcessors
+    from vllm_mp.core.worker.sampling.registered_processors import ProcessedRequest
 
 NO_ROW = -1
 

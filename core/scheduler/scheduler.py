@@ -34,12 +34,10 @@ import numpy as np
 
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
-from vllm_mp.core.scheduler.adapter_turns import AdapterTurns
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Mask, Rows
 from vllm_mp.core.scheduler.endings import Ending, find_endings
 from vllm_mp.core.scheduler.forced_tokens import ForcedTokens
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
-from vllm_mp.core.scheduler.memory_quota import MemoryQuota
 from vllm_mp.core.scheduler.preemption import next_to_preempt
 from vllm_mp.core.scheduler.prefill_pace import PrefillPace
 from vllm_mp.core.scheduler.request import NO_ROW, GroupKey, Request, RequestKey
@@ -52,7 +50,9 @@ from vllm_mp.core.scheduler.step import (
     ScheduledStep,
     StepUpdate,
 )
-from vllm_mp.core.scheduler.waiting_queue import WaitingQueue
+from vllm_mp.core.scheduler.waiting.adapter_turns import AdapterTurns
+from vllm_mp.core.scheduler.waiting.memory_quota import MemoryQuota
+from vllm_mp.core.scheduler.waiting.waiting_queue import WaitingQueue
 from vllm_mp.core.structured_output.compiler import NotCompiledError
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
 from vllm_mp.wire import Finished

@@ -9,14 +9,14 @@ from vllm_mp.config import ModelConfig
 from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.structured_output.compiler import GrammarCompiler, Trial
 from vllm_mp.core.structured_output.grammar import Backend, Grammar, GrammarError, PreparedConstraint
-from vllm_mp.core.structured_output.llguidance_backend import LLGuidanceBackend
-from vllm_mp.core.structured_output.schema_place import with_place
-from vllm_mp.core.structured_output.tokenizer import GrammarTokenizer, TokenizerSource
+from vllm_mp.core.structured_output.grammar_tokenizer import GrammarTokenizer, TokenizerSource
+from vllm_mp.core.structured_output.libraries.llguidance_backend import LLGuidanceBackend
+from vllm_mp.core.structured_output.libraries.xgrammar_backend import XGrammarBackend
+from vllm_mp.core.structured_output.schema.schema_place import with_place
 from vllm_mp.core.structured_output.trial_process import QUICK, SLOW, TrialProcess
-from vllm_mp.core.structured_output.xgrammar_backend import XGrammarBackend
-from vllm_mp.core_status import TriedConstraint
-from vllm_mp.structured_outputs import Backend as BackendName
-from vllm_mp.structured_outputs import Constraint
+from vllm_mp.core_link.core_status import TriedConstraint
+from vllm_mp.requests.structured_outputs import Backend as BackendName
+from vllm_mp.requests.structured_outputs import Constraint
 
 logger = logging.getLogger(__name__)
 

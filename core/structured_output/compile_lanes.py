@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_mp.core_status import OutsideTask
-from vllm_mp.structured_outputs import Constraint
+from vllm_mp.core_link.core_status import OutsideTask
+from vllm_mp.requests.structured_outputs import Constraint
 
 _STOP_S = 0.5
 """Time for which a lane that is stopped waits for its thread."""

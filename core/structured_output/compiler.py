@@ -15,9 +15,9 @@ from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.structured_output.compile_lanes import Job, Lane, Waiter, WaiterKey
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, PreparedConstraint
 from vllm_mp.core.structured_output.trial_process import TrialUnavailableError
-from vllm_mp.core_status import TriedConstraint
-from vllm_mp.status_page import DIGEST_BYTES, MAX_TRIED
-from vllm_mp.structured_outputs import Constraint, ConstraintKind
+from vllm_mp.core_link.core_status import TriedConstraint
+from vllm_mp.core_link.status_page import DIGEST_BYTES, MAX_TRIED
+from vllm_mp.requests.structured_outputs import Constraint, ConstraintKind
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, Matcher
-from vllm_mp.structured_outputs import Constraint
+from vllm_mp.requests.structured_outputs import Constraint
 
 OutputIds = npt.NDArray[np.int32]
 """[num_output_tokens]: the output tokens of a request so far."""

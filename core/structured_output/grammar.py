@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.structured_outputs import Constraint
+from vllm_mp.requests.structured_outputs import Constraint
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Final
 import msgspec
 
 from vllm_mp.core.structured_output.grammar import GrammarError, PreparedConstraint
-from vllm_mp.core.structured_output.tokenizer import TokenizerSource
-from vllm_mp.core_launch import package_path
-from vllm_mp.structured_outputs import Backend, Constraint
+from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
+from vllm_mp.core_link.core_launch import package_path
+from vllm_mp.requests.structured_outputs import Backend, Constraint
 
 MAX_MEMORY: Final = 2**30
 """Memory that a trial may take beyond the process's own, in bytes."""

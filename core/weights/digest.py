@@ -12,8 +12,8 @@ import msgspec
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files
 from vllm_mp.model_store.gguf import gguf_place
-from vllm_mp.model_store.gguf_file import GgufFile
-from vllm_mp.tokenizer_files import TokenizerFiles
+from vllm_mp.model_store.gguf_file.reader import GgufFile
+from vllm_mp.model_store.tokenizer_files import TokenizerFiles
 from vllm_mp.wire import ModelDigest
 
 _SAMPLE_BYTES = 128

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from vllm_mp.core.models.block_matrix import BlockMatrix
+from vllm_mp.core.weights.block_matrix import BlockMatrix
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_MAX
 
 # A prime, so that the repeats of the dummy sequence never line up with the rows of a matrix.

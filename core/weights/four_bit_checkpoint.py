@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from vllm_mp.core.models.checkpoint import CheckpointMismatchError
+from vllm_mp.core.weights.checkpoint import CheckpointMismatchError
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockWeight, quantize_blocks
 from vllm_mp.model_config.quantization import FourBits
 

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_mp.core.models.checkpoint import CheckpointMismatchError
+from vllm_mp.core.weights.checkpoint import CheckpointMismatchError
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockWeight, quantize_blocks
 from vllm_mp.model_store.gguf import GgufPlace, gguf_place
-from vllm_mp.model_store.gguf_config import GgufFamily, checkpoint_name, family_of
-from vllm_mp.model_store.gguf_file import GgufFile, TensorPlace
-from vllm_mp.model_store.gguf_rope import ROPE_FACTORS
+from vllm_mp.model_store.gguf_file.config import GgufFamily, checkpoint_name, family_of
+from vllm_mp.model_store.gguf_file.reader import GgufFile, TensorPlace
+from vllm_mp.model_store.gguf_file.rope import ROPE_FACTORS
 
 logger = logging.getLogger(__name__)
 

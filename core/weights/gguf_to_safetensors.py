@@ -27,7 +27,7 @@ from gguf import GGMLQuantizationType
 
 from vllm_mp.core.weights.gguf_tokenizer import end_token_ids, read_tokenizer, token_id
 from vllm_mp.model_store.gguf import CONVERTED_FILE, DISK_FULL_EXIT, NO_TOKENIZER_FILE, TOKENIZER_ONLY
-from vllm_mp.model_store.gguf_parts import part_paths
+from vllm_mp.model_store.gguf_file.parts import part_paths
 
 _EXACT_KINDS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 """Types of tensors that are not quantized."""

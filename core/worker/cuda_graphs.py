@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.parallel.group import ALONE, RankGroup
+from vllm_mp.core.collectives.group import ALONE, RankGroup
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata, StepColumns

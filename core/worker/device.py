@@ -6,9 +6,17 @@ from typing import Any
 import torch
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.cpu_info import cpu_flags
-from vllm_mp.host_cpus import bind_process, bind_to, cpu_share, default_threads, describe, pci_numa_node, usable_cpus
 from vllm_mp.kernels import attention_backends
+from vllm_mp.machine.cpu_info import cpu_flags
+from vllm_mp.machine.host_cpus import (
+    bind_process,
+    bind_to,
+    cpu_share,
+    default_threads,
+    describe,
+    pci_numa_node,
+    usable_cpus,
+)
 
 logger = logging.getLogger(__name__)
 

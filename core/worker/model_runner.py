@@ -11,30 +11,30 @@ import torch
 from torch import Tensor
 
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.collectives.group import ALONE, RankGroup
+from vllm_mp.core.collectives.pipeline import Pipeline
 from vllm_mp.core.lora.adapter import Adapter
-from vllm_mp.core.parallel.group import ALONE, RankGroup
-from vllm_mp.core.parallel.leader import Leader
-from vllm_mp.core.parallel.pipeline import Pipeline
-from vllm_mp.core.parallel.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMessage, sampled_places
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import OutputHandle, ScheduledStep
 from vllm_mp.core.worker.cuda_graphs import Capture
-from vllm_mp.core.worker.host_copies import HostCopies, all_to_device, to_device
-from vllm_mp.core.worker.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
-from vllm_mp.core.worker.memory import cache_blocks
-from vllm_mp.core.worker.model_memory import ModelMemory
+from vllm_mp.core.worker.leader import Leader
+from vllm_mp.core.worker.memory.model_memory import ModelMemory
+from vllm_mp.core.worker.memory.plan import cache_blocks
 from vllm_mp.core.worker.pending_output import PendingOutput
-from vllm_mp.core.worker.pooler import Pooler
-from vllm_mp.core.worker.prompt_embeds import StepEmbeds, step_embeds
-from vllm_mp.core.worker.sampler import Sampler
-from vllm_mp.core.worker.sampler_profile import profile_sampler
+from vllm_mp.core.worker.sampling.host_copies import HostCopies, all_to_device, to_device
+from vllm_mp.core.worker.sampling.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
+from vllm_mp.core.worker.sampling.pooler import Pooler
+from vllm_mp.core.worker.sampling.sampler import Sampler
+from vllm_mp.core.worker.sampling.sampler_profile import profile_sampler
 from vllm_mp.core.worker.staged_output import StagedOutput, returns_all
 from vllm_mp.core.worker.staged_steps import StagedSteps
+from vllm_mp.core.worker.step_embeds import StepEmbeds, step_embeds
 from vllm_mp.core.worker.step_inputs import StepRows, step_inputs, token_types
+from vllm_mp.core.worker.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMessage, sampled_places
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

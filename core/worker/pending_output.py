@@ -7,8 +7,8 @@ from torch import Tensor
 
 from vllm_mp.core.scheduler.batch import Vector
 from vllm_mp.core.scheduler.step import ModelOutput
-from vllm_mp.core.worker.host_copies import HostCopies
-from vllm_mp.core.worker.logprobs import Owned
+from vllm_mp.core.worker.sampling.host_copies import HostCopies
+from vllm_mp.core.worker.sampling.logprobs import Owned
 
 
 class PendingOutput:

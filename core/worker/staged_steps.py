@@ -9,11 +9,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vllm_mp.core.parallel.pipeline import Pipeline
-from vllm_mp.core.parallel.step_message import sampled_places
+from vllm_mp.core.collectives.pipeline import Pipeline
 from vllm_mp.core.scheduler.step import ScheduledStep
-from vllm_mp.core.worker.prompt_embeds import StepEmbeds
+from vllm_mp.core.worker.step_embeds import StepEmbeds
 from vllm_mp.core.worker.step_inputs import StepRows
+from vllm_mp.core.worker.step_message import sampled_places
 
 Compute = Callable[[ScheduledStep, StepRows, StepEmbeds | None, Tensor | None], Tensor]
 """Computes the layers of the stage, from what the stage before has sent (None in the first stage)."""

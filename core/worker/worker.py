@@ -7,10 +7,10 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from vllm_mp.arguments.worker_arguments import unpack_arguments
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.worker.memory import available_memory
+from vllm_mp.core.worker.memory.plan import available_memory
 from vllm_mp.core.worker.model_runner import ModelRunner
-from vllm_mp.worker_arguments import unpack_arguments
 
 
 class Worker:

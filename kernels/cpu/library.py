@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import torch
 
-from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, obstacle, refusal, runnable_builds
 from vllm_mp.kernels.sampling import TokenMasks
+from vllm_mp.machine.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, obstacle, refusal, runnable_builds
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import logging
 import os
 from types import ModuleType
 
-from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels.cpu.library import TRITON, check_interpreter
+from vllm_mp.machine.cpu_info import KERNELS_VARIABLE
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from vllm_mp.kernels.reference import experts
 from vllm_mp.kernels.triton.activations import gelu, gelu_tanh, silu_and_mul, silu_and_mul_rows
-from vllm_mp.kernels.triton.attention import paged_attention
+from vllm_mp.kernels.triton.attention.backend import paged_attention
 from vllm_mp.kernels.triton.float8 import quantize_rows
 from vllm_mp.kernels.triton.linear import linear
 from vllm_mp.kernels.triton.lora import add_adapters

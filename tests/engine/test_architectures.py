@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Config
 
 from vllm_mp import AsyncEngineArgs
+from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.torch_threads import one_thread
-from vllm_mp.core.weights.loader import load_model
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy, num_preemptions
 from vllm_mp.testing.random_models import (

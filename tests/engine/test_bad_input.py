@@ -7,7 +7,7 @@ import re
 import pytest
 
 from vllm_mp import LoRARequest, SamplingParams, wire
-from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.testing.engines import answer, eventually, greedy
 from vllm_mp.utils import Device
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from vllm_mp.cli.load_generator import LoadRequest, Timeline, uniform_load
+from vllm_mp.cli.bench.load_generator import LoadRequest, Timeline, uniform_load
 from vllm_mp.core.models import build_model
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.testing.random_models import SIZES
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

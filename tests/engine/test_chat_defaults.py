@@ -7,8 +7,8 @@ import pytest
 from vllm_mp import RequestOutputKind, SamplingParams
 from vllm_mp.cli.chat.answer import Answer
 from vllm_mp.cli.chat.sampling_defaults import chat_defaults
-from vllm_mp.cli.generate import chat_prompt
-from vllm_mp.cli.screen import Screen
+from vllm_mp.cli.chat_text import chat_prompt
+from vllm_mp.cli.terminal.screen import Screen
 from vllm_mp.model_config.generation import default_sampling_params
 from vllm_mp.model_store import DEFAULT_MODEL, recommended_generation_config
 

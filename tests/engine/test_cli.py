@@ -21,9 +21,10 @@ import pytest
 from support.engine_fixtures import PLAIN_POPEN, SLOW_STEPS, starting_from
 from support.forked_cores import TEMPLATE_NAME
 
-from vllm_mp import AsyncLLM, __version__, cli, cpu_info
-from vllm_mp.cli.generate import chat_prompt
+from vllm_mp import AsyncLLM, __version__, cli
+from vllm_mp.cli.chat_text import chat_prompt
 from vllm_mp.cli.running_engines import running_engines
+from vllm_mp.machine import cpu_info
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 from vllm_mp.testing.terminal import Terminal

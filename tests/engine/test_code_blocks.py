@@ -16,8 +16,8 @@ from support.shell_blocks import Shell
 
 import vllm_mp
 from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
+from vllm_mp.keys.operator_key import ensure_operator_key
 from vllm_mp.model_store import DEFAULT_MODEL
-from vllm_mp.operator_key import ensure_operator_key
 from vllm_mp.testing.engines import standalone_core
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from vllm_mp.core.torch_threads import one_thread
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.testing.differential import PRIVATE_OPTIONS, Judge, play, random_cases, shared_options
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import num_preemptions

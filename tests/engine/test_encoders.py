@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from vllm_mp import EngineGenerateError, PoolingParams, SamplingParams, wire
-from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.testing.engines import eventually, greedy, is_empty, running_engine
 from vllm_mp.testing.prompts import PROMPTS

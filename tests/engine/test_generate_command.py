@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from vllm_mp import AsyncLLM, SamplingParams, cli
-from vllm_mp.cli.generate import split_words, whole_prompt, whole_text
-from vllm_mp.cli.model_argument import names_model
-from vllm_mp.client.tokenizer import get_tokenizer
+from vllm_mp.cli.chat_text import whole_text
+from vllm_mp.cli.flags.model import names_model
+from vllm_mp.cli.generate import split_words, whole_prompt
+from vllm_mp.client.prompts.tokenizer import get_tokenizer
 from vllm_mp.outputs import CompletionOutput
 from vllm_mp.replay_core.answers import Answers
 from vllm_mp.testing.engines import replay_core

@@ -21,9 +21,9 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vllm_mp import AsyncEngineArgs
+from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.weights import gguf_to_safetensors
-from vllm_mp.core.weights.loader import load_model
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vllm_mp.cpu_info import KERNELS_VARIABLE, runnable_builds
+from vllm_mp.machine.cpu_info import KERNELS_VARIABLE, runnable_builds
 from vllm_mp.testing.engines import ENGINE, answer, greedy
 from vllm_mp.testing.greedy_parity import GreedyReference, assert_greedy, generate_all, num_preemptions
 from vllm_mp.testing.prompts import PROMPTS

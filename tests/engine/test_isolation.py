@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from vllm_mp import EngineDeadError, EngineGenerateError, SamplingParams, wire
-from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty
 
 pytestmark = pytest.mark.usefixtures("forked_cores")

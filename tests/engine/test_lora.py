@@ -177,7 +177,7 @@ def test_adapter_of_another_model_is_refused(lora, adapters, tmp_path):
 
 
 def adapters_of_a_wider_model(folder):
-    from vllm_mp.model_config.registry import read_architecture
+    from vllm_mp.model_config.families.registry import read_architecture
     from vllm_mp.testing.random_models import CONFIGS
 
     architecture = read_architecture(CONFIGS["llama"].to_dict())

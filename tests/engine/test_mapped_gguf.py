@@ -30,8 +30,8 @@ from transformers import (
 )
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, SamplingParams
+from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.torch_threads import one_thread
-from vllm_mp.core.weights.loader import load_model
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.model_store import gguf, resolve_model

@@ -31,8 +31,8 @@ from transformers import (
 )
 
 from vllm_mp.core.models import build_model
-from vllm_mp.core.weights.loader import load_weights
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.core.models.loader import load_weights
+from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.testing.random_models import CONFIGS, GPT2_SIZES, SIZES, random_prompts, save_random_model
 
 

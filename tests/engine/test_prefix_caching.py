@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from vllm_mp import SamplingParams, wire
-from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
 
 pytestmark = pytest.mark.usefixtures("forked_cores")

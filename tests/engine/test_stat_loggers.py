@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest, start_h
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, LoggingStatLogger, PrometheusStatLogger, SamplingParams, StatLoggerBase
-from vllm_mp.client import engine_readings
 from vllm_mp.client.stat_loggers import prometheus
+from vllm_mp.client.stat_loggers import readings as engine_readings
 from vllm_mp.server.app import build_app
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.http.options import ServerOptions
 from vllm_mp.testing.engines import ENGINE, answer, replay_core
 
 pytestmark = pytest.mark.usefixtures("forked_cores")

@@ -8,7 +8,7 @@ from support.lora_engines import PROMPT, save_adapters
 
 from vllm_mp import AsyncEngineArgs, EngineError, PoolingParams, SamplingParams
 from vllm_mp.core.torch_threads import one_thread
-from vllm_mp.sampling_params import StructuredOutputsParams
+from vllm_mp.requests.sampling_params import StructuredOutputsParams
 from vllm_mp.testing.engines import answer, greedy, running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy, num_preemptions
 from vllm_mp.testing.machines import running_on_two_machines

@@ -8,7 +8,7 @@ from support.otlp_collector import attributes_of, running_collector
 
 from vllm_mp import EngineGenerateError, SamplingParams
 from vllm_mp.server.app import build_app
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.http.options import ServerOptions
 from vllm_mp.testing.engines import answer, running_engine
 
 pytestmark = pytest.mark.usefixtures("forked_cores")

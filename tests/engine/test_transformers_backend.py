@@ -44,11 +44,11 @@ from transformers import (
 )
 
 from vllm_mp import AsyncEngineArgs
-from vllm_mp.core.models.transformers_backend import TransformersForCausalLM
+from vllm_mp.core.models.loader import load_model
+from vllm_mp.core.models.transformers.backend import TransformersForCausalLM
 from vllm_mp.core.torch_threads import one_thread
-from vllm_mp.core.weights.loader import load_model
 from vllm_mp.errors import EngineStartError
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import assert_engine_is_greedy, num_preemptions
 from vllm_mp.testing.random_models import (

@@ -10,12 +10,13 @@ from support.float8_reference import in_float8
 from support.local_engine import LocalEngine
 
 from vllm_mp import RequestOutputKind, SamplingParams
-from vllm_mp.core.worker import model_runner, sampler
+from vllm_mp.core.worker import model_runner
 from vllm_mp.core.worker.cuda_graphs import StepGraphs
-from vllm_mp.core.worker.host_copies import pack, unpack
-from vllm_mp.cpu_info import KERNELS_VARIABLE
+from vllm_mp.core.worker.sampling import sampler
+from vllm_mp.core.worker.sampling.host_copies import pack, unpack
 from vllm_mp.kernels.cpu.library import TRITON, library
 from vllm_mp.kernels.triton import available
+from vllm_mp.machine.cpu_info import KERNELS_VARIABLE
 from vllm_mp.testing.engines import answer, greedy, running_engine
 from vllm_mp.testing.greedy_parity import NEAR_TIE, GreedyReference, assert_engine_is_greedy
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model

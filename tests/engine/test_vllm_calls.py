@@ -22,8 +22,8 @@ from vllm_mp import (
     PoolingParams,
     SamplingParams,
 )
+from vllm_mp.arguments.worker_arguments import pack_arguments
 from vllm_mp.testing.engines import answer, eventually, greedy, rest
-from vllm_mp.worker_arguments import pack_arguments
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
 

@@ -101,7 +101,7 @@ def test_death_between_two_event_loops_fails_the_next_request(make_small_engine)
 
 
 def test_health_check_of_a_stopped_core_fails_in_bounded_time(make_small_engine, monkeypatch):
-    monkeypatch.setattr("vllm_mp.client.engine.core_group._PING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("vllm_mp.client.cores.core_group._PING_TIMEOUT_S", 0.5)
     engine = make_small_engine(recovery=False)
 
     async def run():
@@ -132,7 +132,7 @@ def test_core_without_progress_is_ended_after_the_timeout(make_small_engine):
 
 
 def test_health_check_fails_in_bounded_time_while_the_core_restarts(make_small_engine, monkeypatch):
-    monkeypatch.setattr("vllm_mp.client.engine.core_group._PING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("vllm_mp.client.cores.core_group._PING_TIMEOUT_S", 0.05)
     engine = make_small_engine()
 
     async def run():

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from vllm_mp import AsyncEngineArgs, EngineStartError, SamplingParams, wire
-from vllm_mp.client.engine.connection import CoreConnection
-from vllm_mp.core_launch import CoreLaunch
-from vllm_mp.core_status import CoreState
-from vllm_mp.status_page import StatusPage
+from vllm_mp.client.cores.connection import CoreConnection
+from vllm_mp.core_link.core_launch import CoreLaunch
+from vllm_mp.core_link.core_status import CoreState
+from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
 PROMPT = list(range(20, 40))

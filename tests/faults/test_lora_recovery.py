@@ -11,7 +11,7 @@ from support.engine_fixtures import SLOW_STEPS
 from support.lora_engines import ADAPTERS, LORA, PROMPT, save_adapters, tokens, tokens_of_all
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineGenerateError, LoRARequest, NotOperatorError
-from vllm_mp.operator_key import ensure_operator_key
+from vllm_mp.keys.operator_key import ensure_operator_key
 from vllm_mp.testing import eventually, greedy, running_engine, standalone_core
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

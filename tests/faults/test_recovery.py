@@ -259,7 +259,7 @@ def test_blocked_event_loop_delays_no_restart_and_loses_nothing(engine):
 
 
 def test_unanswered_calls_are_answered_by_the_next_core(engine, monkeypatch):
-    monkeypatch.setattr("vllm_mp.client.engine.core_group._PING_TIMEOUT_S", 60)  # a busy machine starts a core slowly
+    monkeypatch.setattr("vllm_mp.client.cores.core_group._PING_TIMEOUT_S", 60)  # a busy machine starts a core slowly
 
     async def run():
         await engine.check_health()
@@ -553,7 +553,7 @@ def test_standby_takes_over_and_a_new_standby_is_prepared(make_small_engine):
 
 
 def test_death_of_the_first_core_while_loading_is_an_error_at_once(small_model, monkeypatch):
-    from vllm_mp.client.engine.launcher import CoreLauncher
+    from vllm_mp.client.cores.launcher import CoreLauncher
 
     begin = CoreLauncher.begin
 

@@ -14,7 +14,7 @@ import pytest
 from support.engine_fixtures import SHORT_STEPS
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams
-from vllm_mp.curve_keys import make_client_key, read_server_key
+from vllm_mp.keys.curve_keys import make_client_key, read_server_key
 from vllm_mp.testing import answer, engines, eventually, greedy, is_empty, make_keys
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

@@ -8,8 +8,8 @@ from support.local_engine import LocalEngine
 from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker import model_runner
 from vllm_mp.core.worker.cuda_graphs import StepGraphs, cuda_capture
-from vllm_mp.core.worker.memory import free_cuda_memory
-from vllm_mp.core.worker.model_memory import ModelMemory
+from vllm_mp.core.worker.memory.model_memory import ModelMemory
+from vllm_mp.core.worker.memory.plan import free_cuda_memory
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.triton import available as triton
 from vllm_mp.testing.engines import running_engine

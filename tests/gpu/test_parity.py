@@ -13,7 +13,7 @@ from vllm_mp import SamplingParams
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.torch_threads import one_thread
-from vllm_mp.core.worker.sampler import Sampler
+from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.kernels import ops
 from vllm_mp.testing.attention_steps import paged_metadata
 from vllm_mp.testing.engines import running_engine

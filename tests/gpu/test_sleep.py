@@ -8,7 +8,7 @@ from support.gpu_device import CACHE_BYTES, DEVICE, ON_DEVICE, OPTIONS, SLACK_BY
 from transformers import GPTNeoXConfig, LlamaConfig
 
 from vllm_mp import EngineError, SamplingParams
-from vllm_mp.core.worker.memory import free_cuda_memory
+from vllm_mp.core.worker.memory.plan import free_cuda_memory
 from vllm_mp.testing.engines import eventually, is_empty, rest, running_engine
 from vllm_mp.testing.greedy_parity import generate_all
 from vllm_mp.testing.random_models import SIZES, random_prompts, save_config

@@ -12,9 +12,9 @@ import torch
 from support.item_sample import sample
 from support.tile_emulation import TileEmulation
 
-from vllm_mp.cpu_info import runnable_builds
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import load
+from vllm_mp.machine.cpu_info import runnable_builds
 
 _FASTEST, *_OTHERS = runnable_builds()
 _HAS_TILES = _FASTEST == "amx"

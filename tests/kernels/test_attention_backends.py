@@ -11,11 +11,11 @@ from support.flash_stand_ins import flash_attn_varlen_func, flash_attn_with_kvca
 from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
 from torch import Tensor
 
-from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels import attention_backends, flash, reference
 from vllm_mp.kernels.attention_backends import Case, choose
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.triton import available
+from vllm_mp.machine.cpu_info import KERNELS_VARIABLE
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 HEADS = [((2, 64), (2, 64))]

@@ -22,17 +22,17 @@ from transformers import (
     Qwen3Config,
 )
 
-from vllm_mp import cpu_info
 from vllm_mp.core.lora.targets import projections
 from vllm_mp.core.models import build_model
 from vllm_mp.core.models.linear import pack_projections
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
-from vllm_mp.cpu_info import KERNELS_VARIABLE, runnable_builds
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.cpu import library as library_module
 from vllm_mp.kernels.cpu.library import library, load
 from vllm_mp.kernels.cpu.packed import PackedLinear
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.machine import cpu_info
+from vllm_mp.machine.cpu_info import KERNELS_VARIABLE, runnable_builds
+from vllm_mp.model_config.families.registry import read_architecture
 
 LONG = [(1, 1500), (1, 513), (1, 512), (300, 1200), (5, 600)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}

@@ -20,7 +20,7 @@ from vllm_mp.core.models.linear import pack_projections
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.decoder import FusedDecoder
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.model_config.families.registry import read_architecture
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.cpu.library import TRITON, library
 from vllm_mp.kernels.triton import available
+from vllm_mp.machine.cpu_info import KERNELS_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -21,11 +21,11 @@ from support.paged_batch import MIXED, PREFILLS, PagedBatch
 from support.random_blocks import random_weight
 from support.tile_emulation import IS_X86, TileEmulation, compiled
 
-from vllm_mp.cpu_info import runnable_builds
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.block_linear import BlockLinear
 from vllm_mp.kernels.cpu.library import Library, load
 from vllm_mp.kernels.cpu.packed import PackedLinear
+from vllm_mp.machine.cpu_info import runnable_builds
 
 LEAST_NORMAL = np.finfo(np.float32).tiny
 Multiply = Callable[..., str | None]

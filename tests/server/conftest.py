@@ -13,7 +13,7 @@ from support.server_process import ServedModel, served
 from vllm_mp import AsyncLLM
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.server.app import build_app
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.http.options import ServerOptions
 from vllm_mp.testing.engines import replay_core
 
 

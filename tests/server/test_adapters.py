@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.lora_engines import LORA, PROMPT, save_adapters
 
 from vllm_mp.server.app import build_app
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.http.options import ServerOptions
 from vllm_mp.testing.engines import eventually, running_engine
 
 pytestmark = pytest.mark.usefixtures("forked_cores")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from vllm_mp.server.body import decode_body
-from vllm_mp.server.chat import ChatBody
-from vllm_mp.server.completions import CompletionBody
-from vllm_mp.server.errors import ApiError
-from vllm_mp.server.sampling_fields import sampling_params
+from vllm_mp.server.http.body import decode_body
+from vllm_mp.server.http.errors import ApiError
+from vllm_mp.server.openai.chat import ChatBody
+from vllm_mp.server.openai.completions import CompletionBody
+from vllm_mp.server.openai.sampling_fields import sampling_params
 
 
 def test_numbers_may_be_written_as_floats_or_texts():

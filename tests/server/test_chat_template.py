@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from vllm_mp.client import chat_template
-from vllm_mp.client.chat_template import ChatTemplate, ChatTemplateError
-from vllm_mp.client.tokenizer import load_tokenizer
+from vllm_mp.client.prompts import chat_template
+from vllm_mp.client.prompts.chat_template import ChatTemplate, ChatTemplateError
+from vllm_mp.client.prompts.tokenizer import load_tokenizer
 from vllm_mp.model_store import cache_root
 
 MESSAGES = [{"role": "user", "content": "hello"}]

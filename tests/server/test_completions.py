@@ -7,8 +7,8 @@ import msgspec
 import openai
 import pytest
 
-from vllm_mp.server.completions import CompletionChoice, CompletionResponse
-from vllm_mp.server.event_stream import TEXT_MARK, TextEvent, encode_event
+from vllm_mp.server.http.event_stream import TEXT_MARK, TextEvent, encode_event
+from vllm_mp.server.openai.completions import CompletionChoice, CompletionResponse
 
 MODEL = "smollm2-135m-instruct"
 PROMPT = "The capital of France is"

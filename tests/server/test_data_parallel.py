@@ -11,7 +11,7 @@ from support.server_process import StreamedAnswers, served
 
 from vllm_mp import AsyncLLM
 from vllm_mp.server.app import build_app
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.http.options import ServerOptions
 from vllm_mp.testing.engines import replay_core
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -118,7 +118,11 @@ def test_fronts_serve_on_without_a_core_that_is_gone_for_good_and_fail_with_the_
         return asyncio.run(disturbed()), answers.ends
 
     def kill_front():
-        fronts = [child for child in psutil.Process(server.pid).children() if "vllm_mp.server.front" in child.cmdline()]
+        fronts = [
+            child
+            for child in psutil.Process(server.pid).children()
+            if "vllm_mp.server.front.process" in child.cmdline()
+        ]
         fronts[0].kill()
 
     with served(small_model, tmp_path, *flags, TMPDIR=str(tmp_path)) as server:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vllm_mp.server.app import build_app
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.http.options import ServerOptions
 
 TEXTS = ["A cat sits on the mat.", "Stock prices fell today.", "A kitten rests on a rug."]
 

@@ -35,7 +35,7 @@ def _front_pids(server):
     pids = set()
     for child in psutil.Process(server.pid).children():
         with contextlib.suppress(psutil.Error):  # it has just died
-            if "vllm_mp.server.front" in child.cmdline():
+            if "vllm_mp.server.front.process" in child.cmdline():
                 pids.add(child.pid)
     return pids
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from vllm_mp.server.app import build_app
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.http.options import ServerOptions
 
 
 class FakeConnection:

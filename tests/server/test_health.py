@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from vllm_mp import __version__
-from vllm_mp.server.admission import Admission
-from vllm_mp.server.options import ServerOptions
-from vllm_mp.server.state import ServerState
+from vllm_mp.server.http.admission import Admission
+from vllm_mp.server.http.options import ServerOptions
+from vllm_mp.server.http.state import ServerState
 
 
 @pytest.mark.essential

@@ -5,8 +5,8 @@ import asyncio
 import httpx
 import pytest
 
-from vllm_mp.server.errors import public_text
-from vllm_mp.server.security import host_name
+from vllm_mp.server.http.errors import public_text
+from vllm_mp.server.http.security import host_name
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 1}
 

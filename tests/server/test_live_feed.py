@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_mp.client.stats import CoreReading, EngineStats
-from vllm_mp.server import live_feed
-from vllm_mp.server.admission import Admission
-from vllm_mp.server.errors import ApiError
-from vllm_mp.server.live_feed import LiveFeed
+from vllm_mp.server.http import live_feed
+from vllm_mp.server.http.admission import Admission
+from vllm_mp.server.http.errors import ApiError
+from vllm_mp.server.http.live_feed import LiveFeed
 
 
 class Engine:

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from vllm_mp.outputs import Logprob
-from vllm_mp.server.logprobs import chat_logprobs, convert
+from vllm_mp.server.openai.logprobs import chat_logprobs, convert
 
 
 @pytest.mark.parametrize(("num_positions", "is_inline"), [(0, True), (10, True), (5000, False)])

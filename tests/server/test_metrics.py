@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_mp import AsyncLLM
 from vllm_mp.server.app import build_app
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.http.options import ServerOptions
 from vllm_mp.testing.engines import replay_core
 
 OF_VLLM = {

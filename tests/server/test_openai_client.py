@@ -10,9 +10,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from vllm_mp.server.admission import Admission
 from vllm_mp.server.app import build_app
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.http.admission import Admission
+from vllm_mp.server.http.options import ServerOptions
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 PROMPT = "The capital of France is"

@@ -8,19 +8,19 @@ from pydantic import TypeAdapter
 
 from vllm_mp.client.reasoning import Qwen3ReasoningParser
 from vllm_mp.client.tool_parsers import HermesToolParser, Tool
-from vllm_mp.server.answer_parts import AnswerFormat
-from vllm_mp.server.logprobs import TokenLogprob, TopLogprob
-from vllm_mp.server.output_form import TextFormat
-from vllm_mp.server.response_body import TextConfig
-from vllm_mp.server.response_events import EventEncoder
-from vllm_mp.server.response_object import (
+from vllm_mp.server.openai.answer_parts import AnswerFormat
+from vllm_mp.server.openai.logprobs import TokenLogprob, TopLogprob
+from vllm_mp.server.openai.output_form import TextFormat
+from vllm_mp.server.openai.responses.body import TextConfig
+from vllm_mp.server.openai.responses.events import EventEncoder
+from vllm_mp.server.openai.responses.object import (
     InputTokensDetails,
     OutputTokensDetails,
     ResponseObject,
     Usage,
 )
-from vllm_mp.server.response_output import ResponseOutput
-from vllm_mp.server.tools import ToolUse
+from vllm_mp.server.openai.responses.output import ResponseOutput
+from vllm_mp.server.openai.tools import ToolUse
 
 USAGE = Usage(5, InputTokensDetails(0), 2, OutputTokensDetails(), 7)
 

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from vllm_mp.server.errors import ApiError
-from vllm_mp.server.response_input import InputItem, chat_messages, turn_starts, without_older_turns
+from vllm_mp.server.http.errors import ApiError
+from vllm_mp.server.openai.responses.input import InputItem, chat_messages, turn_starts, without_older_turns
 
 
 def messages(input, instructions=None):

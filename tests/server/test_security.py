@@ -9,8 +9,8 @@ import pytest
 from support.server_process import served
 
 from vllm_mp.model_store import DEFAULT_MODEL
-from vllm_mp.server.options import ServerOptions
-from vllm_mp.server.security import read_api_keys, tls_context
+from vllm_mp.server.http.options import ServerOptions
+from vllm_mp.server.http.security import read_api_keys, tls_context
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -89,7 +89,7 @@ def test_pages_of_other_origins_are_allowed_only_if_asked_for(in_process):
 def test_access_log_names_the_path_and_neither_query_nor_headers(in_process, caplog):
     client = in_process(access_log=True)
     _ask(client, "GET", "/version?prompt=secret", Authorization="Bearer secret")
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "vllm_mp.server.access_log"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "vllm_mp.server.http.access_log"]
     assert "GET /version 200" in line
     assert "secret" not in line
 

@@ -15,10 +15,10 @@ from support.engine_fixtures import SLOW_STEPS
 from support.server_process import StreamedAnswers, served
 
 from vllm_mp.model_store import DEFAULT_MODEL
-from vllm_mp.server.admission import Admission
 from vllm_mp.server.app import build_app
-from vllm_mp.server.listening import listen
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.front.listening import listen
+from vllm_mp.server.http.admission import Admission
+from vllm_mp.server.http.options import ServerOptions
 from vllm_mp.server.run import ServerProcess
 from vllm_mp.testing.engines import eventually, replay_core
 

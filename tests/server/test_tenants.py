@@ -6,12 +6,12 @@ import httpx
 import pytest
 
 from vllm_mp.errors import NoRoomError
-from vllm_mp.server.admission import Admission
 from vllm_mp.server.app import build_app
-from vllm_mp.server.errors import ApiError, as_api_error
-from vllm_mp.server.options import ServerOptions
-from vllm_mp.server.shared_state import SharedState, make_shared_memory
-from vllm_mp.server.tenants import SECRET_BYTES, Tenants, different_keys, new_secret, note_tenant
+from vllm_mp.server.http.admission import Admission
+from vllm_mp.server.http.errors import ApiError, as_api_error
+from vllm_mp.server.http.options import ServerOptions
+from vllm_mp.server.http.shared_state import SharedState, make_shared_memory
+from vllm_mp.server.http.tenants import SECRET_BYTES, Tenants, different_keys, new_secret, note_tenant
 from vllm_mp.testing.engines import eventually
 
 _PROMPT = "The same question of two tenants, which is long enough to fill some blocks of the cache. " * 4

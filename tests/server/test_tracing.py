@@ -10,10 +10,10 @@ import pytest
 from support.otlp_collector import Collector, attributes_of, running_collector
 
 from vllm_mp import AsyncLLM, SamplingParams
-from vllm_mp.client import tracing
-from vllm_mp.client.tracing import RequestTracer, check_trace_headers, trace_url
+from vllm_mp.client.stats import tracing
+from vllm_mp.client.stats.tracing import RequestTracer, check_trace_headers, trace_url
 from vllm_mp.server.app import build_app
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.server.http.options import ServerOptions
 
 pytestmark = pytest.mark.extended  # needs OpenTelemetry
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -5,8 +5,8 @@ import contextlib
 import numpy as np
 import pytest
 
-from vllm_mp.core.parallel.step_message import StepEncoder
 from vllm_mp.core.worker import model_runner
+from vllm_mp.core.worker.step_message import StepEncoder
 from vllm_mp.testing.random_models import random_prompts
 
 PROMPTS = random_prompts((40, 5, 33, 12, 1, 20))

@@ -21,7 +21,7 @@ from support.paged_steps import run_in_chunks
 from support.random_encoders import BERT, CLASSIFIERS, DISTILBERT
 from vllm_mp.core.models import build_model
 from vllm_mp.model_config.architecture import NativeArchitecture
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.testing.attention_steps import paged_metadata
 from vllm_mp.testing.random_models import CONFIGS
 

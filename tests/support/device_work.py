@@ -5,8 +5,9 @@ from unittest.mock import patch
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_mp.core.worker import model_runner, sampler
-from vllm_mp.core.worker.host_copies import pack, unpack
+from vllm_mp.core.worker import model_runner
+from vllm_mp.core.worker.sampling import sampler
+from vllm_mp.core.worker.sampling.host_copies import pack, unpack
 from vllm_mp.kernels import ops
 
 KERNELS = ("copy_step", "fill_awaited", "argmax", "sample")

@@ -8,9 +8,9 @@ import pytest
 
 from support.forked_cores import FORKS_RANKS, forking
 from vllm_mp import AsyncEngineArgs, AsyncLLM
-from vllm_mp.core_launch import core_environment, package_path
+from vllm_mp.core_link.core_launch import core_environment, package_path
+from vllm_mp.keys.operator_key import ensure_operator_key
 from vllm_mp.model_store import resolve_model
-from vllm_mp.operator_key import ensure_operator_key
 from vllm_mp.testing.engines import ENGINE, running_engine
 
 
@@ -94,7 +94,7 @@ def forked_cores(core_template):
     """Fork the cores that this process starts for the tests of a module, so that they need not import torch."""
     patched = types.SimpleNamespace(**{**vars(subprocess), "Popen": core_template})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_mp.client.engine.process.subprocess", patched)
+        patch.setattr("vllm_mp.client.cores.process.subprocess", patched)
         yield
 
 

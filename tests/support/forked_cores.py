@@ -263,9 +263,9 @@ def _run_template(control: socket.socket) -> None:
     import vllm_mp.cli
     import vllm_mp.client.async_llm
     import vllm_mp.core.engine_core
+    import vllm_mp.core.fault_hooks.hooks
     import vllm_mp.core.parallel.followers
     import vllm_mp.core.worker.model_runner
-    import vllm_mp.fault_injection.hooks
     import vllm_mp.server.app  # noqa: F401
     from vllm_mp.core.models import import_native_models
 

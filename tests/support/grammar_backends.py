@@ -7,8 +7,8 @@ import numpy as np
 
 from vllm_mp.core.structured_output.backends import Backends
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, Matcher
-from vllm_mp.core.structured_output.tokenizer import GrammarTokenizer, TokenizerSource
-from vllm_mp.structured_outputs import Constraint
+from vllm_mp.core.structured_output.grammar_tokenizer import GrammarTokenizer, TokenizerSource
+from vllm_mp.requests.structured_outputs import Constraint
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 from vllm_mp.core.structured_output.grammar import GrammarError
-from vllm_mp.structured_outputs import Constraint
+from vllm_mp.requests.structured_outputs import Constraint
 
 CONSTRAINT = Constraint("grammar", "a stand-in")
 

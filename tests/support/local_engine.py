@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from vllm_mp import AsyncEngineArgs, PoolingParams, SamplingParams
-from vllm_mp.core.parallel.group import ALONE
+from vllm_mp.core.collectives.group import ALONE
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.invariants import check_invariants
@@ -12,10 +12,10 @@ from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.worker.device import choose_step_size
-from vllm_mp.core.worker.logits_processors import LogitsProcessors
 from vllm_mp.core.worker.model_runner import ModelRunner
-from vllm_mp.core.worker.sampler import Sampler
-from vllm_mp.prompt_embeds import PromptEmbeds
+from vllm_mp.core.worker.sampling.logits_processors import LogitsProcessors
+from vllm_mp.core.worker.sampling.sampler import Sampler
+from vllm_mp.requests.prompt_embeds import PromptEmbeds
 
 OPTIONS = {
     "skip_tokenizer_init": True,

@@ -3,7 +3,7 @@
 import msgspec
 
 from vllm_mp import AsyncEngineArgs
-from vllm_mp.nodes import prepare_node_0
+from vllm_mp.config.nodes import prepare_node_0
 from vllm_mp.testing.engines import free_tcp_address
 from vllm_mp.testing.random_models import CONFIGS, save_config
 

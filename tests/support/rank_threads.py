@@ -9,12 +9,12 @@ from unittest import mock
 import torch
 
 from support.local_engine import LocalEngine
-from vllm_mp.core.models import transformers_backend
+from vllm_mp.core.collectives.pipeline import SharedMemoryPipeline
+from vllm_mp.core.collectives.shared_group import SharedMemoryGroup, num_bytes
+from vllm_mp.core.collectives.tensor_queue import TensorQueue
+from vllm_mp.core.models.transformers import backend as transformers_backend
 from vllm_mp.core.parallel.follower import Follower
 from vllm_mp.core.parallel.followers import Followers
-from vllm_mp.core.parallel.pipeline import SharedMemoryPipeline
-from vllm_mp.core.parallel.shared_group import SharedMemoryGroup, num_bytes
-from vllm_mp.core.parallel.tensor_queue import TensorQueue
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.kernels.cpu.library import Library, library
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from support.code_blocks import ROOT, CodeBlock
 from support.server_process import ServedModel
 from vllm_mp import cli
-from vllm_mp.engine_args import AsyncEngineArgs
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.config.engine_args import AsyncEngineArgs
+from vllm_mp.server.http.options import ServerOptions
 
 NOT_RUN = {
     "pip install": "installs from a package registry",

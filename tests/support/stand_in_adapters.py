@@ -2,7 +2,7 @@
 
 from support.stand_in_engine import Engine
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
-from vllm_mp.core.scheduler.adapter_turns import AdapterTurns
+from vllm_mp.core.scheduler.waiting.adapter_turns import AdapterTurns
 
 
 class StandInMemory:

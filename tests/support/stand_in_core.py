@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from vllm_mp import wire
-from vllm_mp.client.engine.connection import CoreConnection
-from vllm_mp.client.engine.launcher import Core
-from vllm_mp.client.engine.news import News
-from vllm_mp.client.engine.pings import Pings
-from vllm_mp.client.engine.process import CoreProcess
+from vllm_mp.client.cores.connection import CoreConnection
+from vllm_mp.client.cores.launcher import Core
+from vllm_mp.client.cores.pings import Pings
+from vllm_mp.client.cores.process import CoreProcess
+from vllm_mp.client.cores.recovery.news import News
 from vllm_mp.config import VllmConfig
-from vllm_mp.core_status import CoreStatus
+from vllm_mp.core_link.core_status import CoreStatus
 
 _CONFIG = SimpleNamespace(cache_config=SimpleNamespace(num_blocks=1000, block_size=16, enable_prefix_caching=True))
 

@@ -7,12 +7,12 @@ import pytest
 
 from vllm_mp import PoolingParams, SamplingParams, cli
 from vllm_mp.client.async_llm import AsyncLLM
-from vllm_mp.client.engine.connection import CoreConnection
-from vllm_mp.client.input_processor import check_sampling_params
-from vllm_mp.client.prompt import parse_prompt
+from vllm_mp.client.cores.connection import CoreConnection
+from vllm_mp.client.engine.input_processor import check_sampling_params
+from vllm_mp.client.prompts.prompt import parse_prompt
 from vllm_mp.errors import ConstraintError, EngineStartError, TooManyConstraintsError
 from vllm_mp.model_store import resolve_model
-from vllm_mp.server.errors import as_api_error
+from vllm_mp.server.http.errors import as_api_error
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

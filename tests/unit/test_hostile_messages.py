@@ -15,11 +15,11 @@ from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream
-from vllm_mp.client.request import GenerationRequest
+from vllm_mp.client.prompts.request import GenerationRequest
 from vllm_mp.client.stats import EngineStats
-from vllm_mp.core.scheduler.memory_quota import MAX_BYTES, MemoryQuota
-from vllm_mp.prompt_embeds import MAX_EMBEDS_BYTES, PromptEmbeds
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.core.scheduler.waiting.memory_quota import MAX_BYTES, MemoryQuota
+from vllm_mp.requests.prompt_embeds import MAX_EMBEDS_BYTES, PromptEmbeds
+from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.testing.fuzzing import ClientFrames, CoreFrames, slots_named
 
 VOCAB_SIZE = 97

@@ -7,8 +7,8 @@ from pathlib import Path
 import vllm_mp
 
 ROOT = Path(__file__).parents[2]
-ONLY_IN_THE_CORE = {"vllm_mp.fault_injection.device_faults", "vllm_mp.fault_injection.hooks"}
-"""Modules that only a core process imports, which load torch."""
+MAX_LOOSE_MODULES = 16
+"""In one folder; more of them have subjects that deserve packages."""
 
 
 def run(*command: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
@@ -17,16 +17,32 @@ def run(*command: str, text: str | None = None) -> "subprocess.CompletedProcess[
 
 def ground_floor() -> list[str]:
     """Return the modules that a client process may import."""
-    packages = ("model_config", "model_store", "cli", "fault_injection", "replay_core")
-    # These have modules under the names that programs import from vLLM.
-    packages += ("engine", "entrypoints", "inputs", "lora", "transformers_utils", "usage", "utils", "v1")
+    halves = {"client", "core", "kernels", "server", "testing"}
+    folder = ROOT / "vllm_mp"
     files = [
-        *(ROOT / "vllm_mp").glob("[a-z]*.py"),
-        *(file for package in packages for file in (ROOT / "vllm_mp" / package).rglob("*.py")),
+        file.relative_to(folder).with_suffix("")
+        for top in folder.iterdir()
+        if top.name not in halves
+        for file in (top.rglob("*.py") if top.is_dir() else [top])
+        if file.suffix == ".py"
     ]
-    names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files}
-    assert {"vllm_mp.config", *(f"vllm_mp.{package}" for package in packages)} < names
-    return sorted(names - ONLY_IN_THE_CORE - {"vllm_mp.cli.__main__"})
+    names = {".".join(("vllm_mp", *file.parts)).removesuffix(".__init__") for file in files}
+    assert {"vllm_mp.config.engine_args", "vllm_mp.vllm_names.v1.engine.async_llm"} < names
+    # Modules under vLLM's names are imported without the name of their folder.
+    return sorted({name.replace(".vllm_names", "") for name in names} - {"vllm_mp.cli.__main__"})
+
+
+def test_no_folder_has_more_than_sixteen_loose_modules() -> None:
+    folders = {folder for top in ("vllm_mp", "client", "core", "kernels") for folder in (ROOT / top).rglob("*")}
+    loose = {
+        str(folder.relative_to(ROOT)): sum(
+            file.suffix == ".py" and file.name != "__init__.py" for file in folder.iterdir()
+        )
+        for folder in folders
+        if folder.is_dir() and not folder.is_symlink()
+    }
+    assert len(loose) > 50
+    assert {name: number for name, number in loose.items() if number > MAX_LOOSE_MODULES} == {}
 
 
 def test_import_contracts_hold() -> None:
@@ -50,7 +66,7 @@ def test_package_and_ground_floor_load_neither_torch_nor_transformers_nor_the_hu
 
 
 def test_operations_and_models_load_neither_triton_nor_transformers() -> None:
-    (modules,) = loaded("vllm_mp.kernels.ops, vllm_mp.core.models, vllm_mp.core.weights.loader")
+    (modules,) = loaded("vllm_mp.kernels.ops, vllm_mp.core.models, vllm_mp.core.models.loader")
     assert "torch" in modules
     assert not {"triton", "transformers"} & modules
 

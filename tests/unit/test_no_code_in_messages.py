@@ -20,8 +20,11 @@ ALLOWED = {
     ("core/structured_output/backends.py", "compile"): "the method compiles a constraint to a grammar",
     ("core/structured_output/compiler.py", "compile"): "the same method",
     ("vllm_mp/testing/compiled_kernels.py", "compile"): "Triton compiles the kernels of this package",
-    ("client/parser_registry.py", "exec_module"): "the operator names the file when the engine starts",
-    ("core/worker/registered_processors.py", "import_module"): "the operator names them when the engine starts",
+    ("client/answers/parser_registry.py", "exec_module"): "the operator names the file when the engine starts",
+    (
+        "core/worker/sampling/registered_processors.py",
+        "import_module",
+    ): "the operator names them when the engine starts",
 }
 """Uses that no message can reach: (file, name) and the reason."""
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_mp import __version__, wire
+from vllm_mp.arguments.parameters import Integer, Number, Strings, Switch, TokenBiases, TokenIds
 from vllm_mp.config import VllmConfig
-from vllm_mp.parameters import Integer, Number, Strings, Switch, TokenBiases, TokenIds
-from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.sampling_params import PARAMETERS, SEED_LIMIT, RequestOutputKind, SamplingParams
+from vllm_mp.requests.pooling_params import PoolingParams
+from vllm_mp.requests.sampling_params import PARAMETERS, SEED_LIMIT, RequestOutputKind, SamplingParams
 from vllm_mp.testing.sampling_cases import every_field, invalid_values
 
 PARAMS = SamplingParams(**{**every_field(), "seed": -SEED_LIMIT, "stop_token_ids": [0, 2**31 - 1], "max_tokens": None})

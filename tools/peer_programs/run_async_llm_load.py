@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_mp.cli.load_generator import LoadRequest, Timeline, run_load
+from vllm_mp.cli.bench.load_generator import LoadRequest, Timeline, run_load
 
 
 async def run_loads(package: str, engine_args: dict[str, Any], loads: list[list[LoadRequest]]) -> list[list[Timeline]]:

@@ -14,14 +14,14 @@ import msgspec
 import torch
 
 from vllm_mp.core.models import build_model
-from vllm_mp.core.models.block_matrix import BlockMatrix
+from vllm_mp.core.weights.block_matrix import BlockMatrix
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
-from vllm_mp.cpu_info import KERNELS_VARIABLE
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.block_linear import BlockLinear
 from vllm_mp.kernels.cpu.library import Library, library
 from vllm_mp.kernels.cpu.packed import PackedLinear
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.machine.cpu_info import KERNELS_VARIABLE
+from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.testing.attention_steps import scattered_step
 
 TORCH = "torch"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_mp.file_owner import write_output
+from vllm_mp.machine.file_owner import write_output
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from vllm_mp.cli.load_generator import LoadRequest, Timeline, decode_rate, percentiles, random_prompt
+from vllm_mp.cli.bench.load_generator import LoadRequest, Timeline, decode_rate, percentiles, random_prompt
 from vllm_mp.model_store import resolve_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from vllm_mp import __version__
-from vllm_mp.cli.command_parser import CommandParser
-from vllm_mp.cli.screen import print_error
+from vllm_mp.cli.flags.command_parser import CommandParser
+from vllm_mp.cli.terminal.screen import print_error
 from vllm_mp.errors import EngineError
-from vllm_mp.log_setup import set_up_log
+from vllm_mp.machine.log_setup import set_up_log
+from vllm_mp.version import __version__
 
 COMMANDS: Final = {
     "pull": "Fetch a model, convert it if need be, and print its folder.",
@@ -43,7 +43,7 @@ BENCHMARKS: Final = {
     "frontend": "Measure the client alone: tokens per second from a stand-in for a core to the consumers.",
     "tokenizer": "Measure batched tokenizing, and the lag of the event loop under long texts or streams.",
 }
-"""What each command below `bench` does, by its name; its module is `bench_NAME`."""
+"""What each command below `bench` does, by its name; its module is `bench/NAME.py`."""
 
 _FAILED, _BAD_ARGUMENTS, _INTERRUPTED = 1, 2, 130
 
@@ -110,7 +110,7 @@ def parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_commands(commands, COMMANDS, "")
     bench = commands.add_parser("bench", help="Measure the engine.", description="Measure the engine.")
-    _add_commands(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"), BENCHMARKS, "bench_")
+    _add_commands(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"), BENCHMARKS, "bench.")
     return parser
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from vllm_mp.cli.headless import add_headless, run_headless
 from vllm_mp.config import ModelConfig
-from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.config.engine_args import AsyncEngineArgs
 from vllm_mp.errors import EngineDeadError, EngineStartError
 from vllm_mp.model_store import cache_root
-from vllm_mp.server.console import finishing
+from vllm_mp.server.http.console import finishing
 
 if TYPE_CHECKING:
-    from vllm_mp.client.engine.shared_core import SharedCore
+    from vllm_mp.client.cores.shared_core import SharedCore
 
 USAGE = "--listen ADDRESS [OPTIONS]"
 
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """
     import asyncio
 
-    from vllm_mp.client.engine.held_address import check_address
-    from vllm_mp.client.engine.shared_core import SharedCore
+    from vllm_mp.client.cores.held_address import check_address
+    from vllm_mp.client.cores.shared_core import SharedCore
 
     if args.headless:
         for flag, value in (("--key-file", args.key_file), ("--operator-key-file", args.operator_key_file)):
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         run_headless(AsyncEngineArgs.from_cli_args(args))
     check_address(args.listen, args.key_file)
     if args.key_file:
-        from vllm_mp.curve_keys import read_server_key
+        from vllm_mp.keys.curve_keys import read_server_key
 
         read_server_key(args.key_file)  # refuses a bad file before anything is loaded
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     _prepare_tokenizer(config.model_config)
     operator_key = b""
     if args.operator_key_file:
-        from vllm_mp.operator_key import ensure_operator_key
+        from vllm_mp.keys.operator_key import ensure_operator_key
 
         operator_key = ensure_operator_key(args.operator_key_file)
     try:

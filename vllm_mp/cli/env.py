@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import vllm_mp
-from vllm_mp.cli.table import size_text
-from vllm_mp.control_group import cpu_time_limit
-from vllm_mp.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, cpu_flags, cpu_name, obstacle
-from vllm_mp.host_cpus import cpu_share, default_threads, describe, usable_cpus
-from vllm_mp.host_memory import host_memory
+from vllm_mp.cli.terminal.table import size_text
+from vllm_mp.config.nodes import HOST_KEY, SERVER_KEY, node_folder
+from vllm_mp.machine.control_group import cpu_time_limit
+from vllm_mp.machine.cpu_info import KERNEL_BUILDS, KERNELS_VARIABLE, cpu_flags, cpu_name, obstacle
+from vllm_mp.machine.host_cpus import cpu_share, default_threads, describe, usable_cpus
+from vllm_mp.machine.host_memory import host_memory
 from vllm_mp.model_store import cache_root
 from vllm_mp.model_store.entries import folder_size
-from vllm_mp.nodes import HOST_KEY, SERVER_KEY, node_folder
 
 USAGE = "[--json]"
 

@@ -3,22 +3,22 @@
 import argparse
 import sys
 from contextlib import aclosing
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, no_chat_template, open_engine
-from vllm_mp.cli.model_argument import names_model, set_model
-from vllm_mp.cli.repetition import LoopGuard, penalty_against_loops
-from vllm_mp.cli.sampling_flags import add_sampling_flags, sampling_params
-from vllm_mp.cli.screen import Screen, print_error
-from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.cli.chat_text import chat_prompt, whole_text
+from vllm_mp.cli.flags.adapter import add_lora_flag, chosen_adapter
+from vllm_mp.cli.flags.connect import add_connect_flags, check_connect, open_engine
+from vllm_mp.cli.flags.model import names_model, set_model
+from vllm_mp.cli.flags.sampling import add_sampling_flags, sampling_params
+from vllm_mp.cli.terminal.repetition import LoopGuard, penalty_against_loops
+from vllm_mp.cli.terminal.screen import Screen, print_error
+from vllm_mp.config.engine_args import AsyncEngineArgs
 from vllm_mp.errors import EngineError
-from vllm_mp.lora_request import LoRARequest, parse_adapter
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.requests.lora_request import LoRARequest
+from vllm_mp.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM
-    from vllm_mp.outputs import CompletionOutput
 
 USAGE = "[MODEL] [PROMPT] [OPTIONS]"
 
@@ -48,30 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_lora_flag(parser)
     add_sampling_flags(parser, {})
     AsyncEngineArgs.add_cli_args(parser)
-
-
-def add_lora_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lora",
-        metavar="NAME=FOLDER",
-        help="Answer with this LoRA adapter, in a folder that PEFT has saved. Default: none.",
-    )
-
-
-def chosen_adapter(args: argparse.Namespace) -> LoRARequest | None:
-    """Return the adapter of --lora, for which LoRA is enabled in `args`.
-
-    Raises ValueError if it is not NAME=FOLDER, or if a core that is to be started will find no adapter in the folder.
-    """
-    if args.lora is None:
-        return None
-    args.enable_lora = True
-    adapter = parse_adapter(args.lora, 1 + len(args.lora_modules or ()), "--lora")
-    if args.connect is None and not (Path(adapter.path).expanduser() / "adapter_config.json").is_file():
-        raise ValueError(
-            f"--lora: {adapter.path} has no adapter_config.json; give the folder that PEFT's save_pretrained wrote"
-        )
-    return adapter
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,7 +94,7 @@ def _answer_file(args: argparse.Namespace, lora: LoRARequest | None) -> int:
     import uvloop
 
     from vllm_mp.cli.generate_lines import LineGenerator
-    from vllm_mp.client.progress_bar import ProgressBar
+    from vllm_mp.client.blocking.progress_bar import ProgressBar
 
     try:
         file: BinaryIO = open(0, "rb", closefd=False) if args.prompts == "-" else open(args.prompts, "rb")  # noqa: SIM115
@@ -213,33 +189,3 @@ async def stream_completion(
             if stops_loops and guard.finds_loop(text):
                 return True
     return False
-
-
-def whole_text(completion: "CompletionOutput") -> str:
-    """Return the text of a completion without a character at its end that max_tokens has cut."""
-    if completion.finish_reason == "length":
-        return completion.text.rstrip("\N{REPLACEMENT CHARACTER}")
-    return completion.text
-
-
-def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
-    """Return the token ids of `messages` in the model's chat template.
-
-    Raises ValueError if the model has no chat template, if the template fails, or if a message is not valid Unicode.
-    """
-    import jinja2
-
-    from vllm_mp.client.prompt import parse_prompt
-
-    for message in messages:
-        parse_prompt(message["content"], None)
-    tokenizer = llm.get_tokenizer()
-    if not tokenizer.chat_template:
-        raise ValueError(no_chat_template(llm.model_config.model))
-    try:
-        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template failed: {error}; give another with --chat-template") from error
-    # The template contains the special tokens already.
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids

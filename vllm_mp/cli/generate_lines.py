@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from vllm_mp.cli.generate import whole_text
+from vllm_mp.cli.chat_text import whole_text
 from vllm_mp.cli.prompt_file import PromptLine, prompt_lines
-from vllm_mp.client.progress_bar import ProgressBar
+from vllm_mp.client.blocking.progress_bar import ProgressBar
 from vllm_mp.errors import EngineDeadError
-from vllm_mp.lora_request import LoRARequest
 from vllm_mp.outputs import RequestFailure, RequestOutput
-from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+from vllm_mp.requests.lora_request import LoRARequest
+from vllm_mp.requests.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM

@@ -5,7 +5,7 @@ import os
 import sys
 from typing import NoReturn
 
-from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.config.engine_args import AsyncEngineArgs
 
 
 def add_headless(parser: argparse._ActionsContainer) -> None:
@@ -24,8 +24,8 @@ def run_headless(engine_args: AsyncEngineArgs) -> NoReturn:
     """
     import msgspec
 
-    from vllm_mp.core_launch import core_environment, package_path
-    from vllm_mp.curve_keys import read_client_key
+    from vllm_mp.core_link.core_launch import core_environment, package_path
+    from vllm_mp.keys.curve_keys import read_client_key
 
     if engine_args.node_rank == 0:
         raise ValueError(

@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_server(args: argparse.Namespace) -> None:
-    from vllm_mp.authorized_clients import AuthorizedClients
-    from vllm_mp.curve_keys import encode_key, make_server_key
+    from vllm_mp.keys.authorized_clients import AuthorizedClients
+    from vllm_mp.keys.curve_keys import encode_key, make_server_key
 
     key = make_server_key(args.file)
     print(f"{args.file}: key of the server; start the core with --key-file {args.file}")
@@ -51,7 +51,7 @@ def _make_server(args: argparse.Namespace) -> None:
 
 
 def _make_client(args: argparse.Namespace) -> None:
-    from vllm_mp.curve_keys import encode_key, make_client_key, read_public_key
+    from vllm_mp.keys.curve_keys import encode_key, make_client_key, read_public_key
 
     key = make_client_key(args.file, read_public_key(args.server))
     print(f"{args.file}: key of this client; connect with --key-file {args.file}")
@@ -59,8 +59,8 @@ def _make_client(args: argparse.Namespace) -> None:
 
 
 def _allow(args: argparse.Namespace) -> None:
-    from vllm_mp.authorized_clients import AuthorizedClients
-    from vllm_mp.curve_keys import read_public_key, read_server_key
+    from vllm_mp.keys.authorized_clients import AuthorizedClients
+    from vllm_mp.keys.curve_keys import read_public_key, read_server_key
 
     read_server_key(args.file)
     AuthorizedClients(args.file).allow(args.name, read_public_key(args.key))
@@ -68,8 +68,8 @@ def _allow(args: argparse.Namespace) -> None:
 
 
 def _revoke(args: argparse.Namespace) -> None:
-    from vllm_mp.authorized_clients import AuthorizedClients
-    from vllm_mp.curve_keys import read_server_key
+    from vllm_mp.keys.authorized_clients import AuthorizedClients
+    from vllm_mp.keys.curve_keys import read_server_key
 
     read_server_key(args.file)
     AuthorizedClients(args.file).revoke(args.name)
@@ -77,8 +77,8 @@ def _revoke(args: argparse.Namespace) -> None:
 
 
 def _list(args: argparse.Namespace) -> None:
-    from vllm_mp.authorized_clients import AuthorizedClients
-    from vllm_mp.curve_keys import encode_key, read_server_key
+    from vllm_mp.keys.authorized_clients import AuthorizedClients
+    from vllm_mp.keys.curve_keys import encode_key, read_server_key
 
     read_server_key(args.file)
     for name, key in AuthorizedClients(args.file).read().items():

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from vllm_mp.cli.table import duration_text, print_table, size_text
+from vllm_mp.cli.terminal.table import duration_text, print_table, size_text
 
 USAGE = "[--json]"
 

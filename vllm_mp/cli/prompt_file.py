@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
-from vllm_mp.sampling_params import PARAMETERS
+from vllm_mp.requests.sampling_params import PARAMETERS
 
 _READ_AHEAD = 64
 """Number of lines that are read before they are needed."""

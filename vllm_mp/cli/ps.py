@@ -5,8 +5,8 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from vllm_mp.cli.screen import print_error
-from vllm_mp.cli.table import duration_text, print_table, size_text
+from vllm_mp.cli.terminal.screen import print_error
+from vllm_mp.cli.terminal.table import duration_text, print_table, size_text
 
 if TYPE_CHECKING:
     from vllm_mp.cli.running_engines import RunningEngine

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 
-from vllm_mp.engine_args import EngineArgs
+from vllm_mp.config.engine_args import EngineArgs
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS, resolve_model
 
 _OPTIONS = ("revision", "hf_token", "download_dir")

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_mp.cli.table import size_text
+from vllm_mp.cli.terminal.table import size_text
 
 if TYPE_CHECKING:
     from vllm_mp.cli.running_engines import RunningEngine

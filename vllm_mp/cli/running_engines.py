@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vllm_mp.core_description import CoreDescription
-from vllm_mp.core_status import CoreState, CoreStatus
-from vllm_mp.page_file import page_path
-from vllm_mp.status_page import VERSION, StatusPage
+from vllm_mp.core_link.core_description import CoreDescription
+from vllm_mp.core_link.core_status import CoreState, CoreStatus
+from vllm_mp.core_link.status_page import VERSION, StatusPage
+from vllm_mp.machine.page_file import page_path
 
 _SILENT_S = 5.0
 """Age of a heartbeat that is worth telling."""

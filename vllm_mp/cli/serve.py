@@ -6,10 +6,10 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from vllm_mp.cli.connect_flags import check_connect
+from vllm_mp.cli.flags.connect import check_connect
 from vllm_mp.cli.headless import add_headless, run_headless
-from vllm_mp.engine_args import AsyncEngineArgs
-from vllm_mp.server.options import ServerOptions
+from vllm_mp.config.engine_args import AsyncEngineArgs
+from vllm_mp.server.http.options import ServerOptions
 
 if TYPE_CHECKING:
     import socket
@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
     if args.headless:
         run_headless(engine_args)
 
-    from vllm_mp.server.listening import is_loopback, listen_together, url_of
-    from vllm_mp.server.parsers import load_parsers
-    from vllm_mp.server.security import read_api_keys, tls_context
+    from vllm_mp.server.front.listening import is_loopback, listen_together, url_of
+    from vllm_mp.server.http.parsers import load_parsers
+    from vllm_mp.server.http.security import read_api_keys, tls_context
 
     load_parsers(options)
     options = dataclasses.replace(
@@ -76,8 +76,8 @@ def _serve_alone(
     import uvloop
 
     from vllm_mp.client.async_llm import AsyncLLM
-    from vllm_mp.client.background_call import call_in_thread
-    from vllm_mp.server.console import ready_line, say
+    from vllm_mp.client.threads.background_call import call_in_thread
+    from vllm_mp.server.http.console import ready_line, say
     from vllm_mp.server.run import ServerProcess
 
     async def load() -> AsyncLLM:
@@ -114,8 +114,8 @@ def _serve_with_fronts(
     """Serve in several processes, and return the exit code."""
     import asyncio
 
-    from vllm_mp.server.console import ready_line, say
-    from vllm_mp.server.front_processes import FrontProcesses
+    from vllm_mp.server.front.processes import FrontProcesses
+    from vllm_mp.server.http.console import ready_line, say
 
     config = engine_args.create_engine_config() if options.connect is None else None
     if config is not None and config.parallel_config.data_parallel_backend == "ray":

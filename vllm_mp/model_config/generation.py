@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mp.model_config.json_file import read_json
-from vllm_mp.sampling_params import PARAMETERS, SamplingParams
+from vllm_mp.requests.sampling_params import PARAMETERS, SamplingParams
 
 logger = logging.getLogger(__name__)
 

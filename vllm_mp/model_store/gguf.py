@@ -22,11 +22,11 @@ from typing import Final
 
 import msgspec
 
-from vllm_mp.file_owner import open_own_file
+from vllm_mp.machine.file_owner import open_own_file
 from vllm_mp.model_store.cache import build_once, run_child
-from vllm_mp.model_store.gguf_config import GgufFamily, family_of, read_gguf_config
-from vllm_mp.model_store.gguf_file import FileIdentity, GgufFile
-from vllm_mp.model_store.gguf_parts import read_gguf_model
+from vllm_mp.model_store.gguf_file.config import GgufFamily, family_of, read_gguf_config
+from vllm_mp.model_store.gguf_file.parts import read_gguf_model
+from vllm_mp.model_store.gguf_file.reader import FileIdentity, GgufFile
 from vllm_mp.model_store.progress import Progress
 
 PLACE_FILE: Final = "gguf_file.json"

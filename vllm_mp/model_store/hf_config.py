@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
+from vllm_mp.model_config.families.registry import decoder_without_head, read_architecture
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.quantization import stated_quantization
-from vllm_mp.model_config.registry import decoder_without_head, read_architecture
 from vllm_mp.model_store.folder import SAFETENSORS
 
 logger = logging.getLogger(__name__)

@@ -7,14 +7,14 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from vllm_mp.arguments.suggestions import did_you_mean
 from vllm_mp.model_store.cache import cache_root
 from vllm_mp.model_store.folder import folder_problem
 from vllm_mp.model_store.gguf import gguf_model
-from vllm_mp.model_store.gguf_parts import first_part
+from vllm_mp.model_store.gguf_file.parts import first_part
 from vllm_mp.model_store.hub import hub_model, is_hub_id
 from vllm_mp.model_store.package import DEFAULT_MODEL, PACKAGED_MODELS, packaged_model
 from vllm_mp.model_store.progress import Progress
-from vllm_mp.suggestions import did_you_mean
 
 _LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy", "tokenizer")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mp.engine_args import EngineArgs
+from vllm_mp.config.engine_args import EngineArgs
 from vllm_mp.replay_core.core import Pace, serve
 
 _NUM_BLOCKS = 2**16

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.requests.sampling_params import SamplingParams
 
 _FILE = Path(__file__).parent / "answers.npy"
 """Written by `tools/record_answers.py`."""

@@ -13,14 +13,14 @@ import numpy.typing as npt
 import zmq
 
 from vllm_mp import wire
-from vllm_mp.call_validation import check_pause
 from vllm_mp.config import VllmConfig
-from vllm_mp.core_status import CoreState
+from vllm_mp.core_link.core_status import CoreState
+from vllm_mp.core_link.status_page import StatusPage
+from vllm_mp.model_store.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 from vllm_mp.replay_core.answers import Answers
 from vllm_mp.replay_core.streams import Streams
-from vllm_mp.request_validation import validate_generation
-from vllm_mp.status_page import StatusPage
-from vllm_mp.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
+from vllm_mp.validation.call_validation import check_pause
+from vllm_mp.validation.request_validation import validate_generation
 
 _BEAT_MS = 500
 """Interval of the heartbeats without work."""

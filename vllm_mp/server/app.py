@@ -7,30 +7,19 @@ from starlette.routing import BaseRoute
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.errors import EngineError
-from vllm_mp.server import (
-    adapters,
-    chat,
-    completions,
-    embeddings,
-    health,
-    live,
-    metrics,
-    models,
-    openapi,
-    responses,
-    static_page,
-    tokenization,
-)
-from vllm_mp.server.access_log import AccessLog
-from vllm_mp.server.admission import Admission
-from vllm_mp.server.errors import ApiError, error_response
-from vllm_mp.server.http_stats import HttpStats, HttpStatsMiddleware
-from vllm_mp.server.options import ServerOptions
-from vllm_mp.server.parsers import load_parsers
-from vllm_mp.server.security import guards
-from vllm_mp.server.shared_state import SharedState
-from vllm_mp.server.state import ServerState
-from vllm_mp.server.tenants import num_tenants
+from vllm_mp.server.http.access_log import AccessLog
+from vllm_mp.server.http.admission import Admission
+from vllm_mp.server.http.errors import ApiError, error_response
+from vllm_mp.server.http.options import ServerOptions
+from vllm_mp.server.http.parsers import load_parsers
+from vllm_mp.server.http.security import guards
+from vllm_mp.server.http.shared_state import SharedState
+from vllm_mp.server.http.state import ServerState
+from vllm_mp.server.http.tenants import num_tenants
+from vllm_mp.server.openai import adapters, chat, completions, embeddings, models, openapi, tokenization
+from vllm_mp.server.openai.responses import endpoint as responses
+from vllm_mp.server.watching import health, live, metrics, static_page
+from vllm_mp.server.watching.http_stats import HttpStats, HttpStatsMiddleware
 
 _ENDPOINTS = (
     completions,

@@ -16,16 +16,16 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_mp.client.async_llm import AsyncLLM
-from vllm_mp.descriptor_limit import raise_descriptor_limit
 from vllm_mp.errors import EngineDeadError
-from vllm_mp.server.admission import Admission
+from vllm_mp.machine.descriptor_limit import raise_descriptor_limit
 from vllm_mp.server.app import build_app
-from vllm_mp.server.console import drain_line, say
-from vllm_mp.server.health import loading_app
-from vllm_mp.server.http_protocol import ConnectionLimits, LimitedHttpProtocol
-from vllm_mp.server.options import ServerOptions
-from vllm_mp.server.shared_state import SharedState
-from vllm_mp.server.tenants import num_tenants
+from vllm_mp.server.http.admission import Admission
+from vllm_mp.server.http.console import drain_line, say
+from vllm_mp.server.http.options import ServerOptions
+from vllm_mp.server.http.protocol import ConnectionLimits, LimitedHttpProtocol
+from vllm_mp.server.http.shared_state import SharedState
+from vllm_mp.server.http.tenants import num_tenants
+from vllm_mp.server.watching.health import loading_app
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
-from vllm_mp.authorized_clients import AuthorizedClients
-from vllm_mp.curve_keys import make_client_key, make_server_key
+from vllm_mp.keys.authorized_clients import AuthorizedClients
+from vllm_mp.keys.curve_keys import make_client_key, make_server_key
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32",

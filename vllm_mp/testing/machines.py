@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM
-from vllm_mp.nodes import prepare_node_0, rank_host_key
+from vllm_mp.config.nodes import prepare_node_0, rank_host_key
 from vllm_mp.testing.engines import ENGINE, free_tcp_address, running_engine
 
 

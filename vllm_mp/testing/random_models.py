@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from vllm_mp.model_config.architecture import NativeArchitecture
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.model_config.families.registry import read_architecture
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

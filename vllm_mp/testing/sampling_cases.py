@@ -9,8 +9,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_mp.parameters import Integer, Number, Strings, Switch, TokenBiases, TokenIds
-from vllm_mp.sampling_params import PARAMETERS, OutputKind, RequestOutputKind, SamplingParams
+from vllm_mp.arguments.parameters import Integer, Number, Strings, Switch, TokenBiases, TokenIds
+from vllm_mp.requests.sampling_params import PARAMETERS, OutputKind, RequestOutputKind, SamplingParams
 
 _GREEDY = {"temperature": 0.0}
 _RANDOM = {"temperature": 1.5, "seed": 5}
@@ -74,8 +74,9 @@ SHOWN_ELSEWHERE = {
     "logits_processors": "tests/engine/test_registered_processors.py",
     "structured_outputs": "tests/engine/test_structured_outputs.py",
     "guided_decoding": "tests/engine/test_structured_outputs.py",
-    "best_of": "tests/unit/test_sampling_params.py",  # only accepted where it changes nothing
-    "spaces_between_special_tokens": "tests/unit/client/test_detokenizer.py",  # no matter to byte-level tokenizers
+    "best_of": "tests/unit/requests/test_sampling_params.py",  # only accepted where it changes nothing
+    # Byte-level tokenizers ignore it.
+    "spaces_between_special_tokens": "tests/unit/client/outputs/test_detokenizer.py",
 }
 """Fields that the default model's outputs do not show, with the tests of them."""
 

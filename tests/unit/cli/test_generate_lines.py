@@ -11,7 +11,7 @@ import pytest
 from vllm_mp import EngineDeadError, SamplingParams
 from vllm_mp.cli.generate_lines import LIVE_PER_SEQ, LineGenerator
 from vllm_mp.cli.prompt_file import prompt_lines
-from vllm_mp.client.progress_bar import ProgressBar
+from vllm_mp.client.blocking.progress_bar import ProgressBar
 from vllm_mp.outputs import CompletionOutput, RequestOutput
 from vllm_mp.testing.engines import eventually
 

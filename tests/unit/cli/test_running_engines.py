@@ -8,9 +8,9 @@ import pytest
 
 from vllm_mp import cli
 from vllm_mp.cli.running_engines import RunningEngine, _engine, _joined, running_engines
-from vllm_mp.core_description import CoreDescription
-from vllm_mp.core_status import CoreState
-from vllm_mp.status_page import VERSION, StatusPage
+from vllm_mp.core_link.core_description import CoreDescription
+from vllm_mp.core_link.core_status import CoreState
+from vllm_mp.core_link.status_page import VERSION, StatusPage
 
 ABOUT = CoreDescription(model="m", folders=["/m"], address="", parent_pid=7, num_restarts=2, started=0.0)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_mp import AsyncLLM, EngineArgs
-from vllm_mp.client.input_processor import InputProcessor
+from vllm_mp.client.engine.input_processor import InputProcessor
 from vllm_mp.client.outputs import output_path
 from vllm_mp.testing.engines import replay_core
 from vllm_mp.testing.random_models import CONFIGS, save_config

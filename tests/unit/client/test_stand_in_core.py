@@ -5,8 +5,8 @@ import inspect
 import pytest
 from support.stand_in_core import StandInConnection, StandInSupervisor
 
-from vllm_mp.client.engine.connection import CoreConnection
-from vllm_mp.client.engine.supervisor import CoreSupervisor
+from vllm_mp.client.cores.connection import CoreConnection
+from vllm_mp.client.cores.supervisor import CoreSupervisor
 
 OWN = {"start", "core_of"}
 """Methods for tests."""

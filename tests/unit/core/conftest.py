@@ -3,7 +3,7 @@
 import pytest
 from support.grammar_backends import Library
 
-from vllm_mp.core.structured_output.tokenizer import TokenizerSource
+from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker.model_runner import ModelRunner
-from vllm_mp.core.worker.sampler import Sampler
+from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.kernels.cpu import decoder
 from vllm_mp.testing.random_models import CONFIGS, SIZES, save_config
 

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from vllm_mp.core.outside_work import OutsideWork
-from vllm_mp.core_status import OutsideTask
-from vllm_mp.status_page import StatusPage
+from vllm_mp.core_link.core_status import OutsideTask
+from vllm_mp.core_link.status_page import StatusPage
 
 DEADLINE_S = 10
 

@@ -5,8 +5,8 @@ from concurrent.futures import Future
 import pytest
 
 from vllm_mp.core.suspension_record import SuspensionRecord
-from vllm_mp.core_status import AWAKE, NOT_SUSPENDED, SleepState, Suspension
-from vllm_mp.status_page import MAX_NOTED_CALLS, StatusPage
+from vllm_mp.core_link.core_status import AWAKE, NOT_SUSPENDED, SleepState, Suspension
+from vllm_mp.core_link.status_page import MAX_NOTED_CALLS, StatusPage
 
 
 class Core:

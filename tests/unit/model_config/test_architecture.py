@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
-from vllm_mp.model_config.registry import (
+from vllm_mp.model_config.families.registry import (
     NATIVE_ARCHITECTURES,
     architecture_name,
     decoder_without_head,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from vllm_mp.model_config.architecture import Architecture
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.model_config.families.registry import read_architecture
 
 BERT = {
     "architectures": ["BertModel"],

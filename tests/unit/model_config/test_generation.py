@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from vllm_mp import config_resolution
 from vllm_mp.config import VllmConfig
-from vllm_mp.engine_args import AsyncEngineArgs
-from vllm_mp.sampling_params import PARAMETERS, SamplingParams
+from vllm_mp.config import resolution as config_resolution
+from vllm_mp.config.engine_args import AsyncEngineArgs
+from vllm_mp.requests.sampling_params import PARAMETERS, SamplingParams
 from vllm_mp.testing.sampling_cases import CASES, invalid_values
 
 LLAMA = {

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from transformers import BertConfig
 
-from vllm_mp.core.parallel.cuts import is_of_stage
+from vllm_mp.core.weights.cuts import is_of_stage
+from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.model_config.pipeline_parallel import check_pipeline_parallel, share_layers, stage_of
-from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.testing.random_models import CONFIGS
 
 LLAMA = read_architecture(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_mp.engine_args import EngineArgs
+from vllm_mp.config.engine_args import EngineArgs
 from vllm_mp.model_config.pooling import PoolingConfig, read_max_seq_length, read_pooling_config
 
 BERT = {

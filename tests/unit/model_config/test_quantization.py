@@ -9,8 +9,8 @@ import torch
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.worker.device import check_float8
+from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.model_config.quantization import FourBits
-from vllm_mp.model_config.registry import read_architecture
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

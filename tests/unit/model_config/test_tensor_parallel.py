@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from transformers import BertConfig
 
-from vllm_mp.host_cpus import cpu_share
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.machine.host_cpus import cpu_share
+from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.model_config.tensor_parallel import check_tensor_parallel, shard_of
 from vllm_mp.testing.random_models import CONFIGS
 
@@ -68,11 +68,11 @@ def test_ranks_cover_heads_and_vocabulary():
     ],
 )
 def test_ranks_share_out_cpus(cpus, expected, monkeypatch):
-    monkeypatch.setattr("vllm_mp.host_cpus.numa_nodes", dict)
+    monkeypatch.setattr("vllm_mp.machine.host_cpus.numa_nodes", dict)
     assert [cpu_share(frozenset(cpus), rank, 4) for rank in range(4)] == expected
 
 
 def test_ranks_share_out_cpus_node_by_node(monkeypatch):
     nodes = {0: frozenset({0, 2, 4, 6}), 1: frozenset({1, 3, 5, 7})}
-    monkeypatch.setattr("vllm_mp.host_cpus.numa_nodes", lambda: nodes)
+    monkeypatch.setattr("vllm_mp.machine.host_cpus.numa_nodes", lambda: nodes)
     assert [cpu_share(frozenset(range(8)), rank, 2) for rank in range(2)] == [nodes[0], nodes[1]]

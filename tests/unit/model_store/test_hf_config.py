@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.model_config.quantization import FourBits
-from vllm_mp.model_config.registry import read_architecture
 from vllm_mp.model_store.hf_config import read_hf_config
 
 LLAMA: dict[str, Any] = {

@@ -14,11 +14,11 @@ from support.tiny_gguf import split, write_random_gguf, write_tiny_gguf
 from transformers import MixtralConfig, Phi3Config, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from vllm_mp import AsyncEngineArgs
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.model_store import gguf, resolve_model
 from vllm_mp.model_store.entries import cache_entries
-from vllm_mp.model_store.gguf_config import family_of, read_gguf_config
-from vllm_mp.model_store.gguf_file import LongArray, read_gguf
+from vllm_mp.model_store.gguf_file.config import family_of, read_gguf_config
+from vllm_mp.model_store.gguf_file.reader import LongArray, read_gguf
 from vllm_mp.model_store.progress import Progress
 
 Entries = dict[str, tuple[object, gguf_package.GGUFValueType]]

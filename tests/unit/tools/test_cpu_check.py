@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_mp.cpu_info import KERNEL_BUILDS, obstacle, runnable_builds
 from vllm_mp.kernels.cpu.library import load
+from vllm_mp.machine.cpu_info import KERNEL_BUILDS, obstacle, runnable_builds
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
 

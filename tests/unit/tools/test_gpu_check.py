@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_mp.core.models import build_model
-from vllm_mp.model_config.registry import read_architecture
+from vllm_mp.model_config.families.registry import read_architecture
 
 ROOT = Path(__file__).resolve().parents[3]
 

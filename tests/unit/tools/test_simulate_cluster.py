@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_mp import AsyncEngineArgs
-from vllm_mp.client.engine.router import CHUNK_TOKENS
+from vllm_mp.client.cores.router import CHUNK_TOKENS
 from vllm_mp.testing.cluster import (
     POLICIES,
     Cluster,

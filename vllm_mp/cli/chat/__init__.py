@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from vllm_mp.cli.chat.commands import EndOfChat, completions, message_in, run_if_command
 from vllm_mp.cli.chat.sampling_defaults import chat_defaults
-from vllm_mp.cli.connect_flags import add_connect_flags, check_connect, open_engine
-from vllm_mp.cli.generate import add_lora_flag, chat_prompt, chosen_adapter
-from vllm_mp.cli.model_argument import set_model
-from vllm_mp.cli.sampling_flags import add_sampling_flags, chosen_parameters, sampling_params
-from vllm_mp.engine_args import AsyncEngineArgs
+from vllm_mp.cli.chat_text import chat_prompt
+from vllm_mp.cli.flags.adapter import add_lora_flag, chosen_adapter
+from vllm_mp.cli.flags.connect import add_connect_flags, check_connect, open_engine
+from vllm_mp.cli.flags.model import set_model
+from vllm_mp.cli.flags.sampling import add_sampling_flags, chosen_parameters, sampling_params
+from vllm_mp.config.engine_args import AsyncEngineArgs
 
 if TYPE_CHECKING:
     from vllm_mp.cli.chat.prompt_line import PromptLine
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mp.cli.chat.conversation import Conversation
     from vllm_mp.cli.chat.prompt_line import prompt_line
     from vllm_mp.cli.chat.session import ChatSession
-    from vllm_mp.cli.screen import Screen
+    from vllm_mp.cli.terminal.screen import Screen
 
     sampling_params(args, {})  # refuses a wrong flag before the engine starts
     set_model(args, args.model_argument)

@@ -4,12 +4,12 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from vllm_mp.cli.generate import whole_text
-from vllm_mp.cli.repetition import LoopGuard, without_repetition
-from vllm_mp.cli.screen import Screen
-from vllm_mp.counted import counted
-from vllm_mp.lora_request import LoRARequest
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.arguments.counted import counted
+from vllm_mp.cli.chat_text import whole_text
+from vllm_mp.cli.terminal.repetition import LoopGuard, without_repetition
+from vllm_mp.cli.terminal.screen import Screen
+from vllm_mp.requests.lora_request import LoRARequest
+from vllm_mp.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM

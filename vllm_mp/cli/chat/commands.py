@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_mp.arguments.counted import counted
+from vllm_mp.arguments.suggestions import did_you_mean
 from vllm_mp.cli.chat.prompt_line import PromptLine
-from vllm_mp.cli.generate import chat_prompt
-from vllm_mp.cli.sampling_flags import SWITCH, parameter_names, parse_parameter
-from vllm_mp.counted import counted
-from vllm_mp.sampling_params import SamplingParams
-from vllm_mp.suggestions import did_you_mean
+from vllm_mp.cli.chat_text import chat_prompt
+from vllm_mp.cli.flags.sampling import SWITCH, parameter_names, parse_parameter
+from vllm_mp.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.cli.chat.session import ChatSession

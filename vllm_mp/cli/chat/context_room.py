@@ -4,10 +4,10 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm_mp.arguments.counted import counted
 from vllm_mp.cli.chat.conversation import Conversation
-from vllm_mp.cli.generate import chat_prompt
-from vllm_mp.cli.screen import Screen
-from vllm_mp.counted import counted
+from vllm_mp.cli.chat_text import chat_prompt
+from vllm_mp.cli.terminal.screen import Screen
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_mp.sampling_params import SamplingParams
+from vllm_mp.requests.sampling_params import SamplingParams
 
 
 class SavedChat(msgspec.Struct):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm_mp.file_owner import open_own_file
+from vllm_mp.machine.file_owner import open_own_file
 
 if TYPE_CHECKING:
     from prompt_toolkit.completion import Completer

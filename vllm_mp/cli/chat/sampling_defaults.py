@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vllm_mp.cli.repetition import penalty_against_loops
+from vllm_mp.cli.terminal.repetition import penalty_against_loops
 
 MAX_TOKENS: Final = 2048
 _SAMPLED = {"temperature": 0.7, "top_p": 0.95}

@@ -6,10 +6,10 @@ from vllm_mp.cli.chat.answer import Answer
 from vllm_mp.cli.chat.context_room import fitting_prompt
 from vllm_mp.cli.chat.conversation import Conversation
 from vllm_mp.cli.chat.prompt_line import PromptLine
-from vllm_mp.cli.screen import Screen
+from vllm_mp.cli.terminal.screen import Screen
 from vllm_mp.errors import EngineError, EngineGenerateError
-from vllm_mp.lora_request import LoRARequest
-from vllm_mp.sampling_params import RequestOutputKind, SamplingParams
+from vllm_mp.requests.lora_request import LoRARequest
+from vllm_mp.requests.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     import asyncio

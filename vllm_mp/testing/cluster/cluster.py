@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_mp.client.engine.router import FULL_COST, RUNNING_COST
+from vllm_mp.client.cores.router import FULL_COST, RUNNING_COST
 from vllm_mp.testing.cluster.core import CoreLimits, SimulatedCore
 from vllm_mp.testing.cluster.job import Job
 from vllm_mp.testing.cluster.oracle import Oracle

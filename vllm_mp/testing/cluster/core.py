@@ -10,7 +10,7 @@ import heapq
 from collections import deque
 from typing import NamedTuple
 
-from vllm_mp.client.engine.router import CHUNK_TOKENS
+from vllm_mp.client.cores.router import CHUNK_TOKENS
 from vllm_mp.testing.cluster.job import Job
 from vllm_mp.testing.cluster.prefix_cache import Holders, PrefixCache
 from vllm_mp.testing.cluster.step_times import StepModel

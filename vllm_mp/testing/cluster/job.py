@@ -1,6 +1,6 @@
 """A request in a simulated cluster."""
 
-from vllm_mp.client.engine.router import Placement
+from vllm_mp.client.cores.router import Placement
 from vllm_mp.testing.cluster.traces import TraceRequest
 
 

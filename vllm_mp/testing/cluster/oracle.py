@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.client.engine.router import CHUNK_TOKENS
+from vllm_mp.client.cores.router import CHUNK_TOKENS
 from vllm_mp.testing.cluster.core import SimulatedCore
 from vllm_mp.testing.cluster.job import Job
 from vllm_mp.testing.cluster.prefix_cache import Holders

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vllm_mp.client.engine.router import CHUNK_TOKENS, RoutedRequest, Router
+from vllm_mp.client.cores.router import CHUNK_TOKENS, RoutedRequest, Router
 from vllm_mp.testing.cluster.job import Job
 
 

@@ -21,8 +21,8 @@ from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker.device import choose_dtype, choose_step_size
 from vllm_mp.core.worker.model_runner import ModelRunner
-from vllm_mp.core.worker.sampler import Sampler
-from vllm_mp.cpu_info import cpu_name
+from vllm_mp.core.worker.sampling.sampler import Sampler
+from vllm_mp.machine.cpu_info import cpu_name
 from vllm_mp.testing.cluster.step_times import COLUMNS
 
 _DECODES = 8

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.client.engine.router import CHUNK_TOKENS, prefix_hashes
+from vllm_mp.client.cores.router import CHUNK_TOKENS, prefix_hashes
 
 _MOONCAKE_BLOCK = 512
 """Tokens for which a Mooncake trace has a hash."""

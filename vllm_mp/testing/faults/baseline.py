@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM
-from vllm_mp.core_status import CoreStatus
+from vllm_mp.core_link.core_status import CoreStatus
 from vllm_mp.testing.engines import ENGINE, running_engine, standalone_core
 from vllm_mp.testing.faults.load import mixed_cases, outcomes_of, plain_cases
 

@@ -15,7 +15,7 @@ import time
 import zmq
 
 from vllm_mp import AsyncLLM, RequestOutputKind, SamplingParams, wire
-from vllm_mp.client.engine.connection import CoreConnection
+from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.errors import EngineError
 from vllm_mp.testing.fuzzing import ClientFrames
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from vllm_mp import AsyncLLM, RequestOutputKind, SamplingParams
-from vllm_mp.cli.load_generator import percentiles
+from vllm_mp.cli.bench.load_generator import percentiles
 from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.testing.differential import Case
 from vllm_mp.testing.engines import eventually

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineGenerateError, RequestOutput, SamplingParams
-from vllm_mp.core_status import CoreStatus
+from vllm_mp.core_link.core_status import CoreStatus
 from vllm_mp.testing.engines import answer, eventually, greedy
 from vllm_mp.testing.faults.baseline import COMMON_OPTIONS, WAIT_S, Baseline, core_page
 from vllm_mp.testing.faults.comparison import Comparison

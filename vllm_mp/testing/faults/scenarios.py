@@ -399,7 +399,7 @@ _CROWD = """
 import sys
 import zmq
 from vllm_mp import wire
-from vllm_mp.descriptor_limit import raise_descriptor_limit
+from vllm_mp.machine.descriptor_limit import raise_descriptor_limit
 raise_descriptor_limit()
 context = zmq.Context()
 context.set(zmq.MAX_SOCKETS, 8192)

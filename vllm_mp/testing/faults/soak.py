@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_mp import AsyncLLM, EngineError, RequestOutputKind
-from vllm_mp.cli.load_generator import percentiles
+from vllm_mp.cli.bench.load_generator import percentiles
 from vllm_mp.testing.differential import Case
 from vllm_mp.testing.engines import eventually
 from vllm_mp.testing.faults.baseline import WAIT_S, Baseline, children, core_address, core_page

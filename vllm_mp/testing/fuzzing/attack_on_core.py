@@ -14,7 +14,7 @@ import zmq
 
 from vllm_mp import AsyncLLM, wire
 from vllm_mp.errors import EngineError
-from vllm_mp.operator_key import read_operator_key
+from vllm_mp.keys.operator_key import read_operator_key
 from vllm_mp.testing.engines import answer, eventually, greedy
 from vllm_mp.testing.fuzzing.attacked_core import AttackedCore
 from vllm_mp.testing.fuzzing.client_frames import ClientFrames, raw_connections

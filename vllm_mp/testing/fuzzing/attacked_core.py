@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_mp import AsyncLLM
-from vllm_mp.curve_keys import read_client_key
+from vllm_mp.keys.curve_keys import read_client_key
 from vllm_mp.testing.engines import free_tcp_address, make_keys, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
 

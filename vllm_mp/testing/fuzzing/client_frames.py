@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from vllm_mp import wire
-from vllm_mp.pooling_params import PoolingParams
-from vllm_mp.prompt_embeds import PromptEmbeds
-from vllm_mp.sampling_params import SamplingParams
-from vllm_mp.structured_outputs import Constraint
+from vllm_mp.requests.pooling_params import PoolingParams
+from vllm_mp.requests.prompt_embeds import PromptEmbeds
+from vllm_mp.requests.sampling_params import SamplingParams
+from vllm_mp.requests.structured_outputs import Constraint
 from vllm_mp.testing.fuzzing.mutation import UNENCODABLE, HostileMessage, Mutator
 from vllm_mp.testing.sampling_cases import CASES, random_params
 

@@ -1,0 +1,1 @@
+"""`LLM`: the engine for programs without an event loop."""

@@ -1,0 +1,1 @@
+"""Helpers for programs that were written for older interfaces."""

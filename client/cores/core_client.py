@@ -1,0 +1,458 @@
+"""The requests and calls of a client, and their replay to the next core.
+
+`EngineCoreClient` owns what a core, and its successor, must be told; it outlives every core. `CoreConnection` (in
+`connection.py`) owns the socket to one core and knows nothing of requests.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+import weakref
+from collections import deque
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm_mp import wire
+from vllm_mp.arguments.counted import counted
+from vllm_mp.client.cores.connection import run_on_and_wait
+from vllm_mp.client.cores.launcher import Core
+from vllm_mp.client.cores.pending_call import PendingCall
+from vllm_mp.client.cores.pings import Pings
+from vllm_mp.client.cores.recovery.blame import Blame
+from vllm_mp.client.cores.recovery.news import Absence, Death, End, News
+from vllm_mp.client.cores.recovery.peers import Peers
+from vllm_mp.client.cores.recovery.suspects import Entry, Suspects
+from vllm_mp.client.cores.supervisor import CoreSupervisor
+from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.outputs.stream import Awaited, RequestStream
+from vllm_mp.client.stats import EngineStats, Restart
+from vllm_mp.errors import EngineDeadError, EngineError
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCoreClient:
+    """Sends requests and calls to the core, and replays them to its successor after a death.
+
+    A successor is told everything that is pending, in the order in which it was sent first: what live streams still
+    await, with the tokens received so far, and the calls without a reply. A pause or a sleep belongs to the core, whose
+    successor has entered it already. Requests and calls that are made while there is no core are recorded, and sent to
+    the next core.
+
+    All methods but `fail_all` and the properties must be called in the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        supervisor: CoreSupervisor,
+        requests: OutputProcessor,
+        stats: EngineStats,
+        peers: Peers | None = None,
+        rank: int = 0,
+    ) -> None:
+        """`peers` is what the clients of all cores of an engine share, and `rank` names the core among them."""
+        self.supervisor = supervisor
+        self.requests = requests
+        self.rank = rank
+        self._peers = Peers() if peers is None else peers
+        self._peers.clients.append(self)
+        self._stats = stats
+        self._num_drops_counted = 0
+        """Number of dropped messages of the current connection that `stats` knows of."""
+        self._core = supervisor.core
+        self._recovers_from: str | None = None
+        """The cause of the death, while there is no core."""
+        self._closed_with: EngineDeadError | None = None
+        self._calls: dict[int, PendingCall] = {}
+        """By id: the calls that the core has not answered."""
+        self._call_ids = itertools.count(secrets.randbits(62))
+        """Numbers for calls and requests, in the order in which they are sent; no other client uses them for calls."""
+        self._is_paused = supervisor.core.connection.was_paused
+        """There is a pause, as far as the core has told."""
+        self._suspects = Suspects(self._peers.ledger)
+        self._blame = Blame(self, self._peers, self._suspects)
+        self._restart: Restart | None = None
+        """What the statistics keep of the latest death."""
+        self._waits_since: WeakKeyDictionary[RequestStream, float] = WeakKeyDictionary()
+        """When each request was made that found no core, in seconds of `time.monotonic()`."""
+        self._held_back: list[Entry] = []
+        """What the core has not been asked for, because a group of suspects is tested."""
+        self._news: deque[News] = deque()
+        """News that wait until all messages that arrived before them have been handled."""
+        self._news_loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that is about to call `_take_news_on`."""
+        calls = self._calls
+        self._pings = Pings(weakref.WeakMethod(self._send_ping))
+        supervisor.watch(lambda: bool(requests.num_slots_in_use or calls), self._pings)
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the core is gone for good; None while it is not."""
+        end = self.supervisor.end
+        return None if end is None else EngineDeadError(end)
+
+    @property
+    def recovers_from(self) -> str | None:
+        """The cause of the death, while there is no core."""
+        return self._recovers_from
+
+    @property
+    def incarnation(self) -> int:
+        return self._core.connection.incarnation
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop that receives from the core, if any."""
+        return self._core.connection.loop
+
+    @property
+    def has_core(self) -> bool:
+        """There is a core that messages can be sent to."""
+        return self._recovers_from is None and self._closed_with is None and self.supervisor.end is None
+
+    @property
+    def tests_suspects(self) -> bool:
+        """Suspects run isolated in the core, which may die of them."""
+        return self._peers.has_suspects and any(map(self._suspects.is_suspect, self.requests.streams()))
+
+    @property
+    def has_exposed(self) -> bool:
+        """The core runs requests that may have caused a death, so that it may be the next to die."""
+        return self._peers.has_deaths and any(map(self._suspects.is_exposed, self.requests.streams()))
+
+    @property
+    def has_unread_end(self) -> bool:
+        """The core is gone for good, and this client has not handled the news of it."""
+        return self.supervisor.end is not None and (bool(self._news) or self.supervisor.has_news)
+
+    def attach(self) -> None:
+        """Receive from the core on the running loop; raises EngineDeadError if the engine was closed."""
+        if self._closed_with is not None:
+            raise EngineDeadError(str(self._closed_with))
+        if not self._core.connection.is_attached():
+            self._listen()
+        if self._news or self.supervisor.has_news:
+            self._take_news()
+
+    def add(self, stream: RequestStream) -> bool:
+        """Ask the core for all that `stream` awaits; return False, and send nothing, if it was aborted meanwhile.
+
+        Raises ValueError if there are too many live completions, or if the message would be too large, and
+        EngineGenerateError if an equal request was to blame for deaths of cores.
+        """
+        self._peers.refused.check(stream)
+        stream.after_pause = self._is_pausing
+        stream.number = next(self._call_ids)
+        if not self.requests.enter(stream):
+            return False
+        if not self.has_core:
+            self._waits_since[stream] = time.monotonic()
+        num_sent = 0
+        try:
+            for awaited in stream.awaited:
+                self._send_request(stream, awaited)
+                num_sent += 1
+        except BaseException:
+            self._abort_slots(self.requests.withdraw(stream, num_sent))
+            raise
+        if self._peers.on_sent is not None:
+            self._peers.on_sent(stream, self.rank)
+        return True
+
+    def abort(self, request_id: str) -> None:
+        """End a live request: for its consumer now, in the core when the message arrives. No-op for other ids."""
+        self._abort_slots(self.requests.abort(request_id))
+
+    def movable_streams(self) -> tuple[list[RequestStream], list[RequestStream]]:
+        """Return the live streams that other cores may take over, while there is no core.
+
+        The second list has those that may have caused its death. Suspects stay for the next core, and all streams stay
+        during a pause, which that core inherits.
+        """
+        may_return = self.supervisor.end is None
+        if may_return and self._is_pausing:
+            return [], []
+        kinds: tuple[list[RequestStream], list[RequestStream]] = ([], [])
+        for stream in self.requests.streams():
+            if not (may_return and self._suspects.is_suspect(stream)):
+                kinds[self._blame.is_exposed(stream)].append(stream)
+        return kinds
+
+    def hand_over(self, streams: list[RequestStream], target: "EngineCoreClient") -> None:
+        """Let `target` go on with live `streams`, of which this client's core, dead or to be left, knows no longer."""
+        moved = set(streams)
+        self._held_back = [entry for entry in self._held_back if entry[0] not in moved]
+        for stream in streams:
+            self.requests.release(stream)
+        if self._restart is not None:
+            self._stats.note_recovered(self._restart, streams)
+        target._take_over(streams)
+
+    def _take_over(self, streams: list[RequestStream]) -> None:
+        for stream in streams:
+            stream.number = next(self._call_ids)
+            self.requests.adopt(stream)
+            if not self.has_core:
+                self._waits_since[stream] = time.monotonic()
+                continue
+            for awaited in stream.awaited:
+                if awaited.finish is None:
+                    self._replay(stream, awaited)
+
+    def fail(self, stream: RequestStream, why: str) -> None:
+        """End a live stream with EngineGenerateError."""
+        self._abort_slots(self.requests.fail(stream, why))
+
+    def post(self, name: str, *args: wire.CallArgument) -> None:
+        """Have the next core run an operation, as `call` does, without waiting for its answer."""
+        call = self._begin_call(name, args)
+        call.reply.add_done_callback(call.report_failure)
+
+    async def call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
+        """Run an operation in the core, or in its successor if the core dies before it answers.
+
+        Raises TimeoutError if there is no answer within `timeout` seconds, and EngineError if the answer is an error:
+        NotOperatorError if only operators may make the call.
+        """
+        call = self._begin_call(name, args)
+        try:
+            async with asyncio.timeout(timeout):
+                return await call.reply
+        finally:
+            self._calls.pop(call.call_id, None)
+            self._blame.forget_call(call.call_id)
+
+    def _begin_call(self, name: str, args: tuple[wire.CallArgument, ...]) -> PendingCall:
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        call = PendingCall(next(self._call_ids), name, args, reply, time.monotonic())
+        self._calls[call.call_id] = call
+        self._send_call(call)
+        return call
+
+    def fail_call(self, call_id: int, why: str) -> None:
+        """End a call that is to blame for deaths of cores with EngineError; no-op if its caller waits no more."""
+        if (call := self._calls.pop(call_id, None)) is not None:
+            call.settle(None, EngineError(f"the call {call.name} failed: {why}"))
+
+    def count_drops(self) -> None:
+        """Count the messages that the connection to the current core has dropped since the last call."""
+        num_dropped = self._core.connection.num_dropped
+        self._stats.dropped_messages.add(num_dropped - self._num_drops_counted)
+        self._num_drops_counted = num_dropped
+
+    def fail_all(self, error: EngineDeadError) -> None:
+        """End every stream and call with `error`, which later ones raise too; from any thread."""
+        self._closed_with = error
+        self._fail_everything(error)
+
+    def leave(self, error: EngineDeadError) -> None:
+        """Send and receive nothing more, and end every call with `error`. Streams stay live, to be handed over."""
+        self._closed_with = error
+        self._core.connection.detach()
+        self._fail_calls(error)
+
+    @property
+    def _is_pausing(self) -> bool:
+        """There is a pause, or one has been asked for."""
+        return self._is_paused or any(call.name == "pause" for call in self._calls.values())
+
+    def _listen(self) -> None:
+        # The loop must not keep a client alive that its owner has dropped.
+        this = weakref.ref(self)
+
+        def on_message(message: wire.CoreMessage) -> None:
+            if (client := this()) is not None:
+                client._on_message(message)
+
+        def on_news() -> None:
+            if (client := this()) is not None:
+                client._take_news()
+
+        self._core.connection.attach(on_message, self.supervisor.news_fd, on_news)
+
+    def _send(self, message: wire.ClientMessage) -> None:
+        """Send, unless there is no core: then the message is dropped, and its content is replayed to the next one."""
+        if self.has_core:
+            self._core.connection.send(message)
+
+    def _send_request(self, stream: RequestStream, awaited: Awaited) -> None:
+        """Ask the core, if there is one, for the rest of `awaited`; raises ValueError if the message is too large."""
+        message = stream.add_message(awaited.index, self.incarnation, self._suspects.isolation(awaited))
+        if self.has_core and self._suspects.is_held_back(awaited):
+            self._held_back.append((stream, awaited))
+        elif self.has_core:
+            self._core.connection.send(message)
+        else:
+            wire.encode_bounded(message)  # so that the caller hears of its size now
+
+    def _send_call(self, call: PendingCall) -> None:
+        is_suspect = self._blame.is_suspect_call(call.call_id)
+        self._send(wire.Call(self.incarnation, call.call_id, call.name, list(call.args), is_suspect))
+
+    def _note_pause(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        if not is_paused:
+            for stream in self.requests.streams():
+                stream.after_pause = False
+
+    def _send_ping(self) -> None:
+        self._send(wire.Call(self.incarnation, next(self._call_ids), "ping"))
+
+    def _abort_slots(self, slots: list[int]) -> None:
+        if slots and self._held_back:
+            unsent = [entry for entry in self._held_back if entry[1].slot in slots]
+            self._held_back = [entry for entry in self._held_back if entry not in unsent]
+            for _, awaited in unsent:
+                slots.remove(awaited.slot)
+                self.requests.free_unsent(awaited)
+        if slots:
+            self._send(wire.AbortRequests(self.incarnation, slots))
+
+    def _send_held_back(self) -> None:
+        """Ask the core for the next group of suspects, or for all that was held back, once the last is cleared."""
+        if self._held_back and self._suspects.choose_sent_group(self.requests.live()):
+            held_back, self._held_back = self._held_back, []
+            for stream, awaited in held_back:
+                self._replay(stream, awaited)
+
+    def _on_message(self, message: wire.CoreMessage) -> None:
+        self._pings.reset()
+        if isinstance(message, wire.StepOutput):
+            self._stats.note_step(message, self.rank)
+            self._blame.note_output(message)
+            if self._peers.on_read is not None:
+                if message.queued:
+                    self._peers.on_read(self.requests.streams_at([slot for slot, _ in message.queued]))
+                if self._peers.moved_unread:  # which are not in `queued` if they moved with tokens
+                    self._peers.on_read(self._peers.moved_unread.intersection(self.requests.streams_in(message)))
+            self._abort_slots(self.requests.process(message))
+            self._send_held_back()
+        elif isinstance(message, wire.Reply):
+            self._on_reply(message)
+        elif isinstance(message, wire.PauseChanged):
+            self._note_pause(message.is_paused)
+        elif isinstance(message, wire.Mark):
+            self._send(wire.MarkSeen(self.incarnation, message.mark))
+
+    def _on_reply(self, reply: wire.Reply) -> None:
+        call = self._calls.pop(reply.call_id, None)
+        if call is None:
+            return
+        self._blame.forget_call(reply.call_id)
+        if reply.error is None:
+            self.supervisor.note_call(call.name, call.args)
+        call.take(reply)
+
+    def _take_news(self) -> None:
+        """Handle the news of the supervisor, in later turns of the loop while messages of the core wait."""
+        self._news += self.supervisor.take_news()
+        while self._news:
+            if not self._core.connection.drain():
+                loop = self._core.connection.loop
+                if loop is not None and loop is not self._news_loop:
+                    self._news_loop = loop
+                    loop.call_soon(self._take_news_on, loop)
+                return
+            news = self._news.popleft()
+            if isinstance(news, Death):
+                self._on_death(news)
+            elif isinstance(news, Core):
+                self._replay_to(news)
+            elif isinstance(news, Absence):
+                self._on_absence(news)
+            else:
+                self._on_end(news)
+
+    def _take_news_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        if loop is self._news_loop:
+            self._news_loop = None
+        if loop is self._core.connection.loop:  # else another loop, or none, takes the news
+            self._take_news()
+
+    def _on_death(self, death: Death) -> None:
+        self._recovers_from = death.cause
+        num_requests = len(self.requests.streams())
+        self._restart = self._stats.note_death(death.kind, death.time, death.cause)
+        others = "other cores" if self._peers.num_serving else "the next core"
+        continues = f"; {counted(num_requests, 'request')} will continue on {others}" if num_requests else ""
+        logger.warning("%s%s", death.cause.partition(";")[0], continues)
+        self._blame.note_death(death, self._core, self.requests.live())
+        self._peers.on_change()
+
+    def _replay_to(self, core: Core) -> None:
+        """Make `core` the current core, and tell it everything that is pending."""
+        self.count_drops()
+        old, self._core, self._num_drops_counted = self._core, core, 0
+        old.connection.detach()
+        if self._restart is not None:
+            self._stats.note_restart(self._restart, self.requests.streams())
+            self._restart = None
+        self._listen()
+        self.supervisor.release(old)
+        self._note_pause(core.connection.was_paused)
+        self._blame.note_successor(old, core)
+        self._recovers_from = None
+        if convicted := self._blame.convicted:  # also if an earlier core was told, which may not have read that
+            self._send(wire.Convicted(self.incarnation, convicted))
+        self.requests.forget_core()
+        self._held_back.clear()
+        self._waits_since.clear()
+        calls = deque(self._calls.values())
+        live = self.requests.live()
+        self._suspects.choose_sent_group(live)  # now: requests may have ended since the death
+        for stream, awaited in sorted(live, key=lambda entry: entry[0].number):
+            while calls and calls[0].call_id < stream.number:
+                self._send_call(calls.popleft())
+            self._replay(stream, awaited)
+        for call in calls:
+            self._send_call(call)
+        self._peers.on_change()
+
+    def _replay(self, stream: RequestStream, awaited: Awaited) -> None:
+        if stream.is_over:  # another of its completions could not be sent, which failed all of them
+            self.requests.free_unsent(awaited)
+            return
+        stream.is_replay = True
+        try:
+            self._send_request(stream, awaited)
+        except ValueError as error:
+            self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {error}"))
+            self.requests.free_unsent(awaited)
+
+    def _on_absence(self, absence: Absence) -> None:
+        """Fail what has waited too long for a shared core; the supervisor goes on trying to reach one."""
+        waits_since = time.monotonic() - absence.limit_s
+        error = EngineDeadError(absence.cause)
+        late = [stream for stream in self.requests.streams() if self._waits_since.get(stream, 0.0) <= waits_since]
+        for stream in late:
+            self.requests.fail_with(stream, error)
+        for call in list(self._calls.values()):
+            if call.made_at <= waits_since:
+                del self._calls[call.call_id]
+                call.settle(None, EngineDeadError(absence.cause))
+        if late:
+            logger.error("%s; %s failed", absence.cause.partition(";")[0], counted(len(late), "request"))
+
+    def _on_end(self, end: End) -> None:
+        logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause
+        if end.death is not None and any(client.dead_error is None for client in self._peers.clients):
+            self._blame.note_last_death(end.death, self._core, self.requests.live())
+        self._peers.on_change()
+        self._fail_everything(EngineDeadError(end.cause))  # what no other core has taken over
+
+    def _fail_everything(self, error: EngineDeadError) -> None:
+        """End every stream and call with `error`; from any thread."""
+
+        def fail() -> None:
+            self._core.connection.detach()
+            self.requests.fail_all(error)
+            self._fail_calls(error)
+
+        run_on_and_wait(self._core.connection.loop, fail)
+
+    def _fail_calls(self, error: EngineDeadError) -> None:
+        for call in self._calls.values():
+            call.settle(None, EngineDeadError(str(error)))
+        self._calls.clear()

@@ -1,0 +1,150 @@
+"""A core that other processes use, kept alive by this process at one address."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_mp.client.cores.launcher import Core, CoreLauncher
+from vllm_mp.client.cores.recovery.news import Death, End
+from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
+from vllm_mp.client.cores.supervisor import CoreSupervisor
+from vllm_mp.client.threads.background_call import call_in_thread
+from vllm_mp.config import VllmConfig
+from vllm_mp.errors import EngineDeadError
+
+logger = logging.getLogger(__name__)
+
+
+class SharedCore:
+    """A core that is started, watched, and started again at the same address when it dies or hangs."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        address: str | None = None,
+        key_file: str | None = None,
+        operator_key: bytes = b"",
+        has_log_files: bool = True,
+        on_restart: Callable[[str], None] = lambda kind: None,
+        folder: Path | None = None,
+    ) -> None:
+        """Hold `address`, by default a Unix socket in the private folder, until `close`.
+
+        TCP needs `key_file`. Clients with `operator_key` are operators; empty: there are none. Without `has_log_files`
+        the core writes its log to the standard error of this process. `on_restart` is called with the kind of each
+        death once the successor serves. `folder` is as for `CoreLauncher`. Raises ValueError, with the remedy, if the
+        address cannot be used.
+        """
+        self._limits = config.liveness_config
+        self._launcher = CoreLauncher(config, operator_key, has_log_files, folder)
+        try:
+            self.address = self._launcher.share(address, key_file)
+        except BaseException:
+            self._launcher.close(None, None)
+            raise
+        self.folder = self._launcher.folder
+        """The private folder, which exists until `close`."""
+        self.end: End | None = None
+        """Why the core is gone for good; None while it is not."""
+        self._on_restart = on_restart
+        self._supervisor: CoreSupervisor | None = None
+        self._starting: asyncio.Future[Core] | None = None
+        self.serves = asyncio.Event()
+        """Set once the first core serves."""
+        self._is_stopping = threading.Event()
+        """The core drains or is being ended."""
+
+    async def keep(self) -> None:
+        """Start the core and keep it alive; return after `drain` when it has finished its requests, or after `close`.
+
+        Raises EngineStartError if the first core does not start, and EngineDeadError once it is gone for good.
+        """
+
+        def check() -> None:
+            if self._is_stopping.is_set():
+                raise _Stopping
+
+        def start() -> Core:
+            self._launcher.begin()
+            return self._launcher.finish(check)
+
+        self._starting = call_in_thread(start)
+        try:
+            core = await asyncio.shield(self._starting)
+        except _Stopping:
+            return
+        self.serves.set()
+        limits = self._limits
+        restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None
+        supervisor = self._supervisor = CoreSupervisor(self._launcher, core, restarts)
+        # A core beats also while it has no work, so it is watched always.
+        supervisor.watch(lambda: True)
+        if self._is_stopping.is_set():
+            supervisor.end_core(signal.SIGINT)
+        kind = ""
+        has_news = asyncio.Event()
+        asyncio.get_running_loop().add_reader(supervisor.news_fd, has_news.set)
+        while True:
+            await has_news.wait()
+            has_news.clear()
+            for news in supervisor.take_news():
+                if isinstance(news, End):
+                    process = supervisor.core.process
+                    if self._is_stopping.is_set() and process is not None and process.was_drained:
+                        return
+                    self.end = news
+                    raise EngineDeadError(news.cause)
+                if isinstance(news, Death):
+                    kind = news.kind
+                    logger.warning("%s; its successor is being started", news.cause.partition(";")[0])
+                elif isinstance(news, Core):
+                    supervisor.release(core)
+                    core = news
+                    self._on_restart(kind)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that `drain` lets the core finish; a paused or sleeping core keeps back the others."""
+        status = None if self._supervisor is None else self._supervisor.status()
+        if status is None:
+            return 0
+        suspension = status.suspension
+        if suspension.pause or suspension.sleep.missing:
+            return suspension.num_draining
+        return status.num_running + status.num_waiting
+
+    def drain(self) -> None:
+        """Let the core finish its requests and end; a core that still loads ends at once. `keep` then returns."""
+        self._end(signal.SIGINT)
+
+    def kill(self) -> None:
+        """End the core at once, also while it drains or `close` waits for it."""
+        self._end(signal.SIGKILL)
+
+    async def close(self) -> None:
+        """End the core, free the address and remove all files; call this once, after the end of `keep`."""
+        self._is_stopping.set()
+        supervisor = self._supervisor
+        if supervisor is None and self._starting is not None:
+            with contextlib.suppress(Exception):
+                core = await self._starting
+                supervisor = self._supervisor = CoreSupervisor(self._launcher, core, None)
+        if supervisor is None:
+            self._launcher.close(None, None)
+        else:
+            asyncio.get_running_loop().remove_reader(supervisor.news_fd)
+            await call_in_thread(supervisor.stop)
+
+    def _end(self, number: int) -> None:
+        """End the core with a signal, without a successor."""
+        self._is_stopping.set()
+        if self._supervisor is not None:
+            self._supervisor.end_core(number)
+
+
+class _Stopping(Exception):
+    """The core was told to end while it started."""

@@ -1,0 +1,1 @@
+"""Prompts: their forms, chat templates, and the tokenizer with its batches."""

@@ -1,0 +1,174 @@
+"""The chat template: a conversation becomes the text of a prompt, in a thread and within a limit of time."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from vllm_mp.client.prompts.chat_messages import ChatMessageError, template_messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TIME_LIMIT_S = 2.0
+"""Longest time for one rendering."""
+_MAX_CHARACTERS = 2**26
+"""Longest text that a template may make."""
+_NUM_THREADS = 4
+
+
+class ChatTemplateError(ValueError):
+    """A template cannot be rendered for a conversation; the message says why."""
+
+
+class _Stopped(BaseException):
+    """Raised inside a rendering from another thread, to end it. No template can catch it."""
+
+
+class ChatTemplate:
+    """Renders the chat template of a tokenizer in worker threads, so that the event loop never waits for a template.
+
+    A template is code: it runs in Jinja's sandbox, and a rendering that takes too long is ended in its thread. The
+    threads end when the object is dropped.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, time_limit: float = TIME_LIMIT_S) -> None:
+        """`tokenizer` is None for an engine without one; then nothing can be rendered. `time_limit` is in seconds."""
+        self._tokenizer = tokenizer
+        self._time_limit = time_limit
+        self._reserved: frozenset[str] = frozenset()
+        """Names that no variable of a template may have."""
+        if tokenizer is not None:
+            arguments = inspect.signature(tokenizer.apply_chat_template).parameters
+            self._reserved = frozenset(arguments) | {"messages"}
+        self._executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="vllm-mp-chat-template")
+
+    @property
+    def source(self) -> str:
+        """The template that applies if a request has none of its own; empty if there is none."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(template, dict):
+            template = template.get("default", "")
+        return template or ""
+
+    def source_for(self, has_tools: bool) -> str:
+        """Return the template that applies to a request without one of its own; some models have one for tools."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        if has_tools and isinstance(template, dict) and "tool_use" in template:
+            return str(template["tool_use"])
+        return self.source
+
+    async def render(
+        self,
+        messages: Sequence[Any],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """Return the text of `messages` in `template`, by default the tokenizer's own.
+
+        The text holds the special tokens already. `messages` are as `template_messages` takes them; `tools` and
+        `variables` are what the template can read besides. Raises ChatMessageError for a message that no template can
+        use, and ChatTemplateError, which says why, if the template refuses the messages, fails, or takes too long.
+        """
+        if self._tokenizer is None:
+            raise ChatTemplateError("the engine has no tokenizer; leave skip_tokenizer_init off")
+        if not (template or self.source):
+            raise ChatTemplateError("the model has no chat template; give the option chat_template")
+        if wrong := sorted((variables or {}).keys() & self._reserved):
+            raise ChatTemplateError(f"chat_template_kwargs must not hold {wrong[0]!r}; choose another name")
+        rendering = _Rendering(
+            self._tokenizer.apply_chat_template,
+            messages,
+            "developer" in (template or self.source),
+            {
+                **(variables or {}),
+                "tools": tools,
+                "tokenize": False,
+                "chat_template": template,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+            },
+        )
+        future = self._executor.submit(rendering.run)
+        try:
+            text = await self._within_limit(rendering, future)
+        finally:
+            # Also when the caller is cancelled: its thread must not go on.
+            if not future.cancel():
+                rendering.stop()
+        if len(text) > _MAX_CHARACTERS:
+            raise ChatTemplateError(f"the chat template made {len(text)} characters, the limit is {_MAX_CHARACTERS}")
+        return text
+
+    async def _within_limit(self, rendering: _Rendering, future: Future[str]) -> str:
+        """Return the rendered text. The limit counts from the start of the rendering, not the time in the queue."""
+        waiting = asyncio.wrap_future(future)
+        # If this caller leaves before the end, nothing else takes the error.
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        remaining = self._time_limit
+        while remaining > 0:
+            await asyncio.wait([waiting], timeout=remaining)
+            if waiting.done():
+                return waiting.result()
+            started = rendering.started
+            remaining = self._time_limit if started is None else started + self._time_limit - time.monotonic()
+        raise ChatTemplateError(f"the chat template did not end within {self._time_limit:g} s; correct the template")
+
+
+class _Rendering:
+    """A call of `apply_chat_template` that another thread can end."""
+
+    def __init__(self, apply: Any, messages: Sequence[Any], knows_developer: bool, arguments: dict[str, Any]) -> None:
+        """`knows_developer`: the template has the role "developer". `arguments` are those beside the messages."""
+        self.started: float | None = None
+        """When the rendering began, in seconds of `time.monotonic()`; None before."""
+        self._apply = apply
+        self._messages = messages
+        self._knows_developer = knows_developer
+        self._arguments = arguments
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        """The thread of the rendering while it can be ended."""
+
+    def run(self) -> str:
+        """Return the rendered text. Raises ChatTemplateError if the template fails or is stopped.
+
+        Raises ChatMessageError for a message that no template can use.
+        """
+        try:
+            with self._lock:
+                self._thread, self.started = threading.get_ident(), time.monotonic()
+            try:
+                messages = template_messages(self._messages, knows_developer=self._knows_developer)
+                text: str = self._apply(messages, **self._arguments)
+            finally:
+                with self._lock:
+                    self._thread = None
+                # An exception that `stop` raised before the lock was taken arrives here at the latest.
+                for _ in range(2):
+                    pass
+            return text
+        except _Stopped:
+            raise ChatTemplateError("the rendering of the chat template was stopped") from None
+        except ChatMessageError:
+            raise
+        except Exception as error:
+            message = str(error) or type(error).__name__
+            raise ChatTemplateError(f"the chat template failed: {message:.500}") from error
+
+    def stop(self) -> None:
+        """End the rendering soon, if it runs."""
+        with self._lock:
+            if self._thread is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(_Stopped))
+                self._thread = None

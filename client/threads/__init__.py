@@ -1,0 +1,1 @@
+"""Calls between threads and the event loop."""

@@ -1,0 +1,1 @@
+"""Groups of ranks: sums, gathers, and queues of tensors between stages."""

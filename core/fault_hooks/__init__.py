@@ -1,0 +1,1 @@
+"""Where a core causes faults in itself, for tests."""

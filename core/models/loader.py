@@ -1,0 +1,123 @@
+"""Load a model: choose its native module or transformers' own, and give it its weights."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import nn
+
+from vllm_mp.config import ModelConfig
+from vllm_mp.core.collectives.group import ALONE, RankGroup, bind_group
+from vllm_mp.core.models import CausalLM, NativeModel, build_model
+from vllm_mp.core.weights.block_matrix import count_block_weights
+from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, count_parameters
+from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
+from vllm_mp.core.weights.cuts import is_of_stage
+from vllm_mp.core.weights.dummy import fill_with_dummy_weights
+from vllm_mp.core.weights.four_bit_checkpoint import unpacked
+from vllm_mp.core.weights.gguf_tensors import gguf_tensors, has_block_types
+from vllm_mp.kernels import ops
+from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.families.registry import decoder_without_head
+from vllm_mp.model_config.pipeline_parallel import stage_of
+from vllm_mp.model_config.tensor_parallel import check_tensor_parallel, shard_of
+from vllm_mp.model_store.gguf import gguf_place
+
+
+def load_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[float], None] | None = None,
+    cache_dtype: torch.dtype | None = None,
+    group: RankGroup = ALONE,
+    stage: int = 0,
+    num_stages: int = 1,
+) -> CausalLM:
+    """Return the model of `config` with its weights: the native one if there is one, else transformers' own.
+
+    The model's KV cache must be of `cache_dtype`, by default `dtype`. `progress` is called with the fraction done. The
+    model holds the share of this process in `group`, of the layers of `stage`.
+    Raises ValueError naming what is wrong with the checkpoint, or why its architecture or quantization cannot run.
+    """
+    arch = config.architecture
+    if isinstance(arch, NativeArchitecture):
+        if arch.rope is not None:
+            # Rotary angles are computed for the positions that requests can have, and LongRoPE's for that context.
+            arch = msgspec.structs.replace(arch, max_position=config.max_model_len)
+        if arch.blocks is not None and device.type != "cpu":
+            raise ValueError(
+                f"quantization={config.quantization!r} is computed on CPUs only, and the device is {device}; set "
+                "device='cpu', or leave the quantization out"
+            )
+        keeps_blocks = (
+            config.quantization is None
+            and config.load_format != "dummy"
+            and ops.computes_blocks(device, dtype)
+            and has_block_types(config.folder)
+        )
+        if keeps_blocks:
+            arch = msgspec.structs.replace(arch, blocks="gguf")
+            check_tensor_parallel(arch, group.size, config.model)
+        whole, arch = arch, shard_of(stage_of(arch, stage, num_stages), group.rank, group.size)
+        model = build_model(arch, dtype, device)
+        load_weights(model, config.folder, config.load_format, config.weights_seed, progress, keeps_blocks)
+        native = cast("NativeModel", model)
+        counted = model if group.size == num_stages == 1 else build_model(whole, dtype, "meta")
+        native.num_parameters = count_parameters(counted) + count_block_weights(counted)
+        # `load_weights` made all other kinds of weights already.
+        native.pack("int8" if config.quantization == "int8" else None, cache_dtype or dtype)
+        bind_group(model, group)
+        return native
+    # Imported here, because importing transformers takes seconds, which native models do not need.
+    from vllm_mp.core.models.transformers import backend as transformers_backend
+
+    return transformers_backend.load_model(
+        config, dtype, device, progress or (lambda _: None), group, stage, num_stages
+    )
+
+
+def load_weights(
+    model: nn.Module,
+    folder: Path,
+    load_format: str,
+    seed: int,
+    progress: Callable[[float], None] | None = None,
+    keeps_blocks: bool = False,
+) -> None:
+    """Fill every parameter of a model that `build_model` made.
+
+    `load_format="dummy"` draws random weights from `seed` alone. Any other format reads the GGUF file that `folder`
+    names, or else safetensors from `folder`, one file or shards with an index. Weights are cast to the dtype of the
+    parameters; with `keeps_blocks`, matrices of a GGUF file stay where they lie, for a model with `blocks="gguf"`.
+    `progress` is called with the fraction done, ending at 1.0. A stage of a pipeline reads its tensors only.
+    Raises ValueError, naming the file, the cause and the remedy, when weights are absent, unreadable, damaged
+    or belong to another model.
+    """
+    if load_format == "dummy":
+        fill_with_dummy_weights(model, seed)
+        if progress is not None:
+            progress(1.0)
+        return
+    loader: Any = model
+    place = gguf_place(folder)
+    try:
+        wanted = functools.partial(is_of_stage, stage=loader.arch.stage)
+        if place is not None:
+            loader.load_weights(gguf_tensors(place, keeps_blocks, progress, wanted))
+        else:
+            # Tensors are mapped, so that the others are not read.
+            tensors = (pair for pair in read_tensors(checkpoint_files(folder), progress) if wanted(pair[0]))
+            four_bits = loader.arch.four_bits
+            loader.load_weights(tensors if four_bits is None else unpacked(tensors, four_bits))
+    except CheckpointMismatchError as error:
+        if place is not None:
+            raise ValueError(f"{place.path}: {error}; convert the model to GGUF again") from None
+        remedy = "Check that config.json and the weights belong to the same model."
+        if str(error).endswith(": missing lm_head.weight"):
+            name = decoder_without_head(loader.arch.name)
+            remedy = f'If it is a model for vectors, write "architectures": ["{name}"] in config.json.'
+        raise ValueError(f"{folder}: {error}. {remedy}") from None

@@ -1,0 +1,1 @@
+"""Models that run through the modules of the library transformers."""

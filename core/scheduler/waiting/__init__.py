@@ -1,0 +1,1 @@
+"""Requests that wait: their order, turns of clients and adapters, quotas."""

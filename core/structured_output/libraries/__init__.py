@@ -1,0 +1,1 @@
+"""The libraries that compile grammars, and the forms that they take."""

@@ -1,0 +1,136 @@
+"""Constraints as grammars in Lark's notation, which llguidance compiles."""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+from vllm_mp.core.structured_output.grammar import GrammarError
+from vllm_mp.core.structured_output.schema.exact_schema import ExactSchema, has_rounded_numbers
+from vllm_mp.core.structured_output.schema.json_schema import check_held, drop_annotations
+from vllm_mp.requests.structured_outputs import Constraint
+
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_WHITESPACE = r" |( ?(\r?\n){1,2}[ \t]{0,32})"
+"""The whitespace between the parts of JSON. Without a bound, a model may write whitespace until its tokens run out."""
+
+
+@dataclasses.dataclass
+class Additions:
+    """What the JSON schemas of a constraint add to its grammar."""
+
+    rules: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """Lines for the log about what is not enforced."""
+
+
+def lark_grammar(constraint: Constraint, added: Additions) -> str:
+    """Return the grammar of a constraint that is no structural tag. Raises GrammarError if it has none."""
+    match constraint.kind:
+        case "json":
+            rule = json_rule(parse_json("the JSON schema", constraint.text), constraint, added)
+            return "\n".join([f"start: {rule}", *added.rules])
+        case "json_object":
+            return "start: " + json_rule({"type": "object"}, constraint, added)
+        case "regex":
+            return f"start: {regex_terminal(constraint.text)}"
+        case "choice":
+            # The choices are one terminal, because a terminal for each would be slower by far.
+            return f"start: CHOICE\nCHOICE: {' | '.join(literal(text) for text in _choices(constraint.text))}"
+        case "grammar":
+            return ebnf_grammar(constraint.text)
+        case kind:
+            raise AssertionError(kind)
+
+
+def literal(text: str) -> str:
+    """Return `text` as a string of a grammar."""
+    return json.dumps(text)
+
+
+def regex_terminal(pattern: str) -> str:
+    """Return a regular expression as a terminal."""
+    # The notation ends an expression at the first slash that has no backslash before it, and at the end of a line.
+    escaped = re.sub(r"\\(.)|([/\n\r])", _escape_in_regex, pattern, flags=re.DOTALL)
+    return f"/{escaped}/"
+
+
+def _escape_in_regex(match: re.Match[str]) -> str:
+    names = {"\n": r"\n", "\r": r"\r", "/": r"\/"}
+    character = match[1] or match[2]
+    return names.get(character, match[0])
+
+
+def json_rule(schema: Any, constraint: Constraint, added: Additions) -> str:
+    """Return the expression for JSON that matches a schema, with the options of `constraint`; `schema` is changed.
+
+    Raises GrammarError, with the place, if the schema would not be held.
+    """
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarError(f"a JSON schema must be an object or true, got {str(schema)[:100]}: nothing matches it")
+    if not constraint.additional_properties:
+        closed_schema(schema)
+    added.notes += drop_annotations(schema)
+    check_held(schema)
+    options: dict[str, Any] = {"whitespace_flexible": constraint.any_whitespace}
+    whitespace = constraint.whitespace_pattern or (_WHITESPACE if constraint.any_whitespace else "")
+    if whitespace:
+        options["whitespace_pattern"] = whitespace
+
+    def plain_rule(schema: dict[str, Any]) -> str:
+        return f"%json {json.dumps({'x-guidance': options, **schema})}"
+
+    if not has_rounded_numbers(schema):
+        return plain_rule(schema)
+    terminal = regex_terminal(f"({whitespace})?") if whitespace else ""
+    return ExactSchema(schema, plain_rule, terminal, added.rules).expression()
+
+
+def is_gbnf(text: str) -> bool:
+    """Return whether a grammar is in the notation of GBNF; it is in that of Lark otherwise."""
+    return _GBNF_RULE.search(text) is not None
+
+
+def ebnf_grammar(text: str) -> str:
+    """Return a grammar in the notation of Lark or GBNF in that of Lark. Raises GrammarError if it cannot be read."""
+    if not is_gbnf(text):
+        return text
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # the library raises this class
+        raise GrammarError(f"the grammar cannot be read as GBNF: {error or type(error).__name__}") from error
+
+
+def parse_json(name: str, text: str | bool) -> Any:
+    """Return the value of a JSON text. Raises GrammarError if it is none."""
+    if isinstance(text, bool):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"{name} is no valid JSON: {error}") from error
+
+
+def _choices(text: str) -> list[str]:
+    choices = parse_json("the list of choices", text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise GrammarError(f"a choice must be a JSON list of strings, got {text[:100]}")
+    return choices
+
+
+def closed_schema(schema: Any) -> Any:
+    """Forbid properties that are not named, in all objects of `schema` that do not say whether they may have such."""
+    pending = [schema]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.values()
+            if isinstance(value.get("properties"), dict):
+                value.setdefault("additionalProperties", False)
+        elif isinstance(value, list):
+            pending += value
+    return schema

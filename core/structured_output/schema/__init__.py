@@ -1,0 +1,1 @@
+"""JSON schemas: checks, and rewriting to schemas that the libraries compile exactly."""

@@ -1,0 +1,1 @@
+"""The memory of a worker: its plan, the model in it, sleep."""

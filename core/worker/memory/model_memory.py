@@ -1,0 +1,233 @@
+"""What a model holds on its device: weights, the slots of adapters, the KV cache, and graphs of its steps."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from vllm_mp.config import VllmConfig
+from vllm_mp.core.collectives.group import RankGroup
+from vllm_mp.core.lora.slots import AdapterSlots
+from vllm_mp.core.models.attention_layer import bind_attention
+from vllm_mp.core.models.loader import load_model
+from vllm_mp.core.worker.cuda_graphs import Capture, CaptureError, StepGraphs, StepShape, cuda_capture, step_shapes
+from vllm_mp.core.worker.device import choose_attention
+from vllm_mp.core.worker.memory.offload import OffloadedWeights, release_memory
+from vllm_mp.core.worker.memory.plan import available_memory, check_adapter_memory, free_cuda_memory
+from vllm_mp.kernels import ops
+from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.pipeline_parallel import stage_of
+from vllm_mp.model_config.tensor_parallel import shard_of
+
+logger = logging.getLogger(__name__)
+
+
+class _NoModel(NamedTuple):
+    """Stands in for a model whose weights are dropped."""
+
+    kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]
+
+
+class ModelMemory:
+    """Loads the model, and allocates and releases what it needs to run.
+
+    It is a `vllm_mp.core.worker.memory.sleep.Memory`: weights and cache can be released while there is no step to run.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Callable[[float], None],
+        beat: Callable[[], None],
+        make_capture: Callable[[torch.device], Capture] | None,
+        group: RankGroup,
+        stage: tuple[int, int],
+    ) -> None:
+        """Load the weights; the cache is allocated by `allocate_cache`. The arguments are those of `ModelRunner`.
+
+        `stage` is the number of the stage of a pipeline, and of how many. Raises ValueError for weights that are
+        missing or do not fit.
+        """
+        self._config = config
+        self._device = device
+        self._dtype = dtype
+        self._progress = progress
+        self._beat = beat
+        self._group = group
+        self._stage = stage
+        self._cache_dtype = ops.FLOAT8 if config.cache_config.cache_dtype == "fp8" else dtype
+        self._wrap: Callable[[Any], Any] = lambda model: model
+        """Applied to each model that is loaded."""
+        self._offloaded: OffloadedWeights | None = None
+        """None unless the weights are in host memory."""
+        self.num_parameters = 0
+        """Number of parameters of the loaded model."""
+        self.adapters: AdapterSlots | None = None
+        """The slots of LoRA adapters; None if they are not enabled."""
+        if config.lora_config is not None:
+            arch = cast("NativeArchitecture", config.model_config.architecture)
+            arch = shard_of(stage_of(arch, *stage), group.rank, group.size)
+            check_adapter_memory(config, arch, device, dtype)
+            self.adapters = AdapterSlots(arch, config.lora_config.max_loras, config.lora_config.max_lora_rank)
+        self.model: Any = self._load()
+        self.kv_caches: list[tuple[Tensor, Tensor]] = []
+        """(keys, values) of each layer, [num_blocks, block_size, heads, dim] each; empty for an encoder or in sleep."""
+        self.graphs: StepGraphs | None = None
+        """Captured steps; None if there are none."""
+        self._make_capture = make_capture or self._default_capture()
+
+    def wrap_model(self, wrap: Callable[[Any], Any]) -> None:
+        """Call `wrap(model)` instead of the model in every step, without CUDA graphs."""
+        self._wrap = wrap
+        self.model = wrap(self.model)
+        self.graphs = self._make_capture = None
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache.
+
+        It is not zeroed: no operation reads a cell before it is written, and untouched pages take no memory.
+        """
+        block_size = self._config.cache_config.block_size
+
+        def cache(shape: tuple[int, int]) -> Tensor:
+            return torch.empty((num_blocks, block_size, *shape), dtype=self._cache_dtype, device=self._device)
+
+        self.kv_caches = [(cache(keys), cache(values)) for keys, values in self.model.kv_shapes]
+
+    def token_bytes(self) -> int:
+        """Return the bytes of KV cache of one token over all layers."""
+        elements: int = sum(heads * dim for layer in self.model.kv_shapes for heads, dim in layer)
+        return self._cache_dtype.itemsize * elements
+
+    def offload_weights(self) -> None:
+        try:
+            if self._device.type != "cpu" and self._offloaded is None:
+                self._offloaded = OffloadedWeights(self.model, self._beat)
+        finally:
+            release_memory(self._device)
+
+    def drop_weights(self) -> None:
+        self._offloaded, self.model = None, _NoModel(self.model.kv_shapes)
+        if self.adapters is not None:
+            self.adapters.unbind()
+        release_memory(self._device)
+
+    def restore_weights(self) -> None:
+        if isinstance(self.model, _NoModel):
+            self._progress(0.0)
+            self.model = self._load()
+        elif self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+        release_memory(self._device)  # the memory of the host's copy, or of the weight files
+
+    def drop_cache(self) -> None:
+        self.graphs, self.kv_caches = None, []
+        release_memory(self._device)
+
+    def restore_cache(self) -> None:
+        cache = self._config.cache_config
+        num_bytes = cache.num_blocks * cache.block_size * self.token_bytes()
+        if self._device.type == "cpu" and num_bytes > (free := available_memory()):
+            raise MemoryError(f"the KV cache does not fit: it takes {num_bytes:,} bytes, and {free:,} are free")
+        self.allocate_cache(cache.num_blocks)
+
+    def prepare(self) -> None:
+        self.graphs = self._capture(step_shapes(self._config))
+
+    def make_graphs(self) -> None:
+        """Capture steps on the current cache, if device and kernels allow it."""
+        self.graphs = self._try_capture(step_shapes(self._config))
+
+    def graph_bytes(self) -> int:
+        """Estimate the bytes of all graphs, which share memory, from the two largest of decodes and of prefills.
+
+        The graphs themselves are bound to the cache, so they can only be captured after it is allocated.
+        """
+        shapes = step_shapes(self._config)
+        kinds = [[shape for shape in shapes if shape.only_decodes == kind] for kind in (True, False)]
+        taken = []
+        trials = [[shape for of_kind in kinds for shape in of_kind[:count]] for count in (1, 2)]
+        for trial in trials:
+            torch.cuda.empty_cache()
+            before = free_cuda_memory(self._device)
+            graphs = self._try_capture(trial)
+            taken.append(before - free_cuda_memory(self._device))
+            del graphs
+        torch.cuda.empty_cache()
+        largest, both = taken
+        num_largest, num_both = map(len, trials)
+        of_others = max(0, both - largest) / max(1, num_both - num_largest)
+        return max(0, largest) + math.ceil((len(shapes) - num_largest) * of_others)
+
+    def _load(self) -> Any:
+        """Return the model with its weights, its attention bound to the chosen backend, and a beat at each layer."""
+        model_config = self._config.model_config
+        model = load_model(
+            model_config, self._dtype, self._device, self._progress, self._cache_dtype, self._group, *self._stage
+        )
+        self.num_parameters = model.num_parameters
+        module = cast("nn.Module", model)
+        if self.adapters is not None:
+            self.adapters.bind(model)
+        self.attention = choose_attention(self._config, self._device, self._dtype, model.kv_shapes)
+        bind_attention(module, self.attention.attend)
+        for layer in _layers(module):
+            layer.register_forward_pre_hook(lambda *_: self._beat())
+        return self._wrap(model)
+
+    def _default_capture(self) -> Callable[[torch.device], Capture] | None:
+        """Return the capture in CUDA graphs for native models; None if steps are launched one operation at a time."""
+        model = self._config.model_config
+        if model.enforce_eager or self._device.type != "cuda" or not isinstance(model.architecture, NativeArchitecture):
+            return None
+        _, num_stages = self._stage
+        if num_stages > 1:
+            logger.info("steps are not captured: the model is divided into stages")
+            return None
+        if not self.attention.captures:
+            logger.info("steps are not captured: this attention backend reads lengths on the host")
+            return None
+        return cuda_capture
+
+    def _try_capture(self, shapes: Sequence[StepShape]) -> StepGraphs | None:
+        """Return what `_capture` does, or None if it fails; later steps are then not captured either."""
+        try:
+            return self._capture(shapes)
+        except CaptureError as error:
+            self._make_capture = None
+            logger.warning("steps are not captured: %s", error)
+            return None
+
+    @torch.inference_mode()
+    def _capture(self, shapes: Sequence[StepShape]) -> StepGraphs | None:
+        """Return graphs of steps of these shapes on the current cache; None if none are captured.
+
+        Raises CaptureError.
+        """
+        if self._make_capture is None or not self.kv_caches:
+            return None
+        started = time.monotonic()
+        model, block_size = self._config.model_config, self._config.cache_config.block_size
+        graphs = StepGraphs(
+            lambda input_ids, positions, metadata: self.model(input_ids, positions, self.kv_caches, metadata),
+            -(-model.max_model_len // block_size),
+            model.max_model_len,
+            self._device,
+            has_adapters=self.adapters is not None,
+        )
+        graphs.capture(shapes, self._make_capture(self._device), self._beat, self._group)
+        logger.info("%d graphs of steps captured in %.1f s", graphs.num_graphs, time.monotonic() - started)
+        return graphs
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers of a model: the members of its outermost lists of modules."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _layers(child)

@@ -1,0 +1,1 @@
+"""From logits to tokens: logits processors, sampling filters, log-probabilities, pooled vectors."""

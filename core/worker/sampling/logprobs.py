@@ -1,0 +1,160 @@
+"""Log-probabilities of chosen tokens and of the most likely tokens, as the wire carries them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
+from vllm_mp.core.scheduler.step import ScheduledStep
+from vllm_mp.core.worker.sampling.host_copies import ToHost, on_host, to_device
+from vllm_mp.wire import TokenLogprobs
+
+MAX_LOGIT_ELEMENTS = 1 << 22
+"""Most elements of the logits [positions, vocab] of one piece of a prompt. A message with all of their
+log-probabilities fits the limit of the wire."""
+
+Owned = tuple[int, TokenLogprobs]
+"""(client, message to the client)."""
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities at n positions, on the host or being copied to it."""
+
+    token_ids: Tensor
+    """Int32 [n, 1 + k], the chosen token, then the k most likely tokens, best first."""
+    values: Tensor
+    """Float32 [n, 1 + k], the log-probabilities of `token_ids`."""
+    ranks: Tensor
+    """Int64 [n], rank of the chosen token, 1 for the most likely; equally likely tokens share the better rank."""
+
+    @classmethod
+    def gather(cls, distribution: Tensor, chosen: Tensor, count: int, to_host: ToHost = on_host) -> "Logprobs":
+        """Return the log-probabilities of `chosen` int64 [n] and of the `count` most likely tokens.
+
+        `distribution` is all log-probabilities, float32 [n, vocab].
+        """
+        chosen = chosen.unsqueeze(-1)
+        own = distribution.gather(-1, chosen)
+        ranks = (distribution > own).sum(-1) + 1
+        best = distribution.topk(min(count, distribution.shape[-1]), dim=-1)
+        ids = torch.cat((chosen, best.indices), -1).to(torch.int32)
+        values = torch.cat((own, best.values), -1)
+        return cls(to_host(ids), to_host(values), to_host(ranks))
+
+    def message(self, slot: int, position: int, first: int, last: int, count: int) -> TokenLogprobs:
+        """Return the message to `slot` with entries [first, last), each with `count` tokens beside the chosen token.
+
+        `position` is the position of the first entry in the output or prompt of the request.
+        """
+        return TokenLogprobs(
+            slot,
+            position,
+            self.token_ids[first:last, : count + 1].numpy().astype("<i4").tobytes(),
+            self.values[first:last, : count + 1].numpy().astype("<f4").tobytes(),
+            self.ranks[first:last].numpy().astype("<u4").tobytes(),
+        )
+
+
+def wants_logprobs(batch: Batch, rows: Rows) -> bool:
+    """Return whether any of the batch's `rows` asks for log-probabilities of its sampled tokens."""
+    return bool((batch.num_logprobs[rows] >= 0).any())
+
+
+class StepLogprobs:
+    """The log-probabilities of the tokens that a step samples, for the rows that ask for them.
+
+    They are the model's own, so they must be made before the sampler changes the logits.
+    """
+
+    def __init__(self, logits: Tensor, batch: Batch, rows: Rows, num_tokens: Counts | None = None) -> None:
+        """`logits` [n, vocab] of the batch's `rows` [n].
+
+        `num_tokens` [n] counts the tokens of each row before the token that is sampled; by default, all known tokens.
+        """
+        if num_tokens is None:
+            num_tokens = batch.num_tokens[rows]
+        wanting = np.flatnonzero(batch.num_logprobs[rows] >= 0)
+        rows = rows[wanting]
+        self._counts = batch.num_logprobs[rows]
+        # Read now, because the rows may belong to other requests when the messages are made.
+        positions = num_tokens[wanting] - batch.num_prompt_tokens[rows]
+        self._owners = list(
+            zip(batch.client[rows].tolist(), batch.slot[rows].tolist(), positions.tolist(), strict=True)
+        )
+        if len(wanting):
+            self._index = to_device(wanting, logits.device)
+            self._distribution = logits[self._index].float().log_softmax(-1)
+
+    def messages(self, tokens: Tensor, to_host: ToHost = on_host) -> Callable[[], list[Owned]]:
+        """Return a function for the messages about the sampled `tokens` int64 [n]; a negative token has no message.
+
+        Call the function once the copies of `to_host` are complete.
+        """
+        if not self._owners:
+            return list
+        chosen = tokens[self._index]
+        host_chosen = to_host(chosen)
+        groups = []
+        # One selection for each number of tokens: the number decides how ties are ordered, so a row must not depend on
+        # the numbers of other rows.
+        for count in np.unique(self._counts).tolist():
+            members = np.flatnonzero(self._counts == count)
+            at = to_device(members, chosen.device)
+            logprobs = Logprobs.gather(self._distribution[at], chosen[at].clamp(min=0), count, to_host)
+            groups.append((count, members.tolist(), logprobs))
+
+        def make() -> list[Owned]:
+            is_sampled = (host_chosen.numpy() >= 0).tolist()
+            messages: dict[int, Owned] = {}
+            for count, members, logprobs in groups:
+                for i, member in enumerate(members):
+                    if is_sampled[member]:
+                        client, slot, position = self._owners[member]
+                        messages[member] = client, logprobs.message(slot, position, i, i + 1, count)
+            return [messages[member] for member in sorted(messages)]
+
+        return make
+
+
+def prompt_logprobs(
+    step: ScheduledStep,
+    batch: Batch,
+    hidden: Tensor,
+    compute_logits: Callable[[Tensor, int, int], Tensor],
+    vocab_size: int,
+    to_host: ToHost = on_host,
+    num_computed: Counts | None = None,
+) -> Callable[[], list[Owned]]:
+    """Return a function for the messages about the prompt tokens that `step` predicts.
+
+    Rows that do not ask for log-probabilities have no messages, and each token has one only once, even if its prompt is
+    computed again. `hidden` are the step's final hidden states [num_tokens, hidden_size], and
+    `compute_logits(hidden, first, last)` returns the logits of the tokens [first, last). `num_computed` [num_rows]
+    counts the tokens that were computed before the step, by default as `batch` does. Call the function once the copies
+    of `to_host` are complete.
+    """
+    firsts = batch.num_computed_tokens[step.rows] if num_computed is None else num_computed
+    parts: list[tuple[int, int, int, int, Logprobs]] = []
+    # Pieces, so that the logits of a long prompt stay bounded.
+    piece = max(1, MAX_LOGIT_ELEMENTS // vocab_size)
+    for i in np.flatnonzero(batch.num_prompt_logprobs[step.rows] >= 0).tolist():
+        row = int(step.rows[i])
+        request = batch.request(row)
+        count, begin = request.num_prompt_logprobs, int(firsts[i])
+        # The hidden state at one position predicts the token at the next.
+        first = max(request.num_prompt_logprobs_sent, begin + 1)
+        last = min(begin + int(step.counts[i]) + 1, request.num_prompt_tokens)
+        offset = int(step.counts[:i].sum()) - begin - 1
+        for start in range(first, last, piece):
+            stop = min(start + piece, last)
+            distribution = compute_logits(hidden, offset + start, offset + stop).float().log_softmax(-1)
+            chosen = to_device(batch.token_ids[row, start:stop].astype(np.int64), hidden.device)
+            found = Logprobs.gather(distribution, chosen, count, to_host)
+            parts.append((request.client, request.slot, start, count, found))
+        request.num_prompt_logprobs_sent = max(first, last)
+    return lambda: [
+        (client, found.message(slot, start, 0, len(found.ranks), count)) for client, slot, start, count, found in parts
+    ]

@@ -1,0 +1,1 @@
+"""Paged attention in Triton: decodes, prefills, and the keys that both read."""

@@ -1,0 +1,253 @@
+"""What a client sends to the next core after a death, and which requests it fails or refuses."""
+
+import pytest
+from support.stand_in_core import StandInSupervisor
+
+from vllm_mp import EngineGenerateError, SamplingParams, wire
+from vllm_mp.client.cores.core_client import EngineCoreClient
+from vllm_mp.client.cores.recovery import refused_requests
+from vllm_mp.client.cores.recovery.news import Death
+from vllm_mp.client.outputs.completion import Completion
+from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.outputs.stream import GenerationStream
+from vllm_mp.client.prompts.request import GenerationRequest
+from vllm_mp.client.stats import EngineStats
+
+
+class Cores(StandInSupervisor):
+    """The cores of a client, one after the other, and the client."""
+
+    def __init__(self, is_shared=False):
+        super().__init__(is_shared)
+        self.client = EngineCoreClient(self, OutputProcessor(), EngineStats(64, False))
+
+    def add(self, name, prompt=None, seed=None, salt=""):
+        params = SamplingParams(seed=seed or 1)
+        ids = prompt or [ord(letter) for letter in name]
+        request = GenerationRequest(
+            name, "", ids, wire.pack_ids(ids), params, 0.0, cache_salt=salt, seed_is_drawn=seed is None
+        )
+        stream = GenerationStream(request, [Completion(0, params)])
+        self.client.add(stream)
+        return stream
+
+    def die(self, *slots, is_step_known=True, aborted=()):
+        """Let the core die with `slots` in its step, and replay to the next core; return the slots that it is sent.
+
+        The ids `aborted` are aborted in between.
+        """
+        self.num_deaths += 1
+        death = Death("it died; log", dict.fromkeys(slots, 0), len(slots), False, time=float(self.num_deaths))
+        last = wire.LastDeath(
+            self.num_deaths - 1, "it died", "signal", False, len(slots), [(slot, 0) for slot in slots]
+        )
+        if self.is_shared:  # only the successor knows more
+            death = death._replace(in_step={}, num_in_step=0, is_from_outside=True)
+        self.client._on_death(death._replace(is_step_known=is_step_known and not self.is_shared))
+        for name in aborted:
+            self.client.abort(name)
+        self.sent.clear()
+        self.core = self.start(last if is_step_known else None)
+        self.client._replay_to(self.core)
+        return self.sent_slots()
+
+    def sent_slots(self):
+        """Return the slots of the requests that were sent since the last call, with their groups."""
+        slots = [(m.slot, m.isolation_group) for m in self.sent if isinstance(m, wire.AddRequest)]
+        self.sent.clear()
+        return slots
+
+    def give_token(self, slot):
+        columns = (bytes([slot, 0]), bytes([5, 0, 0, 0]), bytes(2))
+        self.on_message(wire.StepOutput(self.num_deaths, 1, *columns))
+
+
+@pytest.fixture(params=[False, True], ids=["private", "shared"])
+def cores(request):
+    return Cores(is_shared=request.param)
+
+
+def test_suspects_are_sent_with_their_groups(cores):
+    for name in "abc":
+        cores.add(name)
+    assert cores.die(0, 1, 2) == [(0, 0), (1, 0), (2, 0)]
+    assert cores.die(0, 1, 2) == [(0, 1), (1, 1), (2, 2)]
+
+
+def test_requests_equal_to_the_culprit_fail_with_it_and_their_deaths_are_forgiven(cores):
+    culprit, copy = cores.add("a", [1, 2]), cores.add("b", [1, 2])
+    others = [cores.add("c", [1, 2, 3]), cores.add("d", [1, 2], seed=1), cores.add("e", [1, 2], salt="tenant")]
+    cores.die(0, 1, 2)
+    cores.die(0, 1, 2)
+    assert [slot for slot, _ in cores.die(0)] == [2, 3, 4]
+    assert "in the step of each of 3 cores that died, alone in the last (it died; it died): it died" in (
+        str(culprit.error)
+    )
+    assert "equal to request a, of which is known: it was in the step of each of 3 cores" in str(copy.error)
+    assert not any(other.is_over for other in others)
+    assert cores.forgiven == ([] if cores.is_shared else [1.0, 2.0, 3.0]), "the parent of a shared core forgives"
+    assert cores.client.requests.num_slots_in_use == 3
+
+
+def test_next_cores_of_a_parent_hear_of_which_deaths_a_request_is_to_blame():
+    cores = Cores(is_shared=True)
+    cores.add("a")
+    cores.sent_slots = lambda: [message for message in cores.sent if isinstance(message, wire.Convicted)]
+    told = wire.Convicted(2, [0, 1]), wire.Convicted(3, [0, 1])
+    assert [cores.die(0) for _ in range(3)] == [[], [told[0]], [told[1]]]
+
+
+def test_deaths_are_not_forgiven_if_every_request_ends_every_core():
+    cores = Cores()
+    for name in "abc":
+        cores.add(name)
+        for _ in range(2):
+            cores.die(0)
+    assert cores.forgiven == [1.0, 2.0], "until it is known that no core works"
+    cores.add("d")
+    cores.give_token(0)
+    cores.add("e")
+    for _ in range(2):
+        cores.die(1)
+    assert cores.forgiven == [1.0, 2.0, 7.0, 8.0]
+
+
+def test_request_equal_to_a_culprit_is_refused_for_a_while(cores, monkeypatch):
+    cores.add("a", [1, 2])
+    for _ in range(2):
+        cores.die(0)
+    with pytest.raises(EngineGenerateError, match="request b is refused: it is equal to request a, which failed"):
+        cores.add("b", [1, 2])
+    cores.add("c", [1, 3])
+    assert cores.sent_slots() == [(0, 0)]
+    monkeypatch.setattr(refused_requests, "_REFUSAL_S", 0.0)
+    cores.add("d", [1, 2])
+    assert cores.sent_slots() == [(1, 0)]
+
+
+def test_number_of_refused_requests_is_bounded(cores, monkeypatch):
+    monkeypatch.setattr(refused_requests, "_MAX_REFUSED", 2)
+    for name in "abc":
+        cores.add(name, [ord(name)])
+        for _ in range(2):
+            cores.die(0)
+    cores.add("again", [ord("a")])
+    for name in "bc":
+        with pytest.raises(EngineGenerateError):
+            cores.add("again", [ord(name)])
+
+
+def test_requests_are_held_back_while_a_group_is_tested_if_the_steps_are_unknown(cores):
+    for name in "abc":
+        cores.add(name)
+    for _ in range(2):
+        assert [slot for slot, _ in cores.die(is_step_known=False)] == [0, 1, 2]
+    assert [slot for slot, _ in cores.die(is_step_known=False)] == [0, 1]
+    cores.add("later")
+    cores.give_token(0)
+    assert cores.sent_slots() == []
+    cores.give_token(1)
+    assert [slot for slot, _ in cores.sent_slots()] == [2], "the group is cleared, and the next group is tested"
+    cores.give_token(2)
+    assert cores.sent_slots() == [(3, 0)]
+
+
+def test_request_that_is_held_back_can_be_aborted(cores):
+    for name in "ab":
+        cores.add(name)
+    for _ in range(3):
+        cores.die(is_step_known=False)
+    cores.client.abort("b")
+    assert cores.sent == [], "the core does not know the request"
+    assert cores.client.requests.num_slots_in_use == 1
+    cores.give_token(0)
+    assert cores.sent_slots() == []
+
+
+def test_request_without_progress_fails_after_five_deaths_in_unknown_steps_and_an_innocent_request_completes(cores):
+    culprit, innocent = cores.add("a"), cores.add("b")
+    for _ in range(3):
+        cores.die(is_step_known=False)
+    assert [slot for slot, _ in cores.die(is_step_known=False)] == [1], "the other half has its turn"
+    cores.give_token(1)
+    assert [slot for slot, _ in cores.sent_slots()] == [0]
+    assert [slot for slot, _ in cores.die(is_step_known=False)] == [1]
+    assert "it was live in each of 5 cores that died, alone in the last" in str(culprit.error)
+    assert not innocent.is_over
+
+
+def test_no_request_is_held_back_for_a_group_that_was_aborted_while_there_was_no_core(cores):
+    for name in "ab":
+        cores.add(name)
+    for _ in range(3):
+        cores.die(is_step_known=False)
+    assert cores.die(is_step_known=False, aborted="b") == [(0, 3)], "it is the turn of b, which has ended"
+
+
+def test_no_request_is_held_back_for_a_group_that_failed_as_equal_to_the_culprit(cores):
+    culprit, copy, innocent = cores.add("a", [1, 2]), cores.add("b", [1, 2]), cores.add("c")
+    for _ in range(4):
+        cores.die(is_step_known=False)
+    cores.give_token(2)
+    assert [slot for slot, _ in cores.sent_slots()] == [0]
+    assert cores.die(is_step_known=False) == [(2, 0)]
+    assert culprit.is_over
+    assert copy.is_over
+    assert not innocent.is_over
+
+
+def test_messages_of_requests_that_stay_held_back_are_not_built_at_each_step(cores, monkeypatch):
+    for name in "abc":
+        cores.add(name)
+    for _ in range(3):
+        cores.die(is_step_known=False)
+    monkeypatch.setattr(GenerationStream, "add_message", lambda *_: pytest.fail("a message is built"))
+    cores.give_token(0)
+
+
+def shared_core(cores, incarnation, last_death=None, why_dropped=""):
+    """Return a core of another process."""
+    welcome = wire.welcome(incarnation, 0, 1, b"", last_death=last_death, why_dropped=why_dropped)
+    return cores.core_of(welcome)
+
+
+def lose_connection(cores):
+    cores.num_deaths += 1
+    cores.client._on_death(Death("it broke", {}, 0, True, time=float(cores.num_deaths), is_step_known=False))
+
+
+def join(cores, core):
+    """Let the client replay to `core`; return the slots that it is sent."""
+    cores.sent.clear()
+    cores.client._replay_to(core)
+    return cores.sent_slots()
+
+
+def test_death_of_an_earlier_core_is_not_counted_again():
+    cores = Cores(is_shared=True)
+    stream = cores.add("a", [1, 2])
+    death = wire.LastDeath(10, "signal SIGSEGV", "signal", False, num_in_step=1, in_step=[(0, 0)])
+    join(cores, shared_core(cores, 10))
+    lose_connection(cores)
+    join(cores, shared_core(cores, 11, death))
+    for _ in range(40):  # the connection breaks, and core 11 lives
+        lose_connection(cores)
+        assert join(cores, shared_core(cores, 11, death)) == [(0, 0)]
+    assert not stream.is_over
+
+
+def test_reason_for_which_the_core_dropped_the_client_is_logged(caplog):
+    cores = Cores(is_shared=True)
+    join(cores, shared_core(cores, 10))
+    lose_connection(cores)
+    join(cores, shared_core(cores, 10, why_dropped="it had not read 5 bytes"))
+    assert "dropped this client: it had not read 5 bytes" in caplog.text
+
+
+def test_requests_after_a_death_are_marked_as_the_next_core_is_paused(cores):
+    for is_paused in (True, False):
+        cores.is_paused = is_paused
+        cores.die()
+        cores.add(f"paused: {is_paused}")
+        (message,) = cores.sent
+        assert message.after_pause == is_paused

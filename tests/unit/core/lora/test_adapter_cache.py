@@ -1,0 +1,363 @@
+"""The adapters that a core knows, with folders that are strings."""
+
+import select
+import threading
+
+import pytest
+
+from vllm_mp.core.lora import adapter_cache
+from vllm_mp.core.lora.adapter_cache import AdapterCache, NotOperatorOfAdapterError
+from vllm_mp.requests.lora_request import AdapterRecord, LoRARequest
+
+
+class Disk:
+    """Folders whose contents the test decides; reading one may fail, or wait until the test lets it go on."""
+
+    def __init__(self):
+        self.contents = {}
+        self.fails = {}
+        self.waits = {}
+        self.reads = []
+
+    def read(self, path):
+        self.reads.append(path)
+        if path in self.waits:
+            assert self.waits[path].wait(30)
+        if path in self.fails:
+            raise self.fails[path]
+        content = self.contents.get(path, path)
+        return f"weights of {content}", f"digest of {content}"
+
+
+class Known:
+    """A cache, and what it told its successor."""
+
+    def __init__(self, max_in_memory=2, num_slots=1):
+        self.disk = Disk()
+        self.notes = []
+        self.cache = AdapterCache(max_in_memory, num_slots, self.disk.read, lambda records: self.notes.append(records))
+
+    def settle(self):
+        """Wait until all loads have ended; return the reasons of those that failed."""
+        failures = []
+        while self.cache._loads or self.cache._queued:
+            assert select.select([self.cache.fd], [], [], 30)[0], "a load ends"
+            failures += [why for _, why in self.cache.take_loaded()]
+        return failures
+
+    def add(self, number, path=None, load_inplace=False, name=None):
+        done = self.cache.add(name or f"adapter {number}", number, path or f"/{number}", load_inplace)
+        self.settle()
+        return done.result(0)
+
+    def find(self, number, may_open=True, digest="", path=None):
+        return self.cache.find(lora(number, path), may_open, digest)
+
+    @property
+    def told_path(self):
+        return self.notes[-1][0].path
+
+    @property
+    def told(self):
+        """What the successor would know: (id, is pinned) by name."""
+        return {record.name: (record.id, record.is_pinned) for record in self.notes[-1]}
+
+
+def lora(number, path=None):
+    return LoRARequest(f"adapter {number}", number, path or f"/{number}")
+
+
+def test_adapter_is_listed_from_its_load_to_its_removal():
+    known = Known()
+    assert known.cache.ids() == []
+    assert known.add(1)
+    assert not known.add(1), "it is there already"
+    assert known.cache.ids() == [1]
+    assert known.disk.reads == ["/1"]
+    assert known.cache.remove(1)
+    assert not known.cache.remove(1)
+    assert known.cache.ids() == []
+    assert known.told == {}
+
+
+def test_added_adapter_stays_known_when_its_memory_is_taken_away_and_is_read_again():
+    known = Known(max_in_memory=2)
+    for number in (1, 2, 3):
+        known.add(number)
+    assert known.cache.ids() == [1, 2, 3]
+    assert known.find(1).weights is None, "the least recently used gave way"
+    known.cache.load(known.find(1))
+    known.settle()
+    assert known.find(1).weights == "weights of /1"
+    assert known.find(2).weights is None
+
+
+def test_folder_whose_weights_have_changed_is_refused_until_it_is_loaded_in_place():
+    known = Known(max_in_memory=1)
+    known.add(1)
+    known.add(2)
+    known.disk.contents["/1"] = "other weights"
+    known.cache.load(known.find(1))
+    [why] = known.settle()
+    assert "its files have changed since it was first loaded; call add_lora with load_inplace=True" in why
+    assert known.add(1, load_inplace=True)
+    assert known.find(1).weights == "weights of other weights"
+
+
+def test_adapter_that_was_loaded_for_a_request_is_forgotten_after_its_memory():
+    known = Known(max_in_memory=1)
+    adapter = known.find(1)
+    known.cache.load(adapter)
+    known.settle()
+    assert known.cache.ids() == [1]
+    known.add(2)
+    assert known.cache.ids() == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "words"),
+    [("other", "/1", "lora_name 'adapter 1', got 'other'"), ("adapter 1", "/other", "lora_path '/1', got '/other'")],
+)
+def test_id_of_another_adapter_is_refused_unless_it_is_loaded_in_place(name, path, words):
+    known = Known()
+    known.add(1)
+    with pytest.raises(ValueError, match=f"lora_int_id 1 belongs to the adapter with {words}"):
+        known.cache.add(name, 1, path, False)
+    with pytest.raises(ValueError, match=words):
+        known.cache.find(LoRARequest(name, 1, path), True)
+    assert known.add(1, path, load_inplace=True, name=name)
+    assert known.cache.find(LoRARequest(name, 1, path), True).path == path
+
+
+def test_requests_keep_their_weights_when_others_are_loaded_in_place():
+    known = Known()
+    known.add(1)
+    before = known.find(1)
+    before.requests[0, 0] = "a live request"
+    known.disk.contents["/1"] = "new"
+    assert known.add(1, load_inplace=True)
+    after = known.find(1)
+    assert (before.weights, after.weights) == ("weights of /1", "weights of new")
+    assert before.number != after.number, "they share no cached prefixes"
+    before.requests.clear()
+    known.cache.release(before)
+    assert before.weights is None
+
+
+def test_same_weights_loaded_in_place_change_nothing():
+    known = Known()
+    known.add(1)
+    before = known.find(1)
+    assert known.add(1, load_inplace=True)
+    assert known.find(1) is before
+
+
+def test_load_that_fails_says_why_and_leaves_everything_as_it_was():
+    known = Known()
+    known.disk.fails["/1"] = ValueError("rank 99 is above max_lora_rank=16")
+    done = known.cache.add("adapter 1", 1, "/1", False)
+    known.settle()
+    with pytest.raises(RuntimeError, match=r"adapter 'adapter 1' \(id 1\) cannot be loaded: rank 99"):
+        done.result(0)
+    assert known.cache.ids() == []
+    del known.disk.fails["/1"]
+    known.add(1)
+    known.disk.fails["/1"] = OSError("the disk is gone")
+    done = known.cache.add("adapter 1", 1, "/1", True)
+    known.settle()
+    with pytest.raises(RuntimeError, match="OSError: the disk is gone"):
+        done.result(0)
+    assert known.cache.ids() == [1]
+    assert known.find(1).weights == "weights of /1"
+
+
+def test_slow_loads_delay_no_other(monkeypatch):
+    monkeypatch.setattr(adapter_cache, "_SLOW_LOAD_S", 0.0)
+    known = Known(max_in_memory=8)
+    numbers = range(1, 9)
+    assert len(numbers) > adapter_cache._MAX_LOADS
+    known.disk.waits = {f"/{number}": threading.Event() for number in numbers}
+    slow = [known.cache.add(f"adapter {number}", number, f"/{number}", False) for number in numbers]
+    fast = known.cache.add("adapter 9", 9, "/9", False)
+    assert not known.cache.is_busy
+    while not fast.done():
+        assert select.select([known.cache.fd], [], [], 30)[0]
+        known.cache.take_loaded()
+    assert known.cache.ids() == [9]
+    assert not any(done.done() for done in slow)
+    for event in known.disk.waits.values():
+        event.set()
+    known.settle()
+    assert all(done.result(0) for done in slow)
+
+
+def test_system_without_threads_fails_the_load_alone(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    known = Known()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        done = known.cache.add("adapter 1", 1, "/1", False)
+        known.settle()
+    with pytest.raises(RuntimeError, match="cannot be loaded: RuntimeError: can't start new thread"):
+        done.result(0)
+    assert known.add(1)
+
+
+def test_few_adapters_are_loaded_at_a_time_and_the_others_in_their_order():
+    known = Known(max_in_memory=8)
+    known.disk.waits = {f"/{number}": threading.Event() for number in range(1, 9)}
+    done = [known.cache.add(f"adapter {number}", number, f"/{number}", False) for number in range(1, 9)]
+    assert known.cache.is_busy
+    assert sorted(known.disk.reads) == [f"/{number}" for number in range(1, adapter_cache._MAX_LOADS + 1)]
+    for event in known.disk.waits.values():
+        event.set()
+    known.settle()
+    assert all(each.result(0) for each in done)
+
+
+def test_client_that_is_no_operator_uses_known_adapters_and_names_no_folder():
+    known = Known()
+    known.add(1)
+    assert known.find(1, may_open=False, path="/another/machine").path == "/1"
+    with pytest.raises(NotOperatorOfAdapterError, match="have an operator call add_lora"):
+        known.find(2, may_open=False)
+    with pytest.raises(ValueError, match="lora_name"):
+        known.cache.find(LoRARequest("other", 1, "/1"), False)
+    assert known.disk.reads == ["/1"]
+
+
+def test_pinned_adapter_keeps_its_memory_and_is_not_pinned_beyond_the_slots():
+    known = Known(max_in_memory=1, num_slots=1)
+    known.add(1)
+    assert known.cache.pin(1)
+    assert known.cache.pin(1)
+    assert known.told == {"adapter 1": (1, True)}
+    known.add(2)
+    assert known.find(1).weights is not None
+    with pytest.raises(ValueError, match="all 1 slots are pinned"):
+        known.cache.pin(2)
+    with pytest.raises(ValueError, match=r"adapter 'adapter 2' \(id 2\) can never run"):
+        known.find(2)
+    with pytest.raises(ValueError, match="no adapter with id 7"):
+        known.cache.pin(7)
+    assert known.cache.remove(1)
+    assert known.cache.pin(2)
+
+
+def test_last_slot_is_not_pinned_while_requests_use_another_adapter():
+    known = Known(num_slots=1)
+    known.add(1)
+    known.add(2)
+    known.find(2).requests[0, 0] = "a live request"
+    with pytest.raises(ValueError, match="to the last slot while requests use adapter 'adapter 2'"):
+        known.cache.pin(1)
+    known.find(2).requests.clear()
+    assert known.cache.pin(1)
+
+
+def test_removed_adapter_serves_the_requests_that_use_it():
+    known = Known()
+    known.add(1)
+    adapter = known.find(1)
+    adapter.requests[0, 0] = "a live request"
+    assert known.cache.remove(1)
+    assert adapter.weights is not None
+    adapter.requests.clear()
+    known.cache.release(adapter)
+    assert adapter.weights is None
+
+
+def test_successor_knows_the_adapters_and_pins_and_compares_the_digest():
+    known = Known(num_slots=2)
+    known.add(1)
+    known.add(2)
+    known.cache.pin(2)
+    successor = Known(num_slots=2)
+    successor.cache.restore(known.notes[-1])
+    assert successor.cache.ids() == [1, 2]
+    assert successor.find(2).is_pinned
+    assert successor.disk.reads == [], "it loads what requests need"
+    successor.disk.contents["/1"] = "other weights"
+    for number in (1, 2):
+        successor.cache.load(successor.find(number))
+    [why] = successor.settle()
+    assert why.startswith("adapter 'adapter 1' (id 1) cannot be loaded: its files have changed")
+    assert successor.find(2).weights is not None
+
+
+def test_request_is_not_continued_with_other_weights():
+    known = Known()
+    known.add(1)
+    assert known.find(1, digest="digest of /1")
+    with pytest.raises(ValueError, match="have changed since this request began"):
+        known.find(1, digest="digest of what was there")
+    adapter = known.find(2, digest="digest of what was there")
+    known.cache.load(adapter)
+    [why] = known.settle()
+    assert "its files have changed" in why
+
+
+@pytest.mark.parametrize(
+    "arguments", [("", 1, "/1", False), ("x", 0, "/1", False), ("x", "1", "/1", False), (1, 1, 1, 1)]
+)
+def test_arguments_that_cannot_work_are_refused(arguments):
+    known = Known()
+    with pytest.raises(ValueError, match="lora_"):
+        known.cache.add(*arguments)
+    for number in ("1", None, 1.0, [1]):
+        assert not known.cache.remove(number)
+        with pytest.raises(ValueError, match="no adapter with id"):
+            known.cache.pin(number)
+
+
+def test_adapters_of_the_configuration_are_loaded_first_or_the_core_does_not_start():
+    known = Known(max_in_memory=1)
+    known.cache.load_first([lora(1), lora(2)])
+    assert known.cache.ids() == [1, 2]
+    assert known.disk.reads == ["/1", "/2"]
+    known.disk.fails["/3"] = FileNotFoundError("no folder")
+    with pytest.raises(ValueError, match="id 3\\) cannot be loaded"):
+        known.cache.load_first([lora(3)])
+
+
+def test_record_names_everything_that_a_successor_needs():
+    known = Known()
+    known.add(1)
+    assert list(known.notes[-1]) == [AdapterRecord(1, "adapter 1", "/1", "digest of /1", True, False)]
+
+
+def test_latest_of_two_loads_in_place_at_the_same_time_counts():
+    known = Known(max_in_memory=4)
+    known.add(1)
+    first = known.cache.add("adapter 1", 1, "/first", True)
+    second = known.cache.add("adapter 1", 1, "/second", True)
+    known.settle()
+    assert first.result(0)
+    assert second.result(0)
+    assert known.find(1, path=known.told_path).weights == f"weights of {known.told_path}"
+    assert known.told_path in ("/first", "/second")
+    assert len(known.notes[-1]) == 1
+
+
+def test_adapters_beyond_what_a_successor_can_be_told_of_are_refused():
+    known = Known()
+    path = "/" + 3000 * "x"
+    for number in range(1, 86):
+        known.add(number, path=f"{path}{number}")
+    with pytest.raises(ValueError, match="too many adapters are added: 85; remove one of them first"):
+        known.add(86, path=f"{path}86")
+    assert known.cache.remove(1)
+    assert known.add(86, path=f"{path}86")
+
+
+def test_replaced_weights_stay_in_memory_while_requests_need_them():
+    known = Known(max_in_memory=1)
+    known.add(1)
+    before = known.find(1)
+    before.requests[0, 0] = "a live request"
+    known.disk.contents["/1"] = "new"
+    known.add(1, load_inplace=True)
+    known.add(2)
+    assert before.weights == "weights of /1"

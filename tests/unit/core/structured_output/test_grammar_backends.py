@@ -1,0 +1,207 @@
+"""What llguidance and xgrammar hold output to, for each kind of constraint."""
+
+import importlib.util
+import json
+import re
+
+import numpy as np
+import pytest
+from support.grammar_backends import Library
+
+from vllm_mp.core.structured_output.grammar import GrammarError
+from vllm_mp.core.structured_output.libraries.masks import fill_masks
+from vllm_mp.requests.structured_outputs import Constraint
+
+NUM_WORDS = (49_152 + 13 + 31) // 32
+PERSON = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": "^[A-Z][a-zé]+$"},
+            "age": {"type": "integer", "minimum": 0, "maximum": 130},
+            "size": {"enum": ["S", "größer"]},
+            "born": {"type": "string", "format": "date"},
+            "children": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2},
+        },
+        "required": ["name", "age"],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "allowed", "forbidden"),
+    [
+        (
+            Constraint("json", PERSON),
+            [
+                '{"name": "Zoé", "age": 130}',
+                '{"name":"Al","age":0,"size":"größer","born":"2001-12-31","children":[{"name":"Bo","age":7}]}',
+            ],
+            ['{"name": "zoé", "age": 1}', '{"name": "Zoé", "age": 131}', '{"name": "Zoé"}', "[]", ""],
+        ),
+        (Constraint("json", '{"enum":[{"a":1}]}', any_whitespace=False), [], ['{"a":\n1}', '{ "a":1}']),
+        (
+            Constraint("json", '{"type":"object","properties":{"a":{"type":"null"}}}', additional_properties=False),
+            ['{"a": null}', "{}"],
+            ['{"a": null, "b": 1}'],
+        ),
+        (Constraint("json_object"), ['{"a": {"b": [true]}}', "{}"], ["[1]", '"a"']),
+        (Constraint("regex", r"(é|日本)+/[0-9]{2}"), ["é日本/07"], ["/07", "é/0", "é/007"]),
+        (Constraint("choice", '["ja", "nein \\"doch\\"", "日本\\n"]'), ["ja", 'nein "doch"', "日本\n"], ["j", "jaja"]),
+        (Constraint("grammar", 'root ::= "(" root ")" | [0-9]+'), ["((42))", "7"], ["((42)", "()"]),
+        (Constraint("grammar", 'start: "(" start ")" | /[0-9]+/'), ["((42))", "7"], ["((42)", "()"]),
+    ],
+    ids=["json", "compact", "closed", "json_object", "regex", "choice", "gbnf", "lark"],
+)
+def test_a_text_is_allowed_if_it_matches_the_constraint(library, constraint, allowed, forbidden):
+    assert [text for text in allowed if not library.allows(constraint, text)] == []
+    assert [text for text in forbidden if library.allows(constraint, text)] == []
+
+
+def test_compact_json_has_no_whitespace(llguidance):
+    constraint = Constraint("json_object", any_whitespace=False)
+    assert llguidance.allows(constraint, '{"a":[1,2]}')
+    assert not llguidance.allows(constraint, '{"a": 1}')
+
+
+def test_whitespace_pattern_says_which_whitespace_json_may_have(llguidance):
+    constraint = Constraint("json_object", whitespace_pattern=" ?")
+    assert llguidance.allows(constraint, '{"a": 1}')
+    assert not llguidance.allows(constraint, '{"a":  1}')
+
+
+def test_only_the_end_of_sequence_follows_the_end_of_a_grammar(library):
+    matcher = library.compile(Constraint("choice", '["ja"]')).matcher()
+    matcher.accept(library.tokens("ja"))
+    assert library.allowed(matcher) == {0, 2}
+    matcher.accept([2])
+    assert library.allowed(matcher) == {0, 2}
+    matcher.accept([0, 2])
+    assert matcher.forced() == []
+    with pytest.raises(GrammarError, match="token 5 "):
+        matcher.accept([5])
+
+
+def test_padding_of_the_vocabulary_is_never_allowed(library):
+    allowed = library.allowed(library.compile(Constraint("regex", ".*")).matcher())
+    assert len(allowed) > 40_000
+    assert max(allowed) < 49_152
+
+
+def test_forced_tokens_are_allowed_one_after_the_other(library):
+    schema = '{"type":"object","properties":{"surname":{"type":"boolean"}},"required":["surname"]}'
+    matcher = library.compile(Constraint("json", schema, any_whitespace=False)).matcher()
+    text = ""
+    while forced := matcher.forced():
+        for token in forced:
+            assert token in library.allowed(matcher)
+            matcher.accept([token])
+        text += library.tokenizer.decode_str(forced)
+    assert '{"surname":'.startswith(text)
+    assert len(text) > 6
+
+
+def test_matcher_rebuilt_from_tokens_goes_on_as_the_first(library):
+    grammar = library.compile(Constraint("json", PERSON))
+    tokens = library.tokens('{"name": "Zoé", "age": 13, "children": [{"name": "Bo", "age": 7}]}')
+    matcher = grammar.matcher()
+    for position, token in enumerate(tokens):
+        rebuilt = grammar.matcher()
+        rebuilt.accept(tokens[:position])
+        assert library.allowed(rebuilt) == library.allowed(matcher)
+        assert rebuilt.forced() == matcher.forced()
+        matcher.accept([token])
+
+
+@pytest.mark.parametrize("may_use_threads", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_masks_of_many_rows_are_those_of_each_row(library, num_rows, may_use_threads):
+    grammar = library.compile(Constraint("json", PERSON))
+    tokens = library.tokens('{"name": "Zoé", "age": 13, "children": [{"name": "Bo", "age": 7}]}')
+    matchers = [grammar.matcher() for _ in range(num_rows)]
+    for row, matcher in enumerate(matchers):
+        matcher.accept(tokens[: row % len(tokens)])
+    masks = np.full((num_rows, NUM_WORDS), -1, np.int32)
+    assert fill_masks(dict(enumerate(matchers)), masks, may_use_threads) == {}
+    alone = np.full_like(masks, -1)
+    for row, matcher in enumerate(matchers):
+        matcher.fill(alone[row])
+    assert (masks == alone).all()
+
+
+@pytest.mark.parametrize(("num_rows", "may_use_threads"), [(2, True), (40, True), (40, False)])
+def test_a_grammar_that_reaches_a_limit_fails_alone(llguidance, num_rows, may_use_threads):
+    good = llguidance.compile(Constraint("json_object"))
+    bad = llguidance.compile(Constraint("grammar", 'start: ("a" "b"?){1,100000}')).matcher()
+    try:
+        while True:
+            bad.accept(llguidance.tokens("a"))
+    except GrammarError:
+        pass
+    matchers = [good.matcher() for _ in range(num_rows)]
+    matchers[1] = bad
+    masks = np.zeros((num_rows, NUM_WORDS), np.int32)
+    assert list(fill_masks(dict(enumerate(matchers)), masks, may_use_threads)) == [1]
+    assert set(np.flatnonzero(masks.any(axis=1))) >= {0, *range(2, num_rows)}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (Constraint("json", '{"properties":{"a/b":{"type":"array","uniqueItems":true}}}'), "at #/properties/a~1b/uniq"),
+        (Constraint("json", '{"properties":{"a":{"pattern":"(x","type":"string"}}}'), "at #/properties/a/pattern: "),
+        (Constraint("json", '{"properties":{"a":{"$ref":"#/$defs/b"}}}'), r"\$defs/b"),
+        (Constraint("json", '{"type":"shoe"}'), "shoe"),
+        (Constraint("json", "false"), "nothing matches"),
+        (Constraint("json", '{"$ref":"#"}'), "at #/\\$ref: '#' leads back to itself"),
+        (Constraint("json", '{"anyOf":[{"$ref":"#"}]}'), "no value of the schema ends"),
+        (Constraint("grammar", "start: start"), "no text that ends: .* itself again"),
+        (Constraint("json", '{"type":"integer","minimum":3,"maximum":2}'), "minimum"),
+        (Constraint("regex", "a(?=b)"), "look-ahead"),
+        (Constraint("regex", "(a"), "unclosed group"),
+        (Constraint("grammar", "root ::= foo"), "foo"),
+        (Constraint("grammar", "start: foo"), "foo"),
+        (Constraint("choice", "[]"), "list of strings"),
+    ],
+    ids=lambda value: value.text if isinstance(value, Constraint) else "",
+)
+def test_what_cannot_be_compiled_is_refused_with_the_place(llguidance, constraint, message):
+    error = llguidance.refusal(constraint)
+    assert re.search(message, error), error
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, "#/properties/a/uniqueItems"),
+        ({"allOf": [{"type": "string"}, {"minLength": 3}]}, "#/allOf"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf"),
+        ({"minimum": 3}, "#/minimum"),
+        ({"type": "string", "format": "uri"}, "#/format"),
+        ({"enum": [{"a": 2**63}]}, "#/enum"),
+        ({"type": "number", "minimum": 2**53 + 1}, "#/minimum"),
+        ({"anyOf": [{"type": "null"}, {"not": {}}]}, "#/anyOf/1/not"),
+        ({"$defs": {"a": {"if": {}}}, "$ref": "#/$defs/a"}, "#/$defs/a/if"),
+    ],
+)
+def test_xgrammar_gets_no_schema_that_it_would_not_enforce(xgrammar, schema, place):
+    assert f"at {place}: " in xgrammar.refusal(Constraint("json", json.dumps(schema)))
+
+
+@pytest.mark.slow
+def test_auto_falls_back_to_xgrammar_and_tells_both_errors(source, llguidance):
+    auto = Library.load("auto", source)
+    huge = Constraint("json", '{"type":"number","minimum":1.23456789012345e-300,"maximum":9.87654321e300}')
+    assert "beyond 2**53" in llguidance.refusal(huge)
+    assert auto.compile(huge) is not None
+    error = auto.refusal(Constraint("regex", "a(?=b)"))
+    assert "llguidance: " in error
+    assert "xgrammar: " in error
+    assert "xgrammar" not in auto.refusal(Constraint("regex", "(a")), "a mistake is one for every library"
+
+
+def test_backend_that_is_not_installed_is_named(llguidance, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    library = Library.load("llguidance", llguidance.source)
+    assert "xgrammar" in library.refusal(Constraint("json_object", backend="xgrammar"))

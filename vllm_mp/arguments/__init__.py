@@ -1,0 +1,1 @@
+"""How options and parameters are declared, and which of vLLM's are not served."""

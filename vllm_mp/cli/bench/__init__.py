@@ -1,0 +1,1 @@
+"""The commands below `vllm-mp bench`, and the load that they make."""

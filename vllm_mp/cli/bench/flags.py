@@ -1,0 +1,34 @@
+"""The flags that the benchmarks share."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_mp.machine.file_owner import write_output
+
+
+def positive_integer(text: str) -> int:
+    """Return a flag's value as an integer of at least 1.
+
+    Raises ArgumentTypeError for another value; argparse prints it with the flag's name and exits with code 2.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it must be an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--json FILE`, for `write_json`."""
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="Write the figures to FILE, as JSON. Default: they are only printed.",
+    )
+
+
+def write_json(file: Path | None, report: dict[str, Any]) -> None:
+    """Write `report` to `file`, unless the flag was not given."""
+    if file is not None:
+        write_output(file, json.dumps(report, indent=2) + "\n")

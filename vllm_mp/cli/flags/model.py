@@ -1,0 +1,32 @@
+"""The model as an argument of a command, in place of the flag --model."""
+
+import argparse
+import os
+import re
+
+from vllm_mp.config.engine_args import AsyncEngineArgs
+from vllm_mp.model_store import PACKAGED_MODELS
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+
+def names_model(word: str) -> bool:
+    """Return whether `word` is an alias, a .gguf file, a folder with config.json, or has the form ORGANISATION/NAME."""
+    return (
+        word.lower() in PACKAGED_MODELS
+        or (word.lower().endswith(".gguf") and os.path.isfile(os.path.expanduser(word)))
+        or os.path.isfile(os.path.join(os.path.expanduser(word), "config.json"))
+        or _HUB_ID.fullmatch(word) is not None
+    )
+
+
+def set_model(args: argparse.Namespace, model: str | None) -> None:
+    """Let `args.model` be the model that was given as an argument, if one was.
+
+    Raises ValueError if --model names another model.
+    """
+    if model is None:
+        return
+    if args.model not in (AsyncEngineArgs.model, model):
+        raise ValueError(f"two models are given: {model} and --model {args.model}; leave out one of them")
+    args.model = model

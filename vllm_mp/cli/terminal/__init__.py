@@ -1,0 +1,1 @@
+"""Output on a terminal: wrapped words, tables, errors, text that repeats itself."""

@@ -1,0 +1,363 @@
+"""The options of an engine: a flat dataclass that also gives the flags of the shell commands and their help.
+
+An option is declared here once, with its type, default, range and help. `vllm_mp/config/resolution.py` copies it into
+the section of the configuration that has a field of its name.
+"""
+
+import dataclasses
+from typing import Any
+
+from vllm_mp.arguments.options import MAX_INTEGER, Options, option
+from vllm_mp.fault_injection.faults import parse_faults
+from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS
+from vllm_mp.requests.processor_registration import as_specs, registered
+from vllm_mp.requests.structured_outputs import BACKEND_NAMES, StructuredOutputsParams
+
+_DTYPES = {"half": "float16", "float": "float32"}
+"""vLLM's other names of dtypes."""
+_ATTENTION_BACKENDS = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"}
+"""vLLM's names of attention backends."""
+
+_EXECUTORS = {"uni": "mp"}
+"""vLLM's other names of executors."""
+_STRUCTURED_OUTPUTS = {
+    "backend": "guided_decoding_backend",
+    "disable_additional_properties": "guided_decoding_disable_additional_properties",
+    "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
+    "whitespace_pattern": "guided_whitespace_pattern",
+}
+"""The option for each name in `structured_outputs_config`."""
+_WITHOUT_EFFECT = frozenset({"disable_fallback"})
+TIMEOUT_VARIABLE = "VLLM_ENGINE_ITERATION_TIMEOUT_S"
+"""The environment variable that is the default of `engine_iteration_timeout_s`."""
+DEFAULT_TIMEOUT_S, MIN_TIMEOUT_S = 60.0, 0.1
+
+
+@dataclasses.dataclass
+class EngineOptions(Options):
+    """The options of an engine; `EngineArgs` says how they are given and what it raises."""
+
+    CLI_GROUP = "engine options"
+
+    model: str = option(
+        DEFAULT_MODEL,
+        "Serve this model: a hub id, a local folder, a .gguf file, or the alias of a model from a Python package "
+        f"({', '.join(PACKAGED_MODELS)}).",
+        subject="model",
+    )
+    tokenizer: str | None = option(
+        None, "Use the tokenizer of this hub id or folder. Default: the tokenizer in the model's folder."
+    )
+    tokenizer_mode: str = option(
+        "auto",
+        "Use this kind of tokenizer; auto: the fast tokenizer if there is one; slow: the Python tokenizer.",
+        choices=("auto", "slow"),
+    )
+    skip_tokenizer_init: bool = option(False, "Load no tokenizer, so that prompts and completions are token ids.")
+    revision: str | None = option(
+        None,
+        "Fetch this branch, tag or commit of the model from the hub. Default: the main branch.",
+    )
+    hf_token: str | None = option(
+        None,
+        "Send this access token to the hub. Default: HF_TOKEN, or the token of `hf auth login`.",
+    )
+    trust_remote_code: bool = option(False, "Allow Python code that comes with a tokenizer to run.")
+    download_dir: str | None = option(
+        None,
+        "Keep downloads and converted models in this folder. Default: the hub's cache for downloads, and the cache "
+        "that `vllm-mp env` prints for converted models.",
+    )
+    load_format: str = option(
+        "auto",
+        "Read weights of this format; auto: safetensors, or GGUF for a .gguf file and for a folder that has no "
+        "config.json; gguf: a .gguf file even beside safetensors; dummy: random weights.",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    )
+    dtype: str = option(
+        "auto",
+        "Compute in this type; auto: the checkpoint's 16-bit type, or bfloat16 for a float32 checkpoint.",
+        choices=("auto", "float32", "float16", "bfloat16", "half", "float"),
+        subject="model",
+    )
+    seed: int | None = option(
+        0,
+        "Draw from this seed the seeds of requests that have none, so that the same command gives the same answers, "
+        "and the random weights of load_format=dummy.",
+        low=0,
+        high=MAX_INTEGER,
+        subject="model",
+    )
+    max_model_len: int | None = option(
+        None,
+        "Allow a request at most N tokens, prompt and completion together. Default: the context of the model.",
+        low=2,
+        subject="memory and load",
+    )
+    served_model_name: str | None = option(None, "Show users this name of the model. Default: the value of `model`.")
+    device: str = option(
+        "auto",
+        "Run the model on this device; auto: cuda if there is a GPU.",
+        choices=("auto", "cpu", "cuda"),
+        subject="device",
+    )
+    enforce_eager: bool = option(False, "Never capture CUDA graphs.")
+    max_cudagraph_capture_size: int = option(512, "Capture CUDA graphs of steps with up to N tokens.", low=1)
+    attention_backend: str = option(
+        "auto",
+        "Use this implementation of attention; auto: on GPUs FlashAttention if it is installed and serves the model, "
+        "else Triton; on CPUs C++.",
+        choices=("auto", "triton", "flash_attn", "torch", *_ATTENTION_BACKENDS),
+    )
+    num_threads: int = option(
+        0,
+        "Run the core's CPU kernels with N threads; 0: one for each CPU that it may use.",
+        low=0,
+        high=1024,
+        subject="device",
+    )
+    cpus: str = option(
+        "",
+        "Let the core use only these CPUs: numbers, ranges and NUMA nodes, such as 0-15,32 or node0. Default: all that "
+        "its process may use.",
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "Let the core use this share of the device's memory, 0 to 1.",
+        low=0.01,
+        high=1.0,
+        subject="memory and load",
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "Give the KV cache N bytes. Default: what gpu_memory_utilization leaves on a GPU, or a quarter of the free "
+        "memory up to 4 GiB on a CPU.",
+        low=1,
+        subject="memory and load",
+    )
+    swap_space: float = option(
+        0.0,
+        "Keep evicted KV blocks in this many GiB of host memory.",
+        without_effect="evicted requests are computed again; to evict less, raise kv_cache_memory_bytes",
+    )
+    block_size: int = option(16, "Divide the KV cache into blocks of N tokens.", low=1, high=1024)
+    kv_cache_dtype: str = option(
+        "auto",
+        "Keep the KV cache in this type; auto: dtype; fp8: 8-bit floats, on GPUs of compute capability 8.9 or higher.",
+        choices=("auto", "fp8", "fp8_e4m3"),
+    )
+    enable_prefix_caching: bool | None = option(
+        None, "Compute the common beginning of prompts only once. Default: on, except for encoders."
+    )
+    max_num_seqs: int | None = option(
+        None,
+        "Run at most N requests in one step. Default: 256.",
+        low=1,
+        high=65_536,
+        subject="memory and load",
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "Compute at most N tokens in one step. Default: 2048, or 512 on a CPU.", low=1, high=2**20
+    )
+    max_num_partial_prefills: int = option(1, "Compute at most N prompts in part in one step.", low=1)
+    enable_chunked_prefill: bool | None = option(
+        None, "Let a long prompt take several steps. Default: on, except for encoders."
+    )
+    max_prefill_slowdown: float = option(
+        2.0,
+        "Compute a prompt in chunks with which a step takes at most about X times as long as for the requests that "
+        "run; 0: in chunks as long as a step may be.",
+        low=0.0,
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        "Order waiting requests; fcfs: first come, first served; priority: lower `priority` first.",
+        choices=("fcfs", "priority"),
+    )
+    async_scheduling: bool | None = option(
+        None, "Schedule the next step while the current step is computed. Default: on for CUDA only."
+    )
+    stream_interval: int = option(
+        1, "Collect N tokens between two outputs of a stream; the first and the last output come at once.", low=1
+    )
+    check_invariants: bool = option(
+        False, "Check the state of scheduler and KV cache after each step, for debugging; this is slow."
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "Share each layer among N ranks, each a process with a GPU of its own, or on a CPU with its share of the CPUs.",
+        low=1,
+        high=256,
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "Divide the layers into N stages, each on GPUs of its own, or on its share of the CPUs; with "
+        "tensor_parallel_size, each stage has that many ranks.",
+        low=1,
+        high=256,
+    )
+    data_parallel_size: int = option(
+        1,
+        "Run N cores with the whole model, each on a GPU of its own, or on its share of the CPUs.",
+        low=1,
+        high=256,
+    )
+    data_parallel_backend: str | None = option(
+        None,
+        "Start the cores in this way; mp: processes of this machine; ray: on the nodes of a Ray cluster. Default: ray "
+        "with engine_use_ray, worker_use_ray or distributed_executor_backend=ray, else mp.",
+        choices=("mp", "ray"),
+    )
+    nnodes: int = option(1, "Share the ranks equally among N machines.", low=1, high=256)
+    node_rank: int = option(
+        0, "Run the ranks of this machine: 0 has the core, and each other needs --headless.", low=0, high=255
+    )
+    master_addr: str = option("127.0.0.1", "Find the machine with node_rank 0 at this address.")
+    master_port: int = option(
+        29_501, "Let the other machines connect to the core at this port of master_addr.", low=1, high=65_535
+    )
+    node_key_file: str | None = option(
+        None,
+        "Connect machines with the key in this file. Default: a file in the folder `nodes` of the cache that "
+        "`vllm-mp env` prints, which node 0 makes.",
+    )
+    distributed_executor_backend: str | None = option(
+        None,
+        "Start the ranks of a core in this way; mp: processes of the core's machine, or of nnodes machines; ray: "
+        "processes of a node of a Ray cluster that has room for all of them, or of nnodes nodes. Default: ray with "
+        "worker_use_ray, else mp.",
+        choices=("mp", "ray", *_EXECUTORS),
+    )
+    worker_use_ray: bool = option(False, "Do what distributed_executor_backend=ray does.")
+    engine_use_ray: bool = option(False, "Do what data_parallel_backend=ray does, also with one core.")
+    enable_lora: bool = option(False, "Serve LoRA adapters.")
+    max_loras: int = option(1, "Run at most N LoRA adapters in one step.", low=1, high=1024)
+    max_cpu_loras: int | None = option(
+        None, "Keep at most N LoRA adapters in host memory. Default: max_loras.", low=1, high=65_536
+    )
+    max_lora_rank: int = option(16, "Accept LoRA adapters of at most this rank.", low=1, high=512)
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "Load these LoRA adapters at the start, each as NAME=FOLDER or as a JSON object with name and path; they get "
+        "the ids 1, 2, ..., and a server serves each as the model NAME. Default: none.",
+        takes_list=True,
+    )
+    quantization: str | None = option(
+        None,
+        "Make weights of fewer bits when the model is loaded; int8: integers of 8 bits, on CPUs; int4: blocks of "
+        "4 bits, on CPUs; fp8: floats of 8 bits, on GPUs of compute capability 8.9 or higher; awq, gptq, "
+        "gguf: those of the checkpoint, which need not be given. Default: the weights of the checkpoint.",
+        choices=("int8", "int4", "fp8", "awq", "gptq", "gguf"),
+        subject="model",
+    )
+    generation_config: str = option(
+        "auto",
+        "Read default sampling parameters from generation_config.json in this folder; auto: the model's folder, and "
+        "what its makers recommend if the model is an alias; vllm: neither.",
+    )
+    override_generation_config: dict[str, Any] | None = option(
+        None, "Replace values of generation_config.json by those of this JSON object. Default: none."
+    )
+    max_logprobs: int = option(
+        20,
+        "Let a request ask for at most N log-probabilities per position; -1: the whole vocabulary.",
+        low=-1,
+    )
+    enable_prompt_embeds: bool = option(
+        False, "Accept prompts that are given as embeddings (`prompt_embeds`), each of up to 56 MiB."
+    )
+    guided_decoding_backend: str = option(
+        "auto",
+        "Compile the constraints of structured output with this library; auto: with llguidance, and what it refuses "
+        "with xgrammar, if that is installed.",
+        choices=tuple(BACKEND_NAMES),
+    )
+    guided_decoding_disable_any_whitespace: bool = option(
+        False, "Let JSON have only the whitespace of a compact form, unless a request gives a whitespace pattern."
+    )
+    guided_decoding_disable_additional_properties: bool = option(
+        False, "Let JSON objects have only the properties that their schema names."
+    )
+    guided_whitespace_pattern: str | None = option(
+        None,
+        "Let whitespace between the parts of JSON match this regular expression, unless a request gives another. "
+        "Default: a space, or up to two line breaks with up to 32 spaces or tabs.",
+    )
+    structured_outputs_config: dict[str, Any] | None = option(
+        None,
+        "Set options of structured output by vLLM's newer names, as a JSON object: backend, disable_any_whitespace, "
+        "disable_additional_properties, whitespace_pattern. Default: the options of these commands.",
+    )
+    logits_processors: tuple[str, ...] | None = option(
+        (),
+        "Load this logits processor, MODULE:CLASS or the name of an entry point; it applies to every request, or with "
+        "NAME= before it to requests that name it. The option may be repeated. Default: none.",
+    )
+    chat_template: str | None = option(
+        None,
+        "Use this chat template: its text, or a file that holds it. Default: the model's own template.",
+    )
+    disable_log_stats: bool = option(False, "Write no statistics to the log.")
+    engine_iteration_timeout_s: float | None = option(
+        None,
+        "Replace a core that has work and makes no progress for this many seconds. Default: the value of the "
+        f"environment variable {TIMEOUT_VARIABLE}, or {DEFAULT_TIMEOUT_S:g}.",
+        low=MIN_TIMEOUT_S,
+    )
+    start_timeout_s: float = option(
+        600.0, "End a core that starts or loads and makes no progress for this many seconds.", low=1.0
+    )
+    recovery: bool = option(True, "Start another core when the core dies, and continue every stream.")
+    max_core_restarts: int = option(16, "Restart the core at most N times within core_restart_window_s.", low=0)
+    core_restart_window_s: float = option(
+        300.0, "Count restarts for max_core_restarts over this many seconds.", low=1.0
+    )
+    warm_standby: bool = option(
+        False, "Keep a standby process that has imported everything, so that it replaces a dead core sooner."
+    )
+    fault_injection: str = option(
+        "", "Inject these faults into the core, for tests, such as exit@step=3. Default: none."
+    )
+
+    def __post_init__(self) -> None:
+        self.logits_processors = as_specs(self.logits_processors)
+        self._accept_other_types()
+        super().__post_init__()
+        registered(self.logits_processors)
+        self._apply_structured_outputs_config()
+        parse_faults(self.fault_injection, self.device)
+        self.dtype = _DTYPES.get(self.dtype, self.dtype)
+        executor = self.distributed_executor_backend
+        self.distributed_executor_backend = _EXECUTORS.get(executor or "", executor)
+        self.attention_backend = _ATTENTION_BACKENDS.get(self.attention_backend, self.attention_backend)
+        self.kv_cache_dtype = self.kv_cache_dtype.replace("fp8_e4m3", "fp8")
+
+    def _accept_other_types(self) -> None:
+        """Replace values of types that vLLM takes too. Raises NotImplementedError for several names of the model."""
+        name: Any = self.served_model_name
+        if isinstance(name, list | tuple):
+            if len(name) > 1:
+                raise NotImplementedError(
+                    f"served_model_name={name!r} is not served: a model has one name; give one, and lora_modules for "
+                    "the names of adapters"
+                )
+            self.served_model_name = name[0] if name else None
+        if str(self.dtype).startswith("torch."):
+            self.dtype = str(self.dtype).removeprefix("torch.")
+        token: Any = self.hf_token
+        if token is True:  # the token that the hub's own programs use
+            self.hf_token = None
+
+    def _apply_structured_outputs_config(self) -> None:
+        """Set the options that `structured_outputs_config` names, and check their values."""
+        for name, value in (self.structured_outputs_config or {}).items():
+            if name in _STRUCTURED_OUTPUTS:
+                setattr(self, _STRUCTURED_OUTPUTS[name], value)
+            elif value and name not in _WITHOUT_EFFECT:
+                raise NotImplementedError(
+                    f"structured_outputs_config[{name!r}]={value!r} is not served; leave it out, or set one of "
+                    f"{', '.join(_STRUCTURED_OUTPUTS)}"
+                )
+        if self.structured_outputs_config:
+            super().__post_init__()
+        StructuredOutputsParams(json_object=True, whitespace_pattern=self.guided_whitespace_pattern)

@@ -1,0 +1,1 @@
+"""Keys of clients, cores and operators, for connections over TCP."""

@@ -1,0 +1,1 @@
+"""The machine: processors, memory, files, descriptors, exit statuses, the log."""

@@ -1,0 +1,1 @@
+"""The processes of a server: listening sockets, front processes and their parent."""

@@ -1,0 +1,1 @@
+"""What every endpoint stands on: bodies, errors, streams of events, admission, tenants, the state of the server."""

@@ -1,0 +1,174 @@
+"""What all JSON endpoints share: the body, the request id, the timeout, and a client that hangs up."""
+
+import asyncio
+import contextlib
+import re
+import types
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, Self
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from vllm_mp.server.http.body import Body, read_body
+from vllm_mp.server.http.errors import ApiError, as_api_error
+from vllm_mp.server.http.event_stream import EventStream
+from vllm_mp.server.http.protocol import WRITE_NOW, WriteNow
+from vllm_mp.server.http.state import ServerState
+from vllm_mp.server.http.tenants import Tenant
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+"""Ids of requests: characters that are harmless in headers, logs and JSON."""
+_RANK = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass
+class Call:
+    """An HTTP request to an endpoint, with what its handler needs beside the body."""
+
+    server: ServerState
+    http: Request
+    tenant: Tenant
+    """The holder of the request's API key."""
+    request_id: str
+    """From the field `request_id` or the header X-Request-Id, or drawn; the response repeats it in this header."""
+    resources: contextlib.AsyncExitStack
+    """Closed after the last byte of the response, when the client hangs up, or when the time is up."""
+
+    @property
+    def write_now(self) -> WriteNow:
+        """Writes a part of the response without waiting, if that is possible."""
+        write: WriteNow = self.http.scope.get("extensions", {}).get(WRITE_NOW, _write_nothing)
+        return write
+
+
+Handler = Callable[[Call, Body], Awaitable[Response | EventStream]]
+
+
+class Endpoint(Generic[Body]):
+    """An ASGI application that serves one operation: it reads the body, calls the handler and sends its response.
+
+    The handler runs in the task of the request. That task is cancelled when the client hangs up, and after the option
+    `request_timeout`.
+    """
+
+    def __init__(self, handler: Handler[Body], body_type: type[Body], response_type: type[msgspec.Struct]) -> None:
+        """`response_type` describes a response that is no stream, for the OpenAPI document."""
+        self.handler = handler
+        self.body_type = body_type
+        self.response_type = response_type
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        server: ServerState = request.app.state.server
+        response: Response | EventStream | None = None
+        request_id = uuid.uuid4().hex
+        try:
+            request_id = read_request_id(request) or request_id
+            body = await read_body(request, self.body_type)
+            if (own_id := getattr(body, "request_id", None)) is not None:
+                request_id = _check_request_id(own_id, "request_id")
+            limit = server.options.request_timeout
+            async with _HangUp(receive), _time_limit(limit), contextlib.AsyncExitStack() as resources:
+                call = Call(server, request, server.tenants.of(scope), request_id, resources)
+                response = await self.handler(call, body)
+                response.headers["X-Request-Id"] = request_id
+                await response(scope, receive, send)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            failure = as_api_error(error)
+            if isinstance(response, EventStream) and response.has_started:
+                await response.fail(failure, send)
+            else:
+                refusal = failure.response()
+                refusal.headers["X-Request-Id"] = request_id
+                await refusal(scope, receive, send)
+
+
+def post(path: str, handler: Handler[Body], body_type: type[Body], response_type: type[msgspec.Struct]) -> Route:
+    """Return the route of an operation that takes a JSON body by POST."""
+    return Route(path, Endpoint(handler, body_type, response_type), methods=["POST"], name=handler.__name__)
+
+
+def read_request_id(request: Request) -> str | None:
+    """Return the header X-Request-Id; None without it. Raises ApiError if its value is not allowed as an id."""
+    given = request.headers.get("x-request-id")
+    return None if given is None else _check_request_id(given, "X-Request-Id")
+
+
+def read_rank(request: Request) -> int | None:
+    """Return the header X-data-parallel-rank, the rank of the core that shall serve a request; None without it.
+
+    Raises ApiError unless its value is an integer.
+    """
+    given = request.headers.get("x-data-parallel-rank")
+    if given is None:
+        return None
+    if not _RANK.fullmatch(given):
+        name = "X-data-parallel-rank"
+        raise ApiError(400, f"{name} must be the rank of a core, such as 0, got {given[:50]!r}", param=name)
+    return int(given)
+
+
+def _check_request_id(given: str, name: str) -> str:
+    """Return `given`, the id in the header or field `name`. Raises ApiError if it is not allowed as an id."""
+    if not _REQUEST_ID.fullmatch(given):
+        raise ApiError(
+            400,
+            f"{name} must be of 1 to 128 characters, letters, digits or any of ._:/+=@-, got {given[:50]!r}",
+            param=name,
+        )
+    return given
+
+
+def _write_nothing(part: bytes) -> bool:
+    return False
+
+
+@contextlib.asynccontextmanager
+async def _time_limit(seconds: float | None) -> AsyncGenerator[None, None]:
+    """Cancel the block after `seconds`, and raise TimeoutError with the remedy."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        if error.args:  # an error of the block itself
+            raise
+        message = f"the response was not complete after {seconds:g} s, the server's --request-timeout; ask for less"
+        raise TimeoutError(message) from None
+
+
+class _HangUp:
+    """A block of a task that is cancelled when the client of its HTTP request hangs up."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._hung_up = False
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watch = asyncio.create_task(self._cancel_on_disconnect())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> bool:
+        self._watch.cancel()
+        return self._hung_up and self._task.uncancel() == 0 and kind is asyncio.CancelledError
+
+    async def _cancel_on_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._hung_up = True
+        self._task.cancel()

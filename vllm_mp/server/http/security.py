@@ -1,0 +1,214 @@
+"""Who may use the server: API keys, TLS, and web pages of other sites."""
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+import ssl
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm_mp.server.http.errors import ApiError
+from vllm_mp.server.http.options import ServerOptions
+from vllm_mp.server.http.tenants import different_keys, note_tenant
+
+KEY_VARIABLES: Final = ("VLLM_API_KEY", "VLLM_MP_API_KEY")
+"""Environment variables that hold a key each."""
+
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version", "/"})
+"""Paths that need no key: probes of orchestrators, and the page, which holds no data and asks for the key."""
+OPEN_FOLDERS: Final = ("/static/",)
+"""Beginnings of paths that need no key: the files of the page."""
+
+
+def read_api_keys(options: ServerOptions, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the keys from `options`, their file and the environment; none: the server is open.
+
+    Raises ValueError, naming the source, for an empty key, a key with spaces or for a file without keys, and OSError if
+    the file cannot be read.
+    """
+    keys = [("api_key", key) for key in options.api_key]
+    keys += [(name, environment[name]) for name in KEY_VARIABLES if name in environment]
+    if options.api_key_file is not None:
+        lines = [line.strip() for line in Path(options.api_key_file).read_text().splitlines()]
+        in_file = [(f"api_key_file {options.api_key_file}", line) for line in lines if line]
+        if not in_file:
+            raise ValueError(f"api_key_file {options.api_key_file} holds no key; write a key into each line")
+        keys += in_file
+    for source, key in keys:
+        if not key or not key.isascii() or any(character.isspace() for character in key):
+            raise ValueError(f"{source} must be a key of ASCII characters without spaces; choose another key")
+    return tuple(key for _, key in keys)
+
+
+class RequireApiKey:
+    """Middleware that refuses requests without one of the keys with status 401."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self._app = app
+        # Digests have equal lengths, so a comparison does not tell the length of a key.
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = self._tenant(scope) if scope["type"] == "http" else None
+        if tenant is not None:
+            note_tenant(scope, tenant)
+        if scope["type"] == "http" and tenant is None and not self._is_open(scope["path"]):
+            error = ApiError(
+                401,
+                "the API key is missing or wrong; send the header `Authorization: Bearer KEY`",
+                type="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await error.response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
+
+    def _tenant(self, scope: Scope) -> int | None:
+        """Return the number of the key that a request has; None if it has none of them."""
+        given = b""
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                given = value
+        scheme, _, key = given.partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        # Every key is compared, so that the time does not tell which of them matches.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
+
+
+class HostGuard:
+    """Middleware that refuses requests which a web page of another site made a browser send.
+
+    Without keys, whoever reaches the server may use it. A page can let its own name resolve to this machine's address
+    (DNS rebinding); the Host header then has that name. Or it sends a request to another origin; the Origin header then
+    has its own. Programs that are no browsers send no Origin. With keys, a page would have to know a key.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app = app
+        self._is_open = not options.api_key
+        self._names = {name.lower().rstrip(".") for name in (options.host, *options.allowed_hosts)}
+        self._is_any_allowed = "*" in options.allowed_hosts
+        self._serves_other_machines = options.host in _EVERY_ADDRESS
+        if not _is_loopback(options.host):
+            self._names.add(socket.gethostname().lower())
+        self._origins = frozenset(options.cors_allow_origin)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await refusal.response()(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
+            return ApiError(400, f"the request has {len(hosts)} Host headers; send 1", code="invalid_host")
+        if not self._is_open:
+            return None
+        if hosts and not self._is_allowed(name := host_name(hosts[0])):
+            return ApiError(
+                403,
+                f"the Host header names {name!r:.100}, and this server has no API key: use localhost or the address of "
+                "--host, start the server with --allowed-hosts NAME, or require a key with --api-key",
+                code="host_not_allowed",
+            )
+        origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
+        if scope["method"] == "POST" and any(not self._is_own(origin, hosts) for origin in origins):
+            return ApiError(
+                403,
+                f"the request comes from a web page of the origin {origins[0]!r:.100}; start the server with "
+                "--cors-allow-origin ORIGIN to let it",
+                code="origin_not_allowed",
+            )
+        return None
+
+    def _is_allowed(self, name: str) -> bool:
+        if self._is_any_allowed or name in self._names or name.endswith(".localhost") or _is_loopback(name):
+            return True
+        # An attacker's name cannot be an address.
+        return self._serves_other_machines and _is_address(name)
+
+    def _is_own(self, origin: str, hosts: list[str]) -> bool:
+        return (
+            "*" in self._origins
+            or origin in self._origins
+            or origin.partition("://")[2].lower() in map(str.lower, hosts)
+        )
+
+
+_EVERY_ADDRESS: Final = {"", "0.0.0.0", "::"}
+"""Values of `--host` that mean all addresses of the machine."""
+
+
+def host_name(header: str) -> str:
+    """Return the name or the address in a Host header, in lower case, without its port."""
+    name = header.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
+
+
+def guards(options: ServerOptions) -> list[Middleware]:
+    """Return the middleware that guards an application, outermost first."""
+    layers = [Middleware(HostGuard, options=options)]
+    if options.cors_allow_origin:
+        # Before the keys, because a browser's preflight request carries no key.
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=options.cors_allow_origin,
+                allow_methods=("GET", "POST"),
+                # OpenAI's client in a browser sends many headers of its own.
+                allow_headers=("*",),
+                expose_headers=("X-Request-Id", "Retry-After"),
+            )
+        )
+    if options.api_key:
+        layers.append(Middleware(RequireApiKey, keys=different_keys(options)))
+    return layers
+
+
+def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
+    """Return the TLS settings; None for plain HTTP.
+
+    Raises ValueError for options that contradict each other, and OSError, naming the files, if they cannot be used.
+    """
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is not None or options.ssl_ca_certs is not None:
+            raise ValueError("ssl_certfile is missing; give it with ssl_keyfile and ssl_ca_certs")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+        if options.ssl_ca_certs is not None:
+            context.load_verify_locations(options.ssl_ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:  # of the ssl module too
+        files = [name for name in (options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs) if name]
+        raise OSError(f"cannot use the TLS files {', '.join(files)}: {error}; check paths and format (PEM)") from error
+    return context

@@ -1,0 +1,53 @@
+"""What all requests to a server share."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from vllm_mp.client.async_llm import AsyncLLM
+from vllm_mp.requests.lora_request import LoRARequest
+from vllm_mp.server.http.admission import Admission
+from vllm_mp.server.http.live_feed import LiveFeed
+from vllm_mp.server.http.options import ServerOptions
+from vllm_mp.server.http.shared_state import SharedState
+from vllm_mp.server.http.tenants import Tenants
+
+
+@dataclass
+class ServerState:
+    """The engine, the options, and the parts of the server that outlive a request."""
+
+    engine: AsyncLLM
+    options: ServerOptions
+    admission: Admission
+    shared: SharedState | None = None
+    """What this process shares with other front processes; None: it is the only one."""
+    tenants: Tenants = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+    """When the server started, in seconds since 1970: the `created` of its models."""
+    live_feed: LiveFeed = field(init=False)
+    """What the page at `/` shows."""
+    adapters: dict[str, LoRARequest] = field(init=False)
+    """The adapters that requests may name as their model, by name."""
+    adapter_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while `adapters` is changed."""
+
+    _ping: "asyncio.Future[None] | None" = field(init=False, default=None)
+    """The latest ping of the core."""
+
+    def __post_init__(self) -> None:
+        self.tenants = Tenants(self.options, None if self.shared is None else self.shared.secret)
+        self.live_feed = LiveFeed(self.engine, self.admission)
+        lora = self.engine.vllm_config.lora_config
+        self.adapters = {} if lora is None else {module.lora_name: module for module in lora.lora_modules}
+
+    async def ping_core(self) -> None:
+        """Return once the core answers; callers at the same time share a ping, so that probes cannot flood the core.
+
+        Raises EngineError if the core does not answer within the option `ready_timeout`.
+        """
+        if self._ping is None or self._ping.done():
+            self._ping = asyncio.ensure_future(self.engine.ping(self.options.ready_timeout))
+            # The caller may hang up: then the error has no other reader.
+            self._ping.add_done_callback(lambda ping: ping.cancelled() or ping.exception())
+        await asyncio.shield(self._ping)

@@ -1,0 +1,57 @@
+"""The messages of a conversation, as OpenAI's API writes them."""
+
+from typing import Annotated, Literal
+
+from vllm_mp.server.http.body import Ignored, Refused, RequestBody, refused
+
+_PART = refused("must be 'text': images, audio and files are not served yet")
+
+
+class TextPart(RequestBody):
+    """A part of a message. Only text is served."""
+
+    type: Annotated[Literal["text"], _PART]
+    text: str
+    image_url: Refused = None
+    input_audio: Refused = None
+    file: Refused = None
+    cache_control: Ignored = None
+
+
+class FunctionCall(RequestBody):
+    """The function that an earlier answer of the assistant called."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class ToolCall(RequestBody):
+    """A call in an earlier answer of the assistant."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(RequestBody):
+    """A message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    """The calls of an answer of the assistant."""
+    tool_call_id: str | None = None
+    """The call that a message of the role "tool" answers."""
+    reasoning: str | None = None
+    """The thought of an answer of the assistant."""
+    reasoning_content: str | None = None
+    """The same as `reasoning`, under its older name."""
+    refusal: str | None = None
+    """What the assistant said when it refused; it stands for the content."""
+    type: Literal["text", "message"] | None = None
+    """Written by some clients; it has no effect."""
+    audio: Refused = None
+    function_call: Refused = None
+    annotations: Ignored = None

@@ -1,0 +1,54 @@
+"""The prompt of a conversation: what the endpoints that take messages share."""
+
+from typing import Any
+
+from vllm_mp.client.prompts.chat_messages import ChatMessageError
+from vllm_mp.client.prompts.chat_template import ChatTemplateError
+from vllm_mp.server.http.endpoint import Call
+from vllm_mp.server.http.errors import ApiError
+from vllm_mp.server.openai.chat_messages import ChatMessage
+
+
+async def chat_prompt(
+    call: Call,
+    messages: list[ChatMessage],
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
+    """Return a conversation as the text of a prompt, which holds the special tokens.
+
+    The keywords are fields of the request; `tools` are as the template reads them. The prompt ends where the answer
+    begins (`add_generation_prompt`), or with `continue_final_message` inside of the last message. Raises ApiError if
+    the template refuses the messages, or if the request may not bring a template.
+    """
+    if chat_template is not None and not call.server.options.trust_request_chat_template:
+        message = "chat_template is code, which this server does not run; leave it out, or start the server with "
+        raise ApiError(400, message + "--trust-request-chat-template", param="chat_template")
+    continues = bool(continue_final_message)
+    try:
+        return await call.server.engine.chat_template.render(
+            messages,
+            template=chat_template,
+            add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
+            continue_final_message=continues,
+            variables=chat_template_kwargs,
+            tools=tools,
+        )
+    except ChatMessageError as error:
+        raise ApiError(400, str(error), param=error.path) from error
+    except ChatTemplateError as error:
+        raise ApiError(400, str(error), param="messages", code="chat_template_failed") from error
+
+
+def template_variables(reasoning_effort: str | None, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what the chat template reads beside messages and tools: `variables`, and how much the model thinks."""
+    if reasoning_effort is None:
+        return variables
+    effort: dict[str, Any] = {"reasoning_effort": reasoning_effort}
+    if reasoning_effort == "none":
+        effort["enable_thinking"] = False
+    return effort | (variables or {})

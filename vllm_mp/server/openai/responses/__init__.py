@@ -1,0 +1,1 @@
+"""The endpoint `/v1/responses`: its input, its output and its events."""

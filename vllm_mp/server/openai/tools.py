@@ -1,0 +1,272 @@
+"""The tools that a request offers: read from its fields, offered to the chat template, found in the answer."""
+
+import re
+import secrets
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from vllm_mp.client.tool_parsers import (
+    TOOL_PARSERS,
+    CallFormat,
+    JsonToolParser,
+    Tool,
+    ToolParser,
+    tool_parser_for_template,
+)
+from vllm_mp.requests.structured_outputs import StructuredOutputsParams
+from vllm_mp.server.http.body import RequestBody, refused
+from vllm_mp.server.http.errors import ApiError
+
+_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+_MAX_TOOLS = 1024
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+class FunctionDefinition(RequestBody):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object; default: any object."""
+    strict: bool | None = None
+    """Hold the arguments to the schema, also where the model is free to call the function or not."""
+
+
+class ToolDefinition(RequestBody):
+    """A tool that the model may use."""
+
+    type: Annotated[Literal["function"], refused("must be 'function': other tools are not served")]
+    function: FunctionDefinition
+
+
+class FunctionName(RequestBody):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(RequestBody):
+    """The tool that the model must use."""
+
+    type: Annotated[Literal["function"], refused("must be 'function': other tools are not served")]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How the answers of a request use its tools."""
+
+    definitions: list[dict[str, Any]]
+    """What the chat template reads."""
+    tools: Sequence[Tool]
+    parser: type[ToolParser]
+    form: StructuredOutputsParams | None
+    """What the answer must match; None: any text."""
+    is_named: bool
+    """The request names the tool."""
+    is_single: bool
+    """The answer has at most one call."""
+
+    def new_parser(self) -> ToolParser:
+        """Return a parser for one answer."""
+        return self.parser(self.tools)
+
+    def new_call_id(self) -> str:
+        """Return an id for a call. The chat templates of Mistral's models demand nine letters or digits."""
+        if self.parser.name == "mistral":
+            return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+def read_tools(
+    definitions: Sequence[FunctionDefinition],
+    choice: str,
+    *,
+    is_parallel: bool,
+    form: StructuredOutputsParams | None,
+    chat_template: str,
+    parser_name: str,
+    path: str = "tools[{}].function",
+    form_field: str = "response_format",
+) -> ToolUse | None:
+    """Return how a request's answers use the functions `definitions`; None if they use none.
+
+    `choice` is "none", "auto", "required", or the name of a function behind "=". `form` is what the request demands of
+    an answer that is no call. `parser_name` is the option `tool_call_parser`. `path` is the place of a function in the
+    request, and `form_field` the field that demands `form`. Raises ApiError, naming the field at fault.
+    """
+    if not definitions:
+        if choice not in ("none", "auto"):
+            raise ApiError(400, f"tool_choice={choice!r} needs tools; add them", param="tool_choice")
+        return None
+    tools = _checked_tools(definitions, path)
+    named = [tool for tool in tools if choice == f"={tool.name}"]
+    if choice.startswith("=") and not named:
+        names = ", ".join(tool.name for tool in tools)
+        raise ApiError(
+            400,
+            f"tool_choice names {choice[1:]!r:.100}, which is no tool; there are {names:.300}",
+            param="tool_choice",
+        )
+    if choice == "none":
+        return None
+    if "tools" not in chat_template:
+        raise ApiError(
+            400,
+            "the model's chat template knows no tools; leave out tools, serve a model that was trained for them, or "
+            "give a template with --chat-template",
+            param=path.partition("[")[0],
+        )
+    parser = _parser_for(chat_template, parser_name)
+    allowed = named or tools
+    is_forced = bool(named) or choice == "required"
+    call_format = parser.call_format(allowed, chat_template)
+    if is_forced and call_format is None:
+        parser = JsonToolParser
+        call_format = JsonToolParser.call_format(allowed, chat_template)
+    is_single = bool(named) or not is_parallel
+    is_strict = [bool(definition.strict) for definition in definitions]
+    return ToolUse(
+        definitions=[_for_template(definition) for definition in definitions],
+        tools=allowed,
+        parser=parser,
+        form=_answer_form(call_format, form, form_field, is_forced, is_single, is_strict),
+        is_named=bool(named),
+        is_single=is_single,
+    )
+
+
+def choice_of(choice: ToolChoice | None) -> str:
+    """Return the `choice` that `read_tools` takes."""
+    return f"={choice.function.name}" if isinstance(choice, NamedTool) else choice or "auto"
+
+
+def _checked_tools(definitions: Sequence[FunctionDefinition], path: str) -> list[Tool]:
+    if len(definitions) > _MAX_TOOLS:
+        raise ApiError(400, f"tools must hold at most {_MAX_TOOLS}, got {len(definitions)}", param="tools")
+    tools: dict[str, Tool] = {}
+    for index, definition in enumerate(definitions):
+        name, place = definition.name, path.format(index)
+        if not _NAME.fullmatch(name):
+            message = f"the name of a function must be 1 to 128 letters, digits or any of _.:/-, got {name!r:.150}"
+            raise ApiError(400, message, param=f"{place}.name")
+        if name in tools:
+            raise ApiError(400, f"the function {name!r} is there twice; leave out one", param=f"{place}.name")
+        parameters = definition.parameters or {}
+        if parameters.get("type", "object") != "object":
+            message = f"the parameters of a function must be an object, got type {parameters['type']!r:.100}"
+            raise ApiError(400, message, param=f"{place}.parameters")
+        tools[name] = Tool(name, {"type": "object", **parameters})
+    return list(tools.values())
+
+
+def _for_template(definition: FunctionDefinition) -> dict[str, Any]:
+    function = msgspec.to_builtins(definition)
+    function.pop("strict", None)
+    function["parameters"] = {"type": "object", "properties": {}} | (definition.parameters or {})
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _parser_for(chat_template: str, name: str) -> type[ToolParser]:
+    if name != "auto":
+        return TOOL_PARSERS.get(name)
+    parser = tool_parser_for_template(chat_template)
+    if parser is None:
+        raise ApiError(
+            400,
+            "the format in which the model writes calls is not known from its chat template; start the server with "
+            f"--tool-call-parser, which knows {', '.join(TOOL_PARSERS.names())}",
+            param="tools",
+        )
+    return parser
+
+
+def _answer_form(
+    call_format: CallFormat | None,
+    form: StructuredOutputsParams | None,
+    form_field: str,
+    is_forced: bool,
+    is_single: bool,
+    is_strict: Sequence[bool],
+) -> StructuredOutputsParams | None:
+    """Return what an answer must match that consists of calls, of what `form` demands, or of text and calls."""
+    if call_format is None:
+        if form is None:
+            return None
+        raise ApiError(
+            400,
+            f"{form_field} together with tools needs calls that a grammar can describe, which this model's are not; "
+            "leave out one of them, or set tool_choice",
+            param=form_field,
+        )
+    if is_forced:
+        return _structural_tag(_calls(call_format, is_single))
+    if form is not None:
+        return _structural_tag({"type": "or", "elements": [_calls(call_format, is_single), _as_format(form)]})
+    if not call_format.trigger or not (any(is_strict) or is_single):
+        return None
+    # The arguments of a function that is not strict may be any object.
+    calls = [
+        call if strict else {**call, "content": _schema({"type": "object"})}
+        for call, strict in zip(_tags(call_format), is_strict, strict=True)
+    ]
+    return _structural_tag(
+        {
+            "type": "triggered_tags",
+            "triggers": [call_format.trigger],
+            "tags": calls,
+            "at_least_one": False,
+            "stop_after_first": is_single,
+        }
+    )
+
+
+def _structural_tag(format: dict[str, Any]) -> StructuredOutputsParams:
+    tag = {"type": "structural_tag", "format": format}
+    return StructuredOutputsParams(structural_tag=tag)
+
+
+def _calls(call_format: CallFormat, is_single: bool) -> dict[str, Any]:
+    calls = {
+        "type": "tags_with_separator",
+        "tags": _tags(call_format),
+        "separator": call_format.separator,
+        "at_least_one": True,
+        "stop_after_first": is_single,
+    }
+    before, after = (
+        [{"type": "const_string", "value": text}] if text else [] for text in (call_format.begin, call_format.end)
+    )
+    return {"type": "sequence", "elements": [*before, calls, *after]}
+
+
+def _tags(call_format: CallFormat) -> list[dict[str, Any]]:
+    return [
+        {"type": "tag", "begin": call.begin, "content": _schema(call.arguments), "end": call.end}
+        for call in call_format.calls
+    ]
+
+
+def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _as_format(form: StructuredOutputsParams) -> dict[str, Any]:
+    """Return a form as a part of a structural tag."""
+    if form.json_object:
+        return _schema({"type": "object"})
+    if form.json is not None:
+        return _schema(msgspec.json.decode(form.constraint().text))
+    raise ApiError(
+        400,
+        "tools go together with a JSON schema or json_object only; leave out tools, or the other form of the answer",
+        param="tools",
+    )

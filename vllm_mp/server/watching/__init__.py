@@ -1,0 +1,1 @@
+"""How a server is watched: health, metrics, the page and its data, traces."""

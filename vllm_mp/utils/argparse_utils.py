@@ -1,5 +1,0 @@
-"""The parser of flags, where programs for vLLM import it from."""
-
-from vllm_mp.argument_parser import FlexibleArgumentParser
-
-__all__ = ["FlexibleArgumentParser"]
