@@ -17,13 +17,13 @@ from weakref import WeakKeyDictionary
 from vllm_mp import wire
 from vllm_mp.arguments.counted import counted
 from vllm_mp.client.cores.connection import run_on_and_wait
-from vllm_mp.client.cores.launcher import Core
 from vllm_mp.client.cores.pending_call import PendingCall
 from vllm_mp.client.cores.pings import Pings
 from vllm_mp.client.cores.recovery.blame import Blame
 from vllm_mp.client.cores.recovery.engine_deaths import EngineDeaths
 from vllm_mp.client.cores.recovery.news import Absence, Death, End, News
 from vllm_mp.client.cores.recovery.suspects import Entry, Suspects
+from vllm_mp.client.cores.sources.core_source import Core
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream

@@ -4,7 +4,6 @@ import logging
 from collections import deque
 
 from vllm_mp import wire
-from vllm_mp.client.cores.launcher import Core
 from vllm_mp.client.cores.recovery.engine_deaths import CoreUser, EngineDeaths
 from vllm_mp.client.cores.recovery.news import Death
 from vllm_mp.client.cores.recovery.suspects import (
@@ -15,6 +14,7 @@ from vllm_mp.client.cores.recovery.suspects import (
     Suspects,
 )
 from vllm_mp.client.cores.recovery.unexplained_death import UnexplainedDeath
+from vllm_mp.client.cores.sources.core_source import Core
 from vllm_mp.client.outputs.stream import RequestStream
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_mp.client.cores import process
-from vllm_mp.client.cores.process import CoreProcess
+from vllm_mp.client.cores.sources.process import CoreProcess
 
 
 class Stuck:

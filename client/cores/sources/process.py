@@ -14,7 +14,7 @@ from typing import IO
 
 import msgspec
 
-from vllm_mp.client.cores.held_address import HeldAddress
+from vllm_mp.client.cores.sources.held_address import HeldAddress
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_link.core_launch import CoreLaunch, Predecessor, core_environment, package_path, status_path
 from vllm_mp.core_link.core_status import Suspension, TriedConstraint

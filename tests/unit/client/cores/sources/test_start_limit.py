@@ -5,7 +5,7 @@ import zmq
 from support.fake_core import FakeCore
 
 from vllm_mp import EngineArgs, EngineStartError
-from vllm_mp.client.cores.launcher import RemoteCore
+from vllm_mp.client.cores.sources.remote_core import RemoteCore
 from vllm_mp.core_link.core_status import CoreState
 from vllm_mp.core_link.status_page import StatusPage
 

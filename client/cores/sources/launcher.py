@@ -1,28 +1,22 @@
-"""The sources of a client's cores: its own processes, or a shared core at an address.
-
-A third source, nodes of a Ray cluster, is in `client/ray/ray_core.py`.
-"""
+"""The source of cores that are processes of this client."""
 
 import contextlib
 import logging
-import math
 import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import zmq
 
 from vllm_mp import wire
-from vllm_mp.client.cores.connection import CoreConnection, is_engine_running
+from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.client.cores.health import HangWatch
-from vllm_mp.client.cores.held_address import HeldAddress
-from vllm_mp.client.cores.process import CoreProcess
-from vllm_mp.client.cores.socket_owner import check_socket_file
+from vllm_mp.client.cores.sources.core_source import Check, Core, load_progress
+from vllm_mp.client.cores.sources.held_address import HeldAddress
+from vllm_mp.client.cores.sources.process import CoreProcess
 from vllm_mp.config import VllmConfig
 from vllm_mp.config.nodes import is_missing_node, prepare_node_0
 from vllm_mp.core_link.core_launch import Predecessor
@@ -30,51 +24,10 @@ from vllm_mp.core_link.core_status import NOT_SUSPENDED, CoreState, TriedConstra
 from vllm_mp.core_link.status_page import MAX_TRIED, StatusPage
 from vllm_mp.errors import EngineStartError
 from vllm_mp.keys.operator_key import new_operator_key
-from vllm_mp.machine.file_owner import trusted_owners, user_id
 from vllm_mp.model_store.gguf import gguf_place
 from vllm_mp.requests.lora_request import AdapterRecord
 
-if TYPE_CHECKING:
-    from vllm_mp.client.ray import RayCore
-
 logger = logging.getLogger(__name__)
-
-
-class Core(NamedTuple):
-    """A core that serves."""
-
-    connection: CoreConnection
-    client: int
-    """The core's number for this client."""
-    config: VllmConfig
-    """The configuration as the core has completed it."""
-    page: StatusPage | None
-    """The core's status page; None if this process cannot see it, as over TCP."""
-    process: CoreProcess | None
-    """The core's process; None for the core of another process."""
-    welcome: wire.Welcome
-
-    @property
-    def num_restarts(self) -> int:
-        """Number of restarts by the core's parent before this core served."""
-        death = self.welcome.last_death
-        return 0 if death is None else death.num_restarts
-
-    @property
-    def last_cause(self) -> str | None:
-        """Why the predecessor died; None for the first core of the parent."""
-        death = self.welcome.last_death
-        return None if death is None else death.cause
-
-
-_RETRY_S = 0.2
-"""Pause before the next attempt to reach a shared core; it doubles for each further attempt."""
-_LONGEST_RETRY_S = 3.0
-_LOOK_S = 0.05
-"""Pause before the next look for the socket of a shared core."""
-
-Check = Callable[[], None]
-"""Called repeatedly while a core starts; raises when the wait must end."""
 
 
 class CoreLauncher:
@@ -183,7 +136,7 @@ class CoreLauncher:
 
         try:
             timeout = self._limits.start_timeout_s
-            welcome, config = connection.greet(timeout, look, lambda: _load_progress(process.status_page()))
+            welcome, config = connection.greet(timeout, look, lambda: load_progress(process.status_page()))
         except BaseException as error:
             if isinstance(error, EngineStartError) and (core := self._core_that_served(process, connection)):
                 self._process = self._connection = None
@@ -282,162 +235,6 @@ class CoreLauncher:
         if self._public is not None:
             self._public.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class RemoteCore:
-    """The shared core at an address, and after its death the next core there that serves the same model."""
-
-    node = None
-    """Only a core on Ray has a node."""
-
-    def __init__(
-        self,
-        address: str,
-        key_file: str | None,
-        timeout: float,
-        operator_key: bytes = b"",
-        owner: str | None = None,
-        reconnect_timeout: float = math.inf,
-    ) -> None:
-        """`timeout`: seconds that `finish` waits for the first core to answer.
-
-        With `operator_key`, the core's, this client is an operator. `owner`: a user beside this one and root whose core
-        is trusted, if it is behind a Unix socket. `reconnect_timeout`: seconds that requests wait while there is no
-        core. Raises ValueError if there is no such user.
-        """
-        self.address = address
-        self.reconnect_timeout = reconnect_timeout
-        self.trouble = "no core answers there"
-        """Why there is no core, as far as this client knows."""
-        self._timeout = timeout
-        self.standby_pid: int | None = None
-        self._key_file = key_file
-        self._owners = trusted_owners() | ({user_id(owner)} if owner is not None else set())
-        self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
-        """The socket file; None over TCP."""
-        self._operator_key = operator_key
-        self._token = secrets.token_bytes(wire.TOKEN_BYTES)
-        self._model: dict[str, object] | None = None
-        """What the first core served; None before."""
-
-    def begin(self) -> None:
-        """No-op: a shared core is started by its operator."""
-
-    def finish(self, check: Check) -> Core:
-        """Wait until a core serves at the address; without a limit of time, unless it is the first core.
-
-        Raises what `check` raises, and EngineStartError if the first core refuses, or if there is none for `timeout`
-        seconds in which no core got on with its load, or if a later core has another model.
-        """
-        is_first, pause = self._model is None, _RETRY_S
-        deadline = time.monotonic() + self._timeout if is_first else math.inf
-        self.trouble = "no core answers there"
-        while True:
-            connection = None
-            try:
-                self._wait_for_socket(check, deadline)
-                connection = CoreConnection(self.address, self._key_file, self._operator_key, self._token, self._owners)
-                timeout = max(0.0, deadline - time.monotonic())
-                welcome, config = connection.greet(timeout, check, self.load_progress)
-                break
-            except (EngineStartError, OSError, ValueError, zmq.ZMQError) as error:
-                if connection is not None:
-                    connection.close()
-                if is_first:
-                    raise
-                # Such as a core that could not load or has no room for another client, or no descriptor that is free.
-                self.trouble = str(error)
-                _wait(pause, check)
-                pause = min(_LONGEST_RETRY_S, 2 * pause)
-            except BaseException:
-                if connection is not None:
-                    connection.close()
-                raise
-        model = served_model(welcome, config)
-        if differing := differences(self._model or model, model):
-            connection.close()
-            raise EngineStartError(
-                f"the core that now serves {self.address} has another model ({config.model_config.model}): "
-                f"{', '.join(differing)}; connect to it again"
-            )
-        self._model = model
-        return Core(connection, welcome.client, config, self._open_page(), None, welcome)
-
-    def check_same_model(self, other: "RemoteCore") -> None:
-        """Raise EngineStartError unless the core that `other` found first has the same model; call after `finish`."""
-        assert self._model is not None
-        assert other._model is not None
-        if differing := differences(other._model, self._model):
-            raise EngineStartError(
-                f"the cores at {other.address} and {self.address} have different models: {', '.join(differing)}; "
-                "connect to cores of one model"
-            )
-
-    def load_progress(self) -> object:
-        """Return a value that changes while a core gets on with its load; None if this process sees no such core."""
-        return _load_progress(self._open_page())
-
-    def _wait_for_socket(self, check: Check, deadline: float) -> None:
-        """Return once there is a socket file whose owner is trusted; at once over TCP.
-
-        Raises what `check` raises, and EngineStartError if the owner is not trusted or after the deadline.
-        """
-        while self._path is not None and not check_socket_file(self._path, self._owners):
-            check()
-            if time.monotonic() > deadline:
-                raise EngineStartError(f"there is no core at {self.address}; {is_engine_running(self.address)}")
-            time.sleep(_LOOK_S)
-
-    def _open_page(self) -> StatusPage | None:
-        """Return the status page beside the socket; None if there is none that this process may read."""
-        if self._path is None:
-            return None
-        return StatusPage.open(self._path.with_name(f"{self._path.name}.status"))
-
-    def note_call(self, name: str, args: tuple[wire.CallArgument, ...]) -> None:
-        """No-op: the state of a shared core is kept by its parent."""
-
-    def prepare_standby(self) -> None:
-        """No-op: a shared core has no standby."""
-
-    def discard(self, process: CoreProcess) -> None:
-        """No-op: the files of a shared core are not this client's."""
-
-    def close(self, timeout: float | None, core: Core | None) -> None:
-        """No-op: a shared core serves on."""
-
-
-CoreSource: TypeAlias = "CoreLauncher | RemoteCore | RayCore"
-
-
-def _wait(seconds: float, check: Check) -> None:
-    """Wait while `check`, which is called repeatedly, does not raise."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        check()
-        time.sleep(_LOOK_S)
-
-
-def _load_progress(page: StatusPage | None) -> object:
-    """Return a value that changes while the core of `page` gets on with its load; None without such a core."""
-    return page.progress() if page is not None and page.state in (CoreState.STARTING, CoreState.LOADING) else None
-
-
-def served_model(welcome: wire.Welcome, config: VllmConfig) -> dict[str, object]:
-    """Return, by name, all that a successor must have in common with the core, so that streams can continue there."""
-    digest, model = welcome.model, config.model_config
-    digests = {"weights": digest.weights, "config.json": digest.config, "tokenizer": digest.tokenizer}
-    limits = {name: getattr(model, name) for name in ("dtype", "quantization", "max_model_len")}
-    return digests | limits
-
-
-def differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
-    """Return the names of what differs, with values where they mean something."""
-    return [
-        f"other {name}" if name in ("weights", "config.json", "tokenizer") else f"{name} {new[name]} instead of {was}"
-        for name, was in old.items()
-        if new[name] != was
-    ]
 
 
 def make_folder() -> Path:

@@ -10,8 +10,8 @@ import pytest
 
 from vllm_mp import EngineArgs
 from vllm_mp.client.cores import held_address
-from vllm_mp.client.cores.held_address import HeldAddress
-from vllm_mp.client.cores.launcher import CoreLauncher
+from vllm_mp.client.cores.sources.held_address import HeldAddress
+from vllm_mp.client.cores.sources.launcher import CoreLauncher
 
 
 def test_address_in_a_runtime_folder_that_was_removed_is_restored_for_the_next_core(default_model, monkeypatch):
