@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from vllm_mp import EngineArgs
-from vllm_mp.client.cores import held_address
+from vllm_mp.client.cores.sources import held_address
 from vllm_mp.client.cores.sources.held_address import HeldAddress
 from vllm_mp.client.cores.sources.launcher import CoreLauncher
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mp.client.cores import process
+from vllm_mp.client.cores.sources import process
 from vllm_mp.client.cores.sources.process import CoreProcess
 
 
