@@ -186,7 +186,7 @@ class Scheduler:
         """End the requests whose adapter cannot be loaded, with an error; return (client, end) of each."""
         return [
             (request.client, self._end(request, Ending(request.num_output_tokens, "error", error=why)))
-            for request in list(adapter.requests.values())
+            for request in [self._requests[key] for key in adapter.requests]
         ]
 
     def note_compiled(self, keys: Iterable[RequestKey], grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
