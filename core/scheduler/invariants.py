@@ -61,7 +61,7 @@ def _check_requests(scheduler: Scheduler) -> None:
     ]
     _require(
         "a suspect has a row only while its group runs",
-        [suspect.key for suspect in running_suspects if suspect.isolation != scheduler._group],
+        [suspect.key for suspect in running_suspects if suspect.isolation != scheduler.isolation.group],
     )
     _require(
         "the rows of suspects are isolated",

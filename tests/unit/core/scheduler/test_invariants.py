@@ -279,7 +279,7 @@ def let_a_suspect_share_a_step(engine):
     request = engine.batch.request(0)
     request.isolate_until_num_tokens = 1
     engine.batch.is_isolated[0] = True
-    engine.scheduler._group = request.isolation
+    engine.scheduler.isolation.group = request.isolation
 
 
 @pytest.mark.parametrize(
