@@ -64,30 +64,30 @@ class TokenCounts:
         """The first `num_unknown` tokens, which are the whole prompt or none, are not counted."""
         self._ids = np.zeros(64, np.int64)
         self._counts = np.zeros(64, np.float32)
-        self._place_of: dict[int, int] = {}
+        self._index_of: dict[int, int] = {}
         self._num_seen = num_unknown
 
     def catch_up(self, tokens: npt.NDArray[np.int32], num_prompt_tokens: int) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Return the ids [n] and counts [n] of `tokens`, which begin with the tokens of the call before."""
         if self._num_seen < num_prompt_tokens:
             for token in np.unique(tokens[:num_prompt_tokens]).tolist():
-                self._place(token)
+                self._index(token)
             self._num_seen = num_prompt_tokens
         for token in tokens[self._num_seen :].tolist():
-            place = self._place(token)  # may replace `_counts`, so it is called first
-            self._counts[place] += 1
+            index = self._index(token)  # may replace `_counts`, so it is called first
+            self._counts[index] += 1
         self._num_seen = len(tokens)
-        used = len(self._place_of)
+        used = len(self._index_of)
         return self._ids[:used], self._counts[:used]
 
-    def _place(self, token: int) -> int:
+    def _index(self, token: int) -> int:
         """Return the index of `token` in the arrays, which grow if it is new and they are full."""
-        place = self._place_of.setdefault(token, len(self._place_of))
-        if place == len(self._ids):
+        index = self._index_of.setdefault(token, len(self._index_of))
+        if index == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[place] = token
-        return place
+        self._ids[index] = token
+        return index
 
 
 def as_ids(values: Iterable[Any]) -> Ids:
