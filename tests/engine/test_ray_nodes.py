@@ -36,7 +36,7 @@ async def tokens_after(engine, strike, max_tokens):
     streams = start_streams(engine, max_tokens)
 
     async def has_begun():
-        return any(stream.awaited[0].num_tokens for stream in engine._cores.first.requests.streams())
+        return any(stream.awaited[0].num_tokens for stream in engine.cores.first.requests.streams())
 
     await eventually(has_begun)
     strike()
@@ -66,7 +66,7 @@ def test_ranks_on_two_nodes_stream_the_tokens_of_one_process(cluster, small_mode
 @pytest.mark.parametrize("index", [1, 0])
 def test_streams_go_on_when_a_node_of_a_core_with_two_is_killed(cluster, small_model, index):
     async def run():
-        client = engine._cores.first
+        client = engine.cores.first
         expected = await all_tokens(engine, 100)
         before = nodes_of(client)
         [victim] = [node for node in cluster.nodes if node.node_id[:8] in before[index]]
@@ -99,7 +99,7 @@ def test_killed_process_is_replaced_and_so_are_those_that_depend_on_it(cluster, 
         pids = [process.pid for process in victims.values()][: 1 + list(victims).index(what)]
         assert await tokens_after(engine, victims[what].kill, 60) == expected
         await eventually(lambda: have_ended(pids))
-        assert engine._supervisor.num_restarts == (what in ("rank", "rank host"))
+        assert engine.cores.first.supervisor.num_restarts == (what in ("rank", "rank host"))
 
     with on_ray(small_model, worker_use_ray=True, nnodes=2, tensor_parallel_size=2) as engine:
         asyncio.run(run())
@@ -131,9 +131,9 @@ def test_each_of_several_cores_has_two_nodes_and_a_removed_core_frees_them(clust
             if added:
                 await engine.remove_core(0)
                 assert await engine.add_core() == added
-            for client in engine._cores.clients:
+            for client in engine.cores.clients:
                 assert len(set(nodes_of(client))) == 2
-            assert len({node for client in engine._cores.clients for node in nodes_of(client)}) == 4
+            assert len({node for client in engine.cores.clients for node in nodes_of(client)}) == 4
             tokens = [await tokens_of(engine, PROMPTS[0], greedy(9), data_parallel_rank=i) for i in (1, added or 0)]
             assert tokens[0] == tokens[1]
             assert len(tokens[0]) == 9
