@@ -64,16 +64,16 @@ class Followers:
         returns_all: bool = False,
     ) -> None:
         """Send a step, with what to compute of the logits of its sampled rows; see `StepMessage`."""
-        places = None if embeds is None else embeds.places.cpu().numpy()
-        self._write(Kind.STEP, *self._encoder.encode(step, batch, sampling, isolates, places, returns_all))
+        embedded = None if embeds is None else embeds.places.cpu().numpy()
+        self._write(Kind.STEP, *self._encoder.encode(step, batch, sampling, isolates, embedded, returns_all))
 
-    def take(self, places: npt.NDArray[np.int64]) -> None:
-        """Have the first stage of a pipeline take the next hidden states of the last stage, and keep those `places`."""
-        self._write(Kind.TAKE, places.tobytes())
+    def take(self, indices: npt.NDArray[np.int64]) -> None:
+        """Have the first stage of a pipeline take the last stage's next hidden states, and keep those at `indices`."""
+        self._write(Kind.TAKE, indices.tobytes())
 
-    def logits(self, sampling: int, places: npt.NDArray[np.int64]) -> None:
-        """Ask for logits of the tokens at `places` of the latest step, in a pipeline of those that were kept."""
-        self._write(Kind.LOGITS, np.array([sampling, *places.tolist()], np.int64).tobytes())
+    def logits(self, sampling: int, indices: npt.NDArray[np.int64]) -> None:
+        """Ask for logits of the tokens at `indices` of the latest step, in a pipeline of those that were kept."""
+        self._write(Kind.LOGITS, np.array([sampling, *indices.tolist()], np.int64).tobytes())
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Announce an adapter whose factors are broadcast next."""
@@ -161,7 +161,7 @@ class GroupMemory:
 
 
 class GroupProfiler(Profiler):
-    """The profilers of all ranks, each of which writes a trace of its own into the same folder."""
+    """The profilers of all ranks; each writes its own trace into the same folder."""
 
     def __init__(self, device: torch.device, followers: Followers) -> None:
         super().__init__(device)
