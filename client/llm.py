@@ -119,7 +119,9 @@ class LLM(PoolingCalls):
         check_unserved(mm_processor_kwargs=mm_processor_kwargs)
         inputs = self._inputs(prompts_of(prompts), self._sampling(sampling_params), lora_request, priority)
         requests = list(self._requests(self._engine.generate, inputs, tokenization_kwargs=tokenization_kwargs))
-        self._enqueued += [request._replace(place=len(self._enqueued) + request.place) for request in requests]
+        self._enqueued += [
+            request._replace(prompt_index=len(self._enqueued) + request.prompt_index) for request in requests
+        ]
         return [request.request_id for request in sorted(requests)]
 
     def wait_for_completion(

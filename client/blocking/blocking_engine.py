@@ -46,7 +46,7 @@ _REFUSED = {
         "weights come from files: change the files of the model's folder, then call sleep(level=2) and wake_up()",
     ),
 }
-"""Names that vLLM's class has and this class has not, and what to use in their place."""
+"""Names that vLLM's class has and this class has not, and what to use instead."""
 
 
 class LLMEngine:
@@ -228,12 +228,12 @@ class BlockingEngine:
                 priority=each.priority,
                 **arguments,
             )
-            yield BatchRequest(each.place, request_id, getattr(each.params, "n", 1), start)
+            yield BatchRequest(each.prompt_index, request_id, getattr(each.params, "n", 1), start)
 
     def _run(
         self, requests: Iterable[BatchRequest[Output]], total: int | None, use_tqdm: UseTqdm
     ) -> list[Output | RequestFailure]:
-        """Run `requests`, of which there are `total` if it is known; return the last output of each."""
+        """Run `requests`, `total` in number if it is known; return the last output of each."""
         self._thread.check()
         max_live = _LIVE_PER_SEQ * self.vllm_config.scheduler_config.max_num_seqs
         return Batch[Output](self._thread, max_live, ProgressBar(use_tqdm, total), total).run(requests)

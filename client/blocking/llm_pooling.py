@@ -107,7 +107,7 @@ class PoolingCalls(BlockingEngine):
         tokenization_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput | RequestFailure]:
-        """Return the score of each pair of a text of `data_1` and the text of `data_2` at the same place.
+        """Return the score of each pair of a text of `data_1` and the text of `data_2` with the same index.
 
         A single text of `data_1` belongs to all pairs. A cross-encoder, a model with a single class, reads both texts
         of a pair at once, as str. With other models the score is the cosine similarity of the embeddings.
