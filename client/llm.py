@@ -192,7 +192,9 @@ class LLM:
         requests = list(
             self._batches.requests(self.async_llm.generate, inputs, tokenization_kwargs=tokenization_kwargs)
         )
-        self._enqueued += [request._replace(place=len(self._enqueued) + request.place) for request in requests]
+        self._enqueued += [
+            request._replace(prompt_index=len(self._enqueued) + request.prompt_index) for request in requests
+        ]
         return [request.request_id for request in sorted(requests)]
 
     def wait_for_completion(

@@ -3,7 +3,7 @@
 This module alone chooses the implementation, by the device and the dtypes of the tensors: Triton on a GPU if it is
 installed, C++ kernels on a CPU where they exist, and otherwise plain torch (kernels/reference.py), which defines every
 result. Paged attention is also chosen by configuration: `attention_backends.choose` selects a backend once, and
-`core.models.attention.bind_attention` binds it to a model's layers in place of `paged_attention` here.
+`core.models.attention.bind_attention` binds it to a model's layers instead of `paged_attention` here.
 
 The C++ kernels are batch-invariant. All tensors of a call are on one device. Unless a contract says otherwise, results
 are new tensors and inputs are left alone.
@@ -292,8 +292,8 @@ def argmax(scores: Tensor) -> Tensor:
     """See `kernels.sampling.argmax`."""
     if cpu_logits.can_read(scores) and (kernels := library()):
         return cpu_logits.argmax(kernels, scores)
-    places: Tensor = _operations(scores).argmax(scores)
-    return places
+    indices: Tensor = _operations(scores).argmax(scores)
+    return indices
 
 
 def masked_argmax(logits: Tensor, masks: TokenMasks | None) -> Tensor:

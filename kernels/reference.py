@@ -34,7 +34,7 @@ MASK_WORD = 32
 
 
 class QuantizedRows(NamedTuple):
-    """Rows that `ops.quantize_rows` has quantized, in place of the rows themselves."""
+    """Rows that `ops.quantize_rows` has quantized, instead of the rows themselves."""
 
     values: Tensor  # FLOAT8 [n, inputs]
     scale: Tensor  # float32 [n, num_groups]
@@ -258,9 +258,9 @@ def sum_of_experts(
     """Return `ops.experts` for experts of which `compute(expert, rows)` computes some rows of `x`."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(expert_ids.flatten().tolist())):
-        tokens, places = torch.where(expert_ids == expert)
+        tokens, choices = torch.where(expert_ids == expert)
         outputs = compute(expert, x[tokens])
-        total.index_add_(0, tokens, outputs.float() * router_weights[tokens, places, None])
+        total.index_add_(0, tokens, outputs.float() * router_weights[tokens, choices, None])
     return total.to(x.dtype)
 
 

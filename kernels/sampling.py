@@ -70,8 +70,8 @@ def argmax(scores: Tensor) -> Tensor:
 
     `NO_PLACE` for a row whose highest score is not finite, or that holds NaN.
     """
-    highest, places = scores.max(dim=-1)
-    return places.masked_fill_(~highest.isfinite(), NO_PLACE)
+    highest, indices = scores.max(dim=-1)
+    return indices.masked_fill_(~highest.isfinite(), NO_PLACE)
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
@@ -200,7 +200,7 @@ def invert_cumulative(probability: Tensor, uniform: Tensor) -> Tensor:
     stretch = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
     before = F.pad(ends, (1, 0)).gather(-1, stretch)
     inside = stretches.gather(1, stretch.unsqueeze(-1).expand(-1, -1, _STRETCH)).squeeze(1)
-    place = torch.searchsorted(before + inside.cumsum(dim=-1, dtype=torch.float64), target, right=True)
+    index = torch.searchsorted(before + inside.cumsum(dim=-1, dtype=torch.float64), target, right=True)
     # The two sums may differ in the last bit, so the target may lie past the end of the stretch.
     last = _STRETCH - 1 - (inside > 0).flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
-    return (stretch * _STRETCH + torch.minimum(place, last)).squeeze(-1)
+    return (stretch * _STRETCH + torch.minimum(index, last)).squeeze(-1)

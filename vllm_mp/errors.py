@@ -71,7 +71,7 @@ class TooManyConstraintsError(EngineGenerateError):
 
 
 class NotOperatorError(EngineError, PermissionError):
-    """The call, or request, changes a shared core for all its clients, and this client is no operator of it.
+    """The call, or request, changes a shared core for all its clients, and this client is not an operator of it.
 
     Raised by pauses, sleeps, their ends, the profiler, `reset_prefix_cache`, `collective_rpc`, `add_lora`,
     `remove_lora`, `pin_lora` and requests with an adapter that is not loaded, of a client from `AsyncLLM.connect`

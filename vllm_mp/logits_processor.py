@@ -27,7 +27,7 @@ class MoveDirectionality(Enum):
     UNIDIRECTIONAL = auto()
     """From the first index to the second, whose request has left."""
     SWAP = auto()
-    """The requests at the two indexes change places."""
+    """The requests at the two indexes are swapped."""
 
 
 AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]

@@ -81,7 +81,7 @@ class RequestOutput(msgspec.Struct, gc=False):
 
 
 class RequestFailure(msgspec.Struct, gc=False):
-    """The end of a request that failed, in place of an output, from `StreamGroup` and `LLM`."""
+    """The end of a request that failed, instead of an output, from `StreamGroup` and `LLM`."""
 
     request_id: str
     error: Exception

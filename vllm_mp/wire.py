@@ -87,7 +87,7 @@ class Hello(_Message, tag=1):
 
     `token` is random, and the same in each hello of a client, to whichever core and after whichever connection. A core
     knows from it that a client has come back, and says what its predecessor was computing for that client. It is a
-    secret of the two: a peer that knows it can take the client's place. Empty: the client cannot be known again.
+    secret of the two: a peer that knows it can pose as the client. Empty: the client cannot be known again.
     """
 
     version: int
@@ -109,7 +109,7 @@ class AddRequest(_Message, tag=2):
     client that have the same `isolation_group`, until its completion has that many tokens, so that no other request
     dies with it. `after_pause`: the client knew of a pause in force when it first sent the request, so that a core that
     has inherited a pause with mode "wait" holds the request back. Waiting requests of one client and one priority run
-    in the order of `arrival_time`, in seconds of the client's `time.time()`. `prompt_embeds` takes the place of
+    in the order of `arrival_time`, in seconds of the client's `time.time()`. `prompt_embeds` replaces
     `prompt`, which is then empty. `extra_args` are `params.extra_args`, which are None in the message, as msgpack.
     `constraint` is what `params.structured_outputs`, which are None in the message, demand of the output.
     `lora` is the adapter for the request, or None for the base model, and `adapter_digest` the digest of the weights

@@ -22,7 +22,7 @@ class ParserRegistry(Generic[_Parser]):
         self._classes: dict[str, type[_Parser]] = {}
 
     def add(self, parser: type[_Parser]) -> type[_Parser]:
-        """Add a class, in place of another one of its name. Return it, so that this is a decorator."""
+        """Add a class, which replaces one of the same name. Return it, so that this method is a decorator."""
         self._classes.pop(parser.name, None)
         self._classes = {parser.name: parser, **self._classes}
         return parser

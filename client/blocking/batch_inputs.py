@@ -12,8 +12,8 @@ Message = Mapping[str, Any]
 class BatchInput(NamedTuple):
     """A prompt or a conversation, and what belongs to it alone."""
 
-    place: int
-    """Its place in the batch."""
+    prompt_index: int
+    """Index of its prompt in the batch."""
     prompt: Any
     params: Any
     lora_request: Any
@@ -49,16 +49,16 @@ class BatchInputs:
 
     def __iter__(self) -> Iterator[BatchInput]:
         if "priority" not in self._lists:
-            for place, prompt in enumerate(self._prompts):
-                yield self._input(place, prompt)
+            for index, prompt in enumerate(self._prompts):
+                yield self._input(index, prompt)
             return
         prompts, priorities = list(self._prompts), self._lists["priority"]
-        for place in sorted(range(len(prompts)), key=priorities.__getitem__):
-            yield self._input(place, prompts[place])
+        for index in sorted(range(len(prompts)), key=priorities.__getitem__):
+            yield self._input(index, prompts[index])
 
-    def _input(self, place: int, prompt: Any) -> BatchInput:
-        own = {name: values[place] for name, values in self._lists.items()}
-        return BatchInput(place, prompt, **self._same, **own)
+    def _input(self, index: int, prompt: Any) -> BatchInput:
+        own = {name: values[index] for name, values in self._lists.items()}
+        return BatchInput(index, prompt, **self._same, **own)
 
 
 def prompts_of(prompts: Any) -> Iterable[Any]:

@@ -55,7 +55,7 @@ class BatchRunner:
                 priority=each.priority,
                 **arguments,
             )
-            yield BatchRequest(each.place, request_id, getattr(each.params, "n", 1), start)
+            yield BatchRequest(each.prompt_index, request_id, getattr(each.params, "n", 1), start)
 
     def run(
         self, requests: Iterable[BatchRequest[Output]], total: int | None, use_tqdm: UseTqdm

@@ -1,4 +1,4 @@
-"""Many requests of a blocking caller, of which a limited number is live at a time."""
+"""Many requests of a blocking caller; a limited number is live at a time."""
 
 import asyncio
 import logging
@@ -22,8 +22,8 @@ Output = TypeVar("Output", RequestOutput, PoolingRequestOutput)
 class BatchRequest(NamedTuple, Generic[Output]):
     """A request that has not begun."""
 
-    place: int
-    """Place of its prompt in the batch."""
+    prompt_index: int
+    """Index of its prompt in the batch."""
     request_id: str
     num_completions: int
     start: Callable[[], AsyncGenerator[Output, None]]
@@ -59,7 +59,7 @@ class Batch(Generic[Output]):
         self._death: EngineDeadError | None = None
 
     def run(self, requests: Iterable[BatchRequest[Output]]) -> list[Output | RequestFailure]:
-        """Run all requests, and return the last output of each by its place; a failure stands in its request's place.
+        """Run all requests, and return the last output of each by its index; a failed request has a failure there.
 
         An error of the iterable and an interrupt abort the live requests and are raised. Raises BatchDeadError, with
         the outputs, if the core is gone for good.
@@ -69,7 +69,7 @@ class Batch(Generic[Output]):
                 while self._num_live and self._num_live + request.num_completions > self._max_live:
                     self._take()
                 if self._death is not None:
-                    self._outputs[request.place] = RequestFailure(request.request_id, self._death)
+                    self._outputs[request.prompt_index] = RequestFailure(request.request_id, self._death)
                     break
                 self._thread.call_soon(self._start, request)
                 self._num_live += request.num_completions
@@ -96,7 +96,7 @@ class Batch(Generic[Output]):
             self._thread.check()
             return
         self._num_live -= ended.request.num_completions
-        self._outputs[ended.request.place] = ended.output
+        self._outputs[ended.request.prompt_index] = ended.output
         if isinstance(ended.output, RequestFailure) and isinstance(ended.output.error, EngineDeadError):
             self._death = ended.output.error
         self._bar.add(ended.output)
@@ -106,14 +106,14 @@ class Batch(Generic[Output]):
         if self._death is not None:
             length = max(outputs, default=-1) + 1 if self._total is None else self._total
             missing = RequestFailure("", self._death)
-            results = [outputs.get(place, missing) for place in range(length)]
+            results = [outputs.get(index, missing) for index in range(length)]
             num_done = sum(not isinstance(output, RequestFailure) for output in results)
             raise BatchDeadError(
                 f"{num_done} prompts were finished when the engine ended, and are in `outputs` of this error; the "
                 f"others have failed: {self._death}",
                 results,
             ) from self._death
-        failures = [place for place, output in sorted(outputs.items()) if isinstance(output, RequestFailure)]
+        failures = [index for index, output in sorted(outputs.items()) if isinstance(output, RequestFailure)]
         if failures:
             first = outputs[failures[0]]
             assert isinstance(first, RequestFailure)
@@ -124,7 +124,7 @@ class Batch(Generic[Output]):
                 failures[0],
                 first.error,
             )
-        return [outputs[place] for place in range(len(outputs))]
+        return [outputs[index] for index in range(len(outputs))]
 
     def _start(self, request: BatchRequest[Output]) -> None:
         task = asyncio.get_running_loop().create_task(_last_output(request))

@@ -16,7 +16,7 @@ from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.sampling_params import RequestOutputKind, SamplingParams
 
 _MAX_ENDED = 10_000
-"""Number of ended requests of which a manager keeps the status, and the result if it has not been taken."""
+"""Number of ended requests whose status a manager keeps, and whose result if it has not been taken."""
 
 
 class RequestStatus(str, enum.Enum):  # noqa: UP042, because str() of a StrEnum is another

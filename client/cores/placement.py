@@ -12,20 +12,20 @@ from vllm_mp.machine.host_cpus import divide_cpus
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 
-def config_of_place(config: VllmConfig, place: int) -> VllmConfig:
-    """Return the configuration of the core at `place` of an engine with `config`; the same object with one core.
+def config_of_place(config: VllmConfig, slot: int) -> VllmConfig:
+    """Return the configuration of the core in `slot` of an engine with `config`; the same object with one core.
 
     A core on CPUs is bound to its share of those that `cpus` names, or of all that this process may use; without
     `num_threads` it has a thread for each. A core on GPUs uses as many devices as it has ranks, from the index
-    `place` times that number on.
+    `slot` times that number on.
     """
     size = config.parallel_config.data_parallel_size
-    if size == 1 and place == 0:
+    if size == 1 and slot == 0:
         return config
     device = config.device_config
     if device.device == "cpu" or (device.device == "auto" and not _has_gpu()):
-        device = msgspec.structs.replace(device, cpus=divide_cpus(device.cpus, place % size, size))
-    parallel = msgspec.structs.replace(config.parallel_config, data_parallel_rank=place)
+        device = msgspec.structs.replace(device, cpus=divide_cpus(device.cpus, slot % size, size))
+    parallel = msgspec.structs.replace(config.parallel_config, data_parallel_rank=slot)
     return msgspec.structs.replace(config, parallel_config=parallel, device_config=device)
 
 
@@ -36,5 +36,5 @@ def _has_gpu() -> bool:
 
 
 def free_place(taken: Collection[int]) -> int:
-    """Return the lowest place that is not `taken`."""
-    return next(place for place in range(len(taken) + 1) if place not in taken)
+    """Return the lowest core slot that is not `taken`."""
+    return next(slot for slot in range(len(taken) + 1) if slot not in taken)

@@ -69,7 +69,7 @@ class _Core:
         self.held = 0
         self.num_placed = 0
         self.turn = turn
-        """The place of the core among equal cores."""
+        """The core's position in the order in which equally good cores are chosen."""
         self.prefixes: OrderedDict[int, None] = OrderedDict()
         """The hashes that the core's cache is believed to hold, the least recently used first."""
 
@@ -119,7 +119,7 @@ class Router:
         known.prefixes.clear()
 
     def choose(self, request: RoutedRequest, cores: Collection[int]) -> int:
-        """Return the one of `cores`, of which there must be one, where `request` waits least.
+        """Return the one of `cores`, at least one, where `request` waits least.
 
         Of equal cores, the one that was sent the fewest requests comes first; of these, this router's order decides.
         """

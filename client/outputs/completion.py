@@ -219,5 +219,5 @@ class Completion:
 
 
 def _no_text(token_ids: Sequence[int]) -> str:
-    """Return no text, in place of a detokenizer."""
+    """Return no text, in a completion without a detokenizer."""
     return ""

@@ -48,7 +48,7 @@ class CumulativeOutput(CompletionOutput, gc=False):
     """
 
     _text: GrowingText | None = None
-    """The text of the completion, of which the first `_num_pieces` pieces belong to this output. The stream appends to
+    """The text of the completion, whose first `_num_pieces` pieces belong to this output. The stream appends to
     it and to the two lists that follow; it never changes what they have."""
     _num_pieces: int = 0
     _all_token_ids: Sequence[int] = ()

@@ -195,7 +195,7 @@ class _TextWindow:
         """
         certain = text.rstrip(_REPLACEMENT)
         if len(text) - len(certain) > 1:
-            # This may be a run of byte tokens of which only the last are incomplete.
+            # In a run of byte tokens, perhaps only the last are incomplete.
             for num_incomplete in range(1, min(_MAX_CHAR_TOKENS, len(window))):
                 shorter = self._decode(window[:-num_incomplete])
                 if shorter[-1:] != _REPLACEMENT:

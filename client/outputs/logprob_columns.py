@@ -1,4 +1,4 @@
-"""Log-probabilities as they arrive: columns of numbers, of which objects are made when a consumer takes them."""
+"""Log-probabilities as they arrive: columns of numbers, made into objects when a consumer takes them."""
 
 import sys
 from collections.abc import Callable
@@ -125,7 +125,7 @@ class LogprobColumns:
         return made
 
     def cut(self, count: int) -> None:
-        """Forget all positions from `count` on, none of which has its objects yet."""
+        """Forget all positions from `count` on; none has its objects yet."""
         rows = max(0, count - self.num_made)
         del self._token_ids[4 * rows * self._width :], self._values[4 * rows * self._width :], self._ranks[4 * rows :]
         self._num_arrived = min(self._num_arrived, count)

@@ -1,4 +1,4 @@
-"""The requests of a core: where its messages reach their streams, and the only place where streams end."""
+"""The requests of a core: where its messages reach their streams, and the only module that ends streams."""
 
 import time
 from collections.abc import Iterable
@@ -78,7 +78,7 @@ class OutputProcessor:
                     self.requests.free(awaited.slot)
 
     def withdraw(self, stream: RequestStream, num_sent: int) -> list[int]:
-        """Undo `enter` for a stream of which only the first `num_sent` slots were sent; return these slots."""
+        """Undo `enter` for a stream whose first `num_sent` slots alone were sent; return these slots."""
         for awaited in stream.awaited[num_sent:]:
             self._free(awaited.slot)
         self.abort(stream.request_id)

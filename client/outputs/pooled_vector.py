@@ -30,7 +30,7 @@ class PooledVector:
         return None if self._packed is None else np.frombuffer(self._packed, "<f4").astype(np.float32)
 
     def take_in(self, data: bytes) -> None:
-        """Keep the vector `data`, little-endian float32. Raises ValueError if its length is no multiple of 4."""
+        """Keep the vector `data`, little-endian float32. Raises ValueError if its length is not a multiple of 4."""
         if len(data) % 4:
-            raise ValueError(f"the vector has {len(data)} bytes, which is no multiple of 4")
+            raise ValueError(f"the vector has {len(data)} bytes, which is not a multiple of 4")
         self._packed = data

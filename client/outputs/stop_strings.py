@@ -7,7 +7,8 @@ from collections.abc import Sequence
 class StopStrings:
     """Passes text on up to the first stop string, and holds back text that may be the beginning of one.
 
-    If a piece completes several stop strings, the first counts, and if several begin at the same place, the longest.
+    If a piece completes several stop strings, the first counts; of several that begin at the same character, the
+    longest.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:

@@ -68,7 +68,7 @@ class RequestStream(ABC):
         self.is_replay = False
         """A core before the current one has admitted the request."""
         self.number = 0
-        """Place of the request among the requests and calls that this client sent."""
+        """Number of the request among the requests and calls that this client sent."""
         self.num_cached_tokens = 0
         """Prompt tokens whose keys and values were already in the core's cache when the first completion began."""
         self.has_logprobs = False

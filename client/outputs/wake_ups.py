@@ -9,7 +9,7 @@ few microseconds if it does little with its output."""
 
 
 class Waiter(Protocol):
-    """What waits for an output: the future of a waiting consumer, or an object that takes the output in its place."""
+    """What waits for an output: the future of a waiting consumer, or an object that takes the output for it."""
 
     def done(self) -> bool: ...
 

@@ -77,7 +77,7 @@ class ChatTemplate:
         """Return the text of `messages` in `template`, by default the tokenizer's own.
 
         The text holds the special tokens already. `messages` are as `template_messages` takes them; `tools` and
-        `variables` are what the template can read besides. Raises ChatMessageError for a message that no template can
+        `variables` are extra variables for the template. Raises ChatMessageError for a message that no template can
         use, and ChatTemplateError, which says why, if the template refuses the messages, fails, or takes too long.
         """
         if self._tokenizer is None:

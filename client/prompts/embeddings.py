@@ -22,7 +22,7 @@ async def pack_prompt_embeds(
     """Return `value`, a torch tensor or NumPy array [num_tokens, hidden_size] on any device, as bytes.
 
     Only the last `limit` rows are kept, unless it is None. `value` must not change until this returns. Raises TypeError
-    or ValueError, naming the fault, for any other value and for embeddings of which the model cannot generate, and
+    or ValueError, naming the fault, for any other value and for embeddings from which the model cannot generate, and
     TooManyTokensError for more than `max_tokens` rows. Nothing large is copied before shape and dtype are checked.
     """
     # No torch is imported here: without it, no value can be a tensor.

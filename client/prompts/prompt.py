@@ -124,7 +124,7 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
 
 
 def _check_form(prompt: Any) -> None:
-    """Raise TypeError, with the remedy, for objects that callers pass by mistake in place of token ids."""
+    """Raise TypeError, with the remedy, for objects that callers pass by mistake instead of token ids."""
     if not isinstance(prompt, list | tuple):
         if not hasattr(prompt, "__len__"):
             raise TypeError(f"{_FORMS}, got {type(prompt).__name__}; {_USE_CHAT}")

@@ -23,7 +23,7 @@ class CallerRequest(NamedTuple):
     request_id: str
     prompt: PromptType | None
     prompt_token_ids: list[int] | None
-    """Token ids in place of a `prompt` to tokenize."""
+    """Token ids instead of a `prompt` to tokenize."""
     priority: int
     arrival_time: float
     """In seconds of `time.time()`."""
@@ -97,7 +97,7 @@ def checked_request_id(request_id: Any) -> str:
 
 
 def checked_tenant(tenant: Any) -> int:
-    """Return the number of a tenant. Raises TypeError or ValueError for what is no such number."""
+    """Return the number of a tenant. Raises TypeError or ValueError for anything else."""
     if not isinstance(tenant, int) or isinstance(tenant, bool):
         raise TypeError(f"tenant must be an int, got {reprlib.repr(tenant)}")
     if not 0 <= tenant < MAX_TENANTS:

@@ -1,4 +1,4 @@
-"""The driver process: it places the actors of an engine's cores on a Ray cluster, and tells the client what they do.
+"""The driver process: it starts the actors of an engine's cores on a Ray cluster, and tells the client what they do.
 
 It ends, with all actors, when its standard input ends. Nothing of a request goes through it or through Ray.
 """
@@ -34,9 +34,9 @@ _LOCAL_STORE_BYTES = 80 * 2**20
 """Object store of a local cluster, near Ray's least: no object of an engine is larger than its configuration."""
 _CONNECT_TIMEOUT_S = 60.0
 """Ray itself tries for minutes to reach a cluster that has ended."""
-_ROOM_LOOK_S = 1.0
-"""Time between two looks whether there is room."""
-_PARENT_LOOK_S = 1.0
+_ROOM_CHECK_S = 1.0
+"""Time between two checks whether there is room."""
+_PARENT_CHECK_S = 1.0
 _ACTOR_RETRY_S = 1.0
 _CLOSE_TIMEOUT_S = 15.0
 """Time that an actor gets to end its core before it is killed."""
@@ -52,10 +52,10 @@ class Driver:
         self._is_local = False
         self._num_cores = launch.config.parallel_config.data_parallel_size
         self._bundle: dict[str, float] = {}
-        self._groups: dict[int, PlacementGroup] = {}
-        """The placement group of each place, as `_sharing` says."""
+        self._placement_groups: dict[int, PlacementGroup] = {}
+        """The placement group of each core slot; slots that `_sharing` returns together share it."""
         self._placed: set[PlacementGroup] = set()
-        """The groups for which there was room."""
+        """The placement groups for which the cluster had room."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._key_numbers = itertools.count(1)
 
@@ -90,11 +90,11 @@ class Driver:
         while line := await orders.readline():
             order = msgspec.json.decode(line, type=Order)
             if isinstance(order, StartCore):
-                self._tasks[order.place] = asyncio.create_task(self._keep(order.place))
+                self._tasks[order.slot] = asyncio.create_task(self._keep(order.slot))
             else:
-                await self._stop(order.place)
+                await self._stop(order.slot)
         await asyncio.gather(*map(self._stop, list(self._tasks)))
-        for group in set(self._groups.values()):
+        for group in set(self._placement_groups.values()):
             remove_placement_group(group)
 
     def _end_with_parent(self, orders: asyncio.StreamReader) -> None:
@@ -102,37 +102,37 @@ class Driver:
         if os.getppid() != self._launch.parent_pid:
             orders.feed_eof()
         else:
-            asyncio.get_running_loop().call_later(_PARENT_LOOK_S, self._end_with_parent, orders)
+            asyncio.get_running_loop().call_later(_PARENT_CHECK_S, self._end_with_parent, orders)
 
     def _tell(self, message: State | Connected) -> None:
         with contextlib.suppress(BrokenPipeError):  # the client has ended, and the end of its orders follows
             self._output.write(msgspec.json.encode(message) + b"\n")
             self._output.flush()
 
-    async def _stop(self, place: int) -> None:
-        task = self._tasks.pop(place, None)
+    async def _stop(self, slot: int) -> None:
+        task = self._tasks.pop(slot, None)
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        if len(self._sharing(place)) == 1 and (group := self._groups.pop(place, None)) is not None:
+        if len(self._sharing(slot)) == 1 and (group := self._placement_groups.pop(slot, None)) is not None:
             remove_placement_group(group)
-        self._tell(Stopped(place))
+        self._tell(Stopped(slot))
 
-    async def _keep(self, place: int) -> None:
-        """Start the core of a place and watch it until it is lost or this task is cancelled."""
+    async def _keep(self, slot: int) -> None:
+        """Start the core in a slot and watch it until it is lost or this task is cancelled."""
         members: list[_Member] = []
         try:
-            group, first = await self._reserve(place)
+            group, first = await self._reserve(slot)
             for index in range(first, first + self._config.parallel_config.nnodes):
                 members.append(self._start_actor(group, index, RankHostActor if members else CoreActor))
-            await self._run_members(place, members)
+            await self._run_members(slot, members)
         except asyncio.CancelledError:
             await _end(members)
             raise
         except Exception as error:
             await _end(members)
             is_final = isinstance(error, _LostError) and error.is_final
-            self._tell(Lost(place, str(error), is_final))
+            self._tell(Lost(slot, str(error), is_final))
 
     def _start_actor(self, group: PlacementGroup, index: int, kind: type) -> "_Member":
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -140,41 +140,42 @@ class Driver:
         actor = ray.remote(kind).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy).remote()
         return _Member(actor, _node_of(group, index))
 
-    def _sharing(self, place: int) -> range:
-        """Return the places that share the placement group of a place, which spreads all their bundles.
+    def _sharing(self, slot: int) -> range:
+        """Return the core slots whose bundles are spread in one placement group with those of `slot`.
 
-        The first cores share one if each has one node. Otherwise each has its own, so that its nodes differ.
+        The cores that the engine starts with share a group if each has one node. Otherwise each core has a group of
+        its own, so that its nodes differ.
         """
-        is_shared = place < self._num_cores and self._config.parallel_config.nnodes == 1
-        return range(self._num_cores) if is_shared else range(place, place + 1)
+        is_shared = slot < self._num_cores and self._config.parallel_config.nnodes == 1
+        return range(self._num_cores) if is_shared else range(slot, slot + 1)
 
-    async def _reserve(self, place: int) -> tuple[PlacementGroup, int]:
-        """Return the placement group and the index of the first bundle of a place, once the cluster has room for it.
+    async def _reserve(self, slot: int) -> tuple[PlacementGroup, int]:
+        """Return the placement group of a core slot and the index of its first bundle, once the cluster has room.
 
-        Raises EngineStartError if there is none for `start_timeout_s`, unless there was room before a node was lost; at
-        once if a local cluster is too small.
+        Raises EngineStartError if there is no room for `start_timeout_s`, unless there was room before a node was lost;
+        at once if a local cluster is too small.
         """
-        sharing = self._sharing(place)
-        if place not in self._groups:
+        sharing = self._sharing(slot)
+        if slot not in self._placement_groups:
             num_bundles = len(sharing) * self._config.parallel_config.nnodes
             group = placement_group([self._bundle] * num_bundles, strategy="SPREAD")
-            self._groups |= dict.fromkeys(sharing, group)
-        group = self._groups[place]
+            self._placement_groups |= dict.fromkeys(sharing, group)
+        group = self._placement_groups[slot]
         is_first = group not in self._placed
         limit_s = self._config.liveness_config.start_timeout_s
         deadline = asyncio.get_running_loop().time() + limit_s
-        while not await asyncio.to_thread(group.wait, _ROOM_LOOK_S):
-            num_cores = self._num_cores if is_first and place < self._num_cores else 1
+        while not await asyncio.to_thread(group.wait, _ROOM_CHECK_S):
+            num_cores = self._num_cores if is_first and slot < self._num_cores else 1
             why = no_room(self._config, self._bundle, num_cores, ray.nodes())
             if is_first and self._is_local:
                 raise EngineStartError(why)
             if is_first and asyncio.get_running_loop().time() > deadline:
                 raise EngineStartError(f"{why} (waited start_timeout_s={limit_s:g} s)")
-            self._tell(Waits(place, why))
+            self._tell(Waits(slot, why))
         self._placed.add(group)
-        return group, (place - sharing.start) * self._config.parallel_config.nnodes
+        return group, (slot - sharing.start) * self._config.parallel_config.nnodes
 
-    async def _run_members(self, place: int, members: "list[_Member]") -> None:
+    async def _run_members(self, slot: int, members: "list[_Member]") -> None:
         """Run the core of the first actor with the rank hosts of the others, until one of them is lost.
 
         Raises _LostError.
@@ -196,11 +197,11 @@ class Driver:
             # Before the core, which does not wait for the model that a node fetches first.
             starts = [host.call("start", own, nodes_key) for host, own in zip(hosts, configs, strict=True)]
             host_keys = await asyncio.gather(*starts)
-        serving = self._serve(place, members, config, core_key, host_keys)
+        serving = self._serve(slot, members, config, core_key, host_keys)
         await _until_first_ends(serving, *(host.keep() for host in hosts))
 
     async def _serve(
-        self, place: int, members: "list[_Member]", config: VllmConfig, core_key: bytes, host_keys: list[bytes]
+        self, slot: int, members: "list[_Member]", config: VllmConfig, core_key: bytes, host_keys: list[bytes]
     ) -> None:
         """Start the core of the first actor, tell the client when it serves, and watch it. Raises _LostError."""
         core = members[0]
@@ -208,12 +209,12 @@ class Driver:
         key = make_client_key(key_file, core_key)
         encoded = msgspec.json.encode(config)
         address = await core.call("start", encoded, key.public, self._launch.operator_key, host_keys)
-        self._tell(Serves(place, address, key_file, [member.node for member in members], self._bundle))
+        self._tell(Serves(slot, address, key_file, [member.node for member in members], self._bundle))
         await core.keep()
 
 
 class _LostError(Exception):
-    """Why a place has no core."""
+    """Why there is no core."""
 
     def __init__(self, cause: str, is_final: bool) -> None:
         super().__init__(cause)
@@ -222,7 +223,7 @@ class _LostError(Exception):
 
 
 class _Member(NamedTuple):
-    """An actor of a core: the core's parent, or that of a rank host."""
+    """An actor that is the parent of a core, or of one of its rank hosts."""
 
     actor: Any
     node: str
@@ -360,7 +361,7 @@ async def _run(output: IO[bytes]) -> int:
 
 
 def main() -> int:
-    """Place the cores of the client that is this process's parent; return the exit code."""
+    """Run the cores of the client that is this process's parent; return the exit code."""
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)  # what Ray prints must not get between the messages
         return asyncio.run(_run(output))

@@ -50,42 +50,42 @@ class DriverProcess:
         self._popen: subprocess.Popen[bytes] | None = None
         self._is_connected = False
         self._states: dict[int, State | None] = {}
-        """What the driver has said last of each place that has or gets a core."""
+        """What the driver said last of each core that was asked for, by slot."""
         self._changed = threading.Condition()
 
-    def start_core(self, place: int) -> None:
+    def start_core(self, slot: int) -> None:
         """Start a core, whose `state` will follow; also start the process if there is none.
 
         Raises OSError if the system cannot.
         """
         with self._changed:
-            self._states[place] = None
+            self._states[slot] = None
             if self._popen is None or self._popen.poll() is not None:
                 self._popen = self._start()
-            _send(self._popen, StartCore(place))
+            _send(self._popen, StartCore(slot))
 
-    def state(self, place: int, timeout: float = 0.0) -> State | None:
-        """Return what is known of a place, waiting for a change up to `timeout` seconds; None: nothing yet."""
+    def state(self, slot: int, timeout: float = 0.0) -> State | None:
+        """Return what is known of a core, waiting for a change up to `timeout` seconds; None: nothing yet."""
         with self._changed:
             if timeout:
                 self._changed.wait(timeout)
-            return self._states.get(place)
+            return self._states.get(slot)
 
-    def stop_core(self, place: int, timeout: float | None) -> None:
+    def stop_core(self, slot: int, timeout: float | None) -> None:
         """End a core, by force after `timeout` seconds (30 by default), and with the last core the process.
 
-        No-op for a place without a core, and in a forked child.
+        No-op if the slot has no core, and in a forked child.
         """
         if os.getpid() != self._owner:
             return
         with self._changed:
-            if place in self._states and self._popen is not None:
-                _send(self._popen, StopCore(place))
+            if slot in self._states and self._popen is not None:
+                _send(self._popen, StopCore(slot))
                 self._changed.wait_for(
-                    lambda: isinstance(self._states[place], Stopped) or not self._is_connected,
+                    lambda: isinstance(self._states[slot], Stopped) or not self._is_connected,
                     _STOP_TIMEOUT_S if timeout is None else timeout,
                 )
-            self._states.pop(place, None)
+            self._states.pop(slot, None)
             if self._states:
                 return
         self._end(timeout)
@@ -122,8 +122,8 @@ class DriverProcess:
                 with self._changed:
                     if isinstance(message, Connected):
                         self._is_connected, self._address = True, message.address
-                    elif message.place in self._states:
-                        self._states[message.place] = message
+                    elif message.slot in self._states:
+                        self._states[message.slot] = message
                     self._changed.notify_all()
         end = describe_exit(popen.wait())
         with self._changed:
@@ -131,8 +131,8 @@ class DriverProcess:
             if not self._is_connected:
                 address = self._address or os.environ.get("RAY_ADDRESS") or "this machine"
                 cause = f"no Ray cluster answers at {address}; check it with `ray status`, and RAY_ADDRESS: {cause}"
-            for place in self._states:
-                self._states[place] = Lost(place, cause, is_final=not self._is_connected)
+            for slot in self._states:
+                self._states[slot] = Lost(slot, cause, is_final=not self._is_connected)
             self._is_connected = False
             self._changed.notify_all()
 

@@ -20,15 +20,15 @@ class Launch(msgspec.Struct, kw_only=True):
 
 
 class StartCore(msgspec.Struct, tag="start", frozen=True):
-    """Start the core of a place, which has none."""
+    """Start a core in a free slot."""
 
-    place: int
+    slot: int
 
 
 class StopCore(msgspec.Struct, tag="stop", frozen=True):
-    """End the core of a place, and release what is reserved for it alone."""
+    """End a core, and release what is reserved for it alone."""
 
-    place: int
+    slot: int
 
 
 class Connected(msgspec.Struct, tag="connected", frozen=True):
@@ -41,14 +41,14 @@ class Connected(msgspec.Struct, tag="connected", frozen=True):
 class Waits(msgspec.Struct, tag="waits", frozen=True):
     """The cluster has no room for a core, which starts once there is."""
 
-    place: int
+    slot: int
     why: str
 
 
 class Serves(msgspec.Struct, tag="serves", frozen=True):
     """A core serves."""
 
-    place: int
+    slot: int
     address: str
     key_file: str
     """The client's key file for this core."""
@@ -64,9 +64,9 @@ class Serves(msgspec.Struct, tag="serves", frozen=True):
 
 
 class Lost(msgspec.Struct, tag="lost", frozen=True):
-    """A place has no core: it did not start, or its actor or its node is gone."""
+    """The slot has no core: it did not start, or its actor or its node is gone."""
 
-    place: int
+    slot: int
     cause: str
     is_final: bool
     """Another attempt would fail too."""
@@ -75,9 +75,9 @@ class Lost(msgspec.Struct, tag="lost", frozen=True):
 class Stopped(msgspec.Struct, tag="stopped", frozen=True):
     """The answer to `StopCore`."""
 
-    place: int
+    slot: int
 
 
 Order = StartCore | StopCore
 State = Waits | Serves | Lost | Stopped
-"""What the driver says of a place."""
+"""What the driver says of a core slot."""

@@ -27,7 +27,7 @@ _RETRY_S = 1.0
 
 
 class RayCore:
-    """The core of one place of an engine: on one node, where its actor restarts it, and after that node on another.
+    """A core of an engine: on one node, where its actor restarts it, and on another when that node is lost.
 
     With `nnodes` its ranks are on several nodes, and it is placed again when one of them is lost.
     """
@@ -35,13 +35,13 @@ class RayCore:
     standby_pid = None
     """Its standby, if any, belongs to the actor."""
 
-    def __init__(self, driver: DriverProcess, place: int) -> None:
+    def __init__(self, driver: DriverProcess, slot: int) -> None:
         self.node: str | None = None
         """The nodes and what is reserved there, in words; None before there are any."""
         self.trouble = "Ray has not started it"
         """Why there is no core."""
         self._driver = driver
-        self._place = place
+        self._slot = slot
         limits = driver.config.liveness_config
         self.reconnect_timeout = limits.start_timeout_s
         """Seconds that requests wait while there is no core."""
@@ -55,7 +55,7 @@ class RayCore:
 
     def begin(self) -> None:
         """Ask Ray for the core. Raises OSError if the driver process cannot start."""
-        self._driver.start_core(self._place)
+        self._driver.start_core(self._slot)
 
     def finish(self, check: Check) -> Core:
         """Wait until a core serves: of the same actor, or of another one if that was lost.
@@ -92,21 +92,21 @@ class RayCore:
             )
 
     def _wait_for_core(self, check: Check) -> Serves:
-        """Return the place's core once it serves, and ask for another when one is lost. Raises as `finish` does."""
+        """Return the core once it serves, and ask for another when one is lost. Raises as `finish` does."""
         told: Waits | None = None
         while True:
             check()
-            state = self._driver.state(self._place, _LOOK_S)
+            state = self._driver.state(self._slot, _LOOK_S)
             if isinstance(state, Serves):
                 return state
             if isinstance(state, Waits) and state != told:
                 told, self.trouble = state, state.why
-                logger.warning("core %d: %s; it starts once there is room", self._place, state.why)
+                logger.warning("core %d: %s; it starts once there is room", self._slot, state.why)
             elif isinstance(state, Lost):
                 self._replace(state, check)
 
     def _replace(self, lost: Lost, check: Check) -> None:
-        """Ask for a core in place of one that was lost. Raises EngineStartError if there must be none."""
+        """Ask for a core to replace one that was lost. Raises EngineStartError if no other core may start."""
         self.trouble = lost.cause
         limit = self._restarts
         if not self._has_served or lost.is_final or limit is None:
@@ -121,14 +121,14 @@ class RayCore:
             )
         logger.warning("%s; another one is asked for", lost.cause)
         self._wait(delay, check)
-        self._driver.start_core(self._place)
+        self._driver.start_core(self._slot)
 
     def _connect(self, serves: Serves, check: Check) -> Core:
         """Return the core that serves. Raises what `check` raises, _Lost, and EngineStartError if it refuses."""
 
         def look() -> None:
             check()
-            if self._driver.state(self._place) is not serves:
+            if self._driver.state(self._slot) is not serves:
                 raise _Lost
 
         # A core that this client has reached may be loading again: its actor says when it is lost.
@@ -145,8 +145,8 @@ class RayCore:
             raise
         self.node = f"{serves.node}: {describe_bundle(serves.resources)}{' each' * (len(serves.nodes) > 1)}"
         if not is_known:
-            logger.info("core %d serves %s on %s", self._place, serves.address, self.node)
-        config.parallel_config.data_parallel_rank = self._place
+            logger.info("core %d serves %s on %s", self._slot, serves.address, self.node)
+        config.parallel_config.data_parallel_rank = self._slot
         return Core(connection, welcome.client, config, None, None, welcome)
 
     def _wait(self, seconds: float, check: Check, serves: Serves | None = None) -> None:
@@ -154,7 +154,7 @@ class RayCore:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             check()
-            if self._driver.state(self._place, _LOOK_S) is not serves and serves is not None:
+            if self._driver.state(self._slot, _LOOK_S) is not serves and serves is not None:
                 raise _Lost
 
     def load_progress(self) -> None:
@@ -174,7 +174,7 @@ class RayCore:
         """End the core, by force after `timeout` seconds, and what is reserved for it; end the actor."""
         if core is not None:
             core.connection.close()
-        self._driver.stop_core(self._place, timeout)
+        self._driver.stop_core(self._slot, timeout)
 
 
 class _Lost(Exception):

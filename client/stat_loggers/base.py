@@ -8,7 +8,7 @@ from vllm_mp.client.stats import IterationStats, SchedulerStats
 from vllm_mp.config import VllmConfig
 
 StatLoggerFactory = Callable[[VllmConfig, int], Any]
-"""Makes a logger of a configuration and the number of the core, which is always 0: a class, as a rule."""
+"""Makes a logger of a configuration and an engine index: usually a class. One logger records all cores, so it is 0."""
 StatLoggerArgument = Sequence[StatLoggerFactory] | Mapping[str, Any] | None
 """What `stat_loggers` may be: factories, or loggers by name."""
 
@@ -46,7 +46,7 @@ class StatLoggerBase:
 
 
 class AggregateStatLoggerBase(StatLoggerBase):
-    """A logger whose class is called with the numbers of all cores in place of one number; here they are [0]."""
+    """A logger whose class is called with a list of engine indexes, here [0], instead of one index."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         super().__init__(vllm_config, engine_indexes[0])

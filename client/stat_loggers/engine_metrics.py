@@ -132,7 +132,7 @@ class EngineMetrics:
             if core is not None
         }
         gauges = {
-            "vllm:num_requests_running": ("Requests that have a place in the core's batch", "num_running"),
+            "vllm:num_requests_running": ("Requests in the core's batch", "num_running"),
             "vllm:num_requests_waiting": ("Requests that wait in the core, also for the end of a pause", "num_waiting"),
             "vllm:kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1", "kv_cache_usage"),
             "vllm:gpu_cache_usage_perc": (

@@ -60,7 +60,7 @@ class StatLoggers:
     def add(self, name: str, stat_logger: Any) -> None:
         """Call `stat_logger` from now on.
 
-        Raises KeyError if a logger has the name, TypeError if it is no logger, ValueError if the logger belongs to
+        Raises KeyError if a logger has the name, TypeError if it is not a logger, ValueError if the logger belongs to
         another engine, and RuntimeError after the end of the engine.
         """
         _check_logger(name, stat_logger)
@@ -76,7 +76,7 @@ class StatLoggers:
         named.call("log_engine_initialized")
 
     def add_all(self, factories: Mapping[str, Callable[[VllmConfig], Any]]) -> None:
-        """Make loggers, in place of any of the same names; a logger that cannot be made is reported and left out."""
+        """Make loggers, which replace any of the same names; a logger that cannot be made is reported and left out."""
         for name, make in factories.items():
             if name in self._loggers:
                 self.remove(name)
@@ -86,7 +86,7 @@ class StatLoggers:
                 logger.exception("stat logger %r failed when it was made, and is left out", name)
 
     def remove(self, name: str) -> None:
-        """Call the logger no more after the calls that wait. Raises KeyError if there is no logger of that name."""
+        """Stop calling the logger after the calls that wait. Raises KeyError if there is no logger of that name."""
         with self._lock:
             if name not in self._loggers:
                 raise KeyError(f"there is no logger named {name!r}; there are: {', '.join(self._loggers) or 'none'}")
@@ -287,7 +287,7 @@ def _unused_name(factory: Any, used: Mapping[str, Any]) -> str:
 
 
 def _check_logger(name: Any, stat_logger: Any) -> None:
-    """Raise TypeError if `name` is no name, or `stat_logger` no logger."""
+    """Raise TypeError if `name` is not a name, or `stat_logger` is not a logger."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a stat logger must be a str, got {name!r}")
     if isinstance(stat_logger, type):

@@ -35,7 +35,7 @@ class RestartCounter:
         self._counts = not (folder / _FOLDER / f"{_PARENT}.cells").exists()
 
     def share_as_parent(self, folder: Path) -> None:
-        """Count in the folder of a server for all clients, none of which may share the folder yet."""
+        """Count in the folder of a server for all clients; call this before clients share the folder."""
         self._share(folder, _PARENT)
 
     def read(self) -> dict[str, float]:

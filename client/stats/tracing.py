@@ -30,7 +30,7 @@ class RequestTracer:
     def __init__(self, endpoint: str, model: str) -> None:
         """`endpoint` is the URL of a collector; without a path, /v1/traces is added. `model` is the served name.
 
-        Raises ValueError if the URL is no http or https URL, and ImportError, naming the extra to install, without
+        Raises ValueError if the URL is not an http or https URL, and ImportError, naming the extra to install, without
         OpenTelemetry.
         """
         url = trace_url(endpoint)
@@ -124,7 +124,7 @@ def check_trace_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def trace_url(endpoint: str) -> str:
-    """Return the URL to which traces are sent. Raises ValueError if `endpoint` is no http or https URL."""
+    """Return the URL to which traces are sent. Raises ValueError if `endpoint` is not an http or https URL."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(

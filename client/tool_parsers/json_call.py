@@ -10,7 +10,7 @@ from vllm_mp.client.tool_parsers.tool_parser import ConstrainedCall, Tool
 _NAME = '"name"'
 _ARGUMENTS = ('"arguments"', '"parameters"')
 _FURTHER = ('"id"', '"type"')
-"""Keys that models write besides, with strings."""
+"""Further keys that models write, with strings."""
 
 
 def constrained_json_calls(

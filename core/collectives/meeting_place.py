@@ -25,10 +25,10 @@ _GET_ADDRESS: Final = 0x8915
 
 
 class MeetingPlace:
-    """The place as the core keeps it."""
+    """The meeting place as the core keeps it."""
 
     def __init__(self, config: VllmConfig, folder: Path) -> None:
-        """`folder` is private to the core. Raises ValueError if `master_addr` is no address of this machine."""
+        """`folder` is private to the core. Raises ValueError if `master_addr` is not an address of this machine."""
         parallel = config.parallel_config
         self.address = str(folder / f"ranks-of-{os.getpid()}")
         """What `open_store` needs."""
@@ -53,7 +53,7 @@ class MeetingPlace:
 
 
 def open_store(address: str, size: int) -> "Store":
-    """Return the store of `size` ranks at a place; raises RuntimeError if it cannot be reached in a minute."""
+    """Return the store of `size` ranks at a meeting place; raises RuntimeError if it cannot be reached in a minute."""
     from torch._C._distributed_c10d import FileStore, TCPStore
 
     if not address.startswith(_TCP):
@@ -63,7 +63,7 @@ def open_store(address: str, size: int) -> "Store":
 
 
 def use_network_of(address: str) -> None:
-    """Let Gloo and NCCL connect the ranks by the network that leads to a place, unless the operator has chosen one."""
+    """Let Gloo and NCCL connect the ranks through the network of a meeting place, unless the operator chose one."""
     if not address.startswith(_TCP):
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -153,16 +153,16 @@ class FaultHooks:
         if self._at(MESSAGE):
             server._admit = faulty_admit  # type: ignore[method-assign, assignment]
 
-    def _strike_about(self, place: str, text: str) -> None:
-        """Let faults strike at a place outside of steps that is about `text`."""
-        for fault in self._at(place):
+    def _strike_about(self, point: str, text: str) -> None:
+        """Let faults strike at a point outside of steps that is about `text`."""
+        for fault in self._at(point):
             if (fault.about is None or fault.about in text) and self._is_due(fault):
                 _strike(fault)
 
-    def _at(self, place: str) -> list[Fault]:
-        """Return the faults that strike at `place` in this incarnation."""
+    def _at(self, point: str) -> list[Fault]:
+        """Return the faults that strike at `point` in this incarnation."""
         numbers = (None, self._number)
-        return [fault for fault in self._all if fault.place == place and fault.incarnation in numbers]
+        return [fault for fault in self._all if fault.point == point and fault.incarnation in numbers]
 
     def _is_due(self, fault: Fault) -> bool:
         """Return whether `fault` strikes now, given that its other conditions hold. Call this once per visit."""

@@ -38,7 +38,7 @@ class CausalLM(Protocol):
 
         `input_ids` and `positions` int64 [num_tokens]; `kv_caches` holds each layer's pair of
         [num_blocks, block_size, heads, dim] (see `kv_shapes`), into which the new tokens are written. `inputs_embeds`
-        [num_tokens, hidden_size] takes the place of `embed_input_ids(input_ids)`, and may be overwritten. In a
+        [num_tokens, hidden_size] replaces `embed_input_ids(input_ids)`, and may be overwritten. In a
         pipeline, later stages get the result of the stage before in `inputs_embeds`, all but the last return hidden
         states that are not normalised, and only the first has the methods below.
         """

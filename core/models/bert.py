@@ -155,28 +155,28 @@ class BertModel(RankModule):
 
     def _destinations(self) -> dict[str, Tensor | Destination]:
         """Map checkpoint names (without `prefix`) to the parameters, or rows of fused ones, that they fill."""
-        places: dict[str, Tensor | Destination] = {
+        destinations: dict[str, Tensor | Destination] = {
             "embeddings.word_embeddings.weight": self.word_embeddings,
             "embeddings.position_embeddings.weight": self.position_embeddings,
             "embeddings.LayerNorm.weight": self.norm.weight,
             "embeddings.LayerNorm.bias": self.norm.bias,
         }
         if self.arch.num_token_types:
-            places["embeddings.token_type_embeddings.weight"] = self.token_type_embeddings
+            destinations["embeddings.token_type_embeddings.weight"] = self.token_type_embeddings
         if self.head is not None:
             for name, projection in zip(self.head_names, (self.head.dense, self.head.out_proj), strict=True):
-                places |= {f"{name}.{kind}": tensor for kind, tensor in projection.named_parameters()}
+                destinations |= {f"{name}.{kind}": tensor for kind, tensor in projection.named_parameters()}
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, EncoderLayer)
             at = f"{self.layers_name}.{i}."
             parts = [at + self.layer_names[part] for part in ("query", "key", "value")]
-            places |= layer.qkv_proj.destinations(parts)
+            destinations |= layer.qkv_proj.destinations(parts)
             for part in ("o_proj", "up_proj", "down_proj"):
-                places |= getattr(layer, part).destinations([at + self.layer_names[part]])
+                destinations |= getattr(layer, part).destinations([at + self.layer_names[part]])
             for part in ("attention_norm", "output_norm"):
                 for kind, tensor in getattr(layer, part).named_parameters():
-                    places[f"{at}{self.layer_names[part]}.{kind}"] = tensor
-        return places
+                    destinations[f"{at}{self.layer_names[part]}.{kind}"] = tensor
+        return destinations
 
 
 class RobertaModel(BertModel):

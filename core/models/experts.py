@@ -118,19 +118,19 @@ class ExpertMLP(Packable):
 
     def destinations(self, at: str) -> dict[str, Tensor | Destination]:
         """Map checkpoint names, which begin with `at`, to the rows that they fill."""
-        places = self.router.destinations([at + "gate"])
+        destinations = self.router.destinations([at + "gate"])
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             matrices = [_part(gate_up, 0), _part(gate_up, 1), destination_of(down)]
-            for name, place in zip(("gate", "up", "down"), matrices, strict=True):
-                places[f"{at}experts.{expert}.{name}_proj.weight"] = place
+            for name, destination in zip(("gate", "up", "down"), matrices, strict=True):
+                destinations[f"{at}experts.{expert}.{name}_proj.weight"] = destination
         if self.shared is not None and self.shared_gate is not None:
-            places |= self.shared.destinations(at + "shared_expert.")
-            places |= self.shared_gate.destinations([at + "shared_expert_gate"])
-        return places
+            destinations |= self.shared.destinations(at + "shared_expert.")
+            destinations |= self.shared_gate.destinations([at + "shared_expert_gate"])
+        return destinations
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid of `x` [num_tokens, 1]; torch's own depends on the place of an element among the others."""
+    """Return the sigmoid of `x` [num_tokens, 1]; the result of torch's own depends on the index of the element."""
     return F.softmax(F.pad(x, (0, 1)), -1, dtype=torch.float32)[:, :1].to(x.dtype)
 
 
@@ -154,7 +154,7 @@ def mixture_name(name: str) -> str:
 
 
 def separate_experts(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield `tensors`, with a tensor for each expert in place of those that hold all experts of a layer.
+    """Yield `tensors`, with a tensor for each expert instead of those that hold all experts of a layer.
 
     Such a tensor is [num_experts, 2 * inner, hidden], gate before up, or [num_experts, hidden, inner].
     """

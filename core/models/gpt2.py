@@ -135,11 +135,11 @@ class GPT2LMHeadModel(RankModule):
 
     def _destinations(self) -> dict[str, Tensor | Destination]:
         """Map checkpoint names (without `transformer.`) to the parameters that they fill."""
-        places: dict[str, Tensor | Destination] = {}
+        destinations: dict[str, Tensor | Destination] = {}
         if self.is_first:
-            places |= {"wte.weight": destination_of(self.wte), "wpe.weight": self.wpe}
+            destinations |= {"wte.weight": destination_of(self.wte), "wpe.weight": self.wpe}
             if self.arch.has_head and not self.arch.tie_word_embeddings:
-                places["lm_head.weight"] = destination_of(self.lm_head.weight)
+                destinations["lm_head.weight"] = destination_of(self.lm_head.weight)
         named: dict[str, LayerNorm | Linear] = {} if self.ln_f is None else {"ln_f": self.ln_f}
         for i, block in enumerate(self.h, self.arch.first_layer):
             assert isinstance(block, Block)
@@ -153,7 +153,9 @@ class GPT2LMHeadModel(RankModule):
             }
         for name, module in named.items():
             # transformers' Conv1D keeps its weight [in, out], the transpose of a linear layer's.
-            places[f"{name}.weight"] = module.transposed_destination() if isinstance(module, Linear) else module.weight
+            destinations[f"{name}.weight"] = (
+                module.transposed_destination() if isinstance(module, Linear) else module.weight
+            )
             if module.bias is not None:
-                places[f"{name}.bias"] = module.bias
-        return places
+                destinations[f"{name}.bias"] = module.bias
+        return destinations

@@ -69,20 +69,20 @@ class Linear(Packable):
 
     def destinations(self, names: Sequence[str]) -> dict[str, Tensor | Destination]:
         """Map the checkpoint names of the fused projections, which are called `names`, to the rows that they fill."""
-        places: dict[str, Tensor | Destination] = {}
+        destinations: dict[str, Tensor | Destination] = {}
         if self.blocks is not None:
-            places |= {f"{name}.weight": self.blocks.destination(part) for part, name in enumerate(names)}
+            destinations |= {f"{name}.weight": self.blocks.destination(part) for part, name in enumerate(names)}
         for kind, parameter in (("weight", None if self.blocks else self.weight), ("bias", self.bias)):
             if parameter is not None:
                 for name, rows in zip(names, torch.split(parameter, self._out_sizes), strict=True):
-                    places[f"{name}.{kind}"] = rows
+                    destinations[f"{name}.{kind}"] = rows
         if self.weight_scale is not None:
             scales = torch.split(self.weight_scale, [size // self._rows for size in self._out_sizes])
             for name, scale in zip(names, scales, strict=True):
-                weight = places[f"{name}.weight"]
+                weight = destinations[f"{name}.weight"]
                 assert isinstance(weight, Tensor)
-                places |= self._fp8_destinations(name, weight, scale)
-        return places
+                destinations |= self._fp8_destinations(name, weight, scale)
+        return destinations
 
     def transposed_destination(self) -> Tensor | Destination:
         """Return the destination of a weight [in_size, out_size] of a projection without fused parts."""
@@ -98,7 +98,7 @@ class Linear(Packable):
                 scale.copy_(scales)
 
             return {f"{name}.weight": Destination([weight.shape], FLOAT_DTYPES, quantize)}
-        places: dict[str, Tensor | Destination] = {
+        destinations: dict[str, Tensor | Destination] = {
             f"{name}.weight": Destination([weight.shape], [ops.FLOAT8], weight.copy_)
         }
         if self._fp8 == "block":
@@ -107,10 +107,10 @@ class Linear(Packable):
             def spread(tensor: Tensor) -> None:
                 scale.copy_(tensor.repeat_interleave(ops.FLOAT8_GROUP // self._rows, 0)[: len(scale)])
 
-            places[f"{name}.weight_scale_inv"] = Destination([blocks], FLOAT_DTYPES, spread)
+            destinations[f"{name}.weight_scale_inv"] = Destination([blocks], FLOAT_DTYPES, spread)
         else:
-            places[f"{name}.weight_scale"] = Destination([[], [1]], FLOAT_DTYPES, scale.copy_)
-        return places
+            destinations[f"{name}.weight_scale"] = Destination([[], [1]], FLOAT_DTYPES, scale.copy_)
+        return destinations
 
     def pack(self, quantization: str | None) -> None:
         if self._fp8:

@@ -99,7 +99,7 @@ class Attention(AttentionLayer, RankModule):
     def _normed_over_ranks(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, shard: Shard
     ) -> tuple[Tensor, Tensor]:
-        """Return the norms over the heads of all ranks, of which this rank has `q` and `k`."""
+        """Return the norms over the heads of all ranks; this rank has the heads `q` and `k`."""
         counts = (shard.whole.num_heads * self.head_dim, shard.whole.num_kv_heads * self.head_dim * shard.kv_copies)
         squares = torch.stack([heads.float().square().sum((1, 2)) for heads in (q, k)])
         q_squares, k_squares = self.group.sum(squares).unbind()
@@ -421,11 +421,11 @@ class LlamaForCausalLM(RankModule):
         arch, decoder = self.arch, self.decoder
         assert isinstance(decoder, Decoder)
         fused = arch.has_fused_projections
-        places: dict[str, Tensor | Destination] = {}
+        destinations: dict[str, Tensor | Destination] = {}
         if self.is_first:
-            places["embed_tokens.weight"] = destination_of(self.embed_tokens)
+            destinations["embed_tokens.weight"] = destination_of(self.embed_tokens)
             if arch.has_head and not arch.tie_word_embeddings:
-                places["lm_head.weight"] = destination_of(self.lm_head.weight)
+                destinations["lm_head.weight"] = destination_of(self.lm_head.weight)
         norms: dict[str, Tensor | None] = {"norm": decoder.norm} if decoder.has_norm else {}
         for i, layer in enumerate(decoder.layers, arch.first_layer):
             assert isinstance(layer, DecoderLayer)
@@ -433,12 +433,14 @@ class LlamaForCausalLM(RankModule):
             attention, mlp = layer.attention, layer.mlp
             norms |= layer.norms_by_name(at)
             qkv = ["qkv_proj"] if fused else ["q_proj", "k_proj", "v_proj"]
-            places |= attention.qkv_proj.destinations([f"{at}self_attn.{name}" for name in qkv])
-            places |= attention.o_proj.destinations([at + "self_attn.o_proj"])
-            places |= mlp.destinations(at + "mlp.")
+            destinations |= attention.qkv_proj.destinations([f"{at}self_attn.{name}" for name in qkv])
+            destinations |= attention.o_proj.destinations([at + "self_attn.o_proj"])
+            destinations |= mlp.destinations(at + "mlp.")
             for part, name in enumerate("kv"):
-                places[f"{at}self_attn.{name}_scale"] = attention.kv_scale(part)
-        return places | {f"{name}.weight": self._norm(weight) for name, weight in norms.items() if weight is not None}
+                destinations[f"{at}self_attn.{name}_scale"] = attention.kv_scale(part)
+        return destinations | {
+            f"{name}.weight": self._norm(weight) for name, weight in norms.items() if weight is not None
+        }
 
     def _norm(self, weight: Tensor) -> Tensor | Destination:
         """Return the destination of the weight of a norm."""

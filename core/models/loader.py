@@ -24,7 +24,7 @@ from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.families.registry import decoder_without_head
 from vllm_mp.model_config.pipeline_parallel import stage_of
 from vllm_mp.model_config.tensor_parallel import check_tensor_parallel, shard_of
-from vllm_mp.model_store.gguf import gguf_place
+from vllm_mp.model_store.gguf import mapped_gguf
 
 
 def load_model(
@@ -103,19 +103,19 @@ def load_weights(
             progress(1.0)
         return
     loader: Any = model
-    place = gguf_place(folder)
+    mapped_file = mapped_gguf(folder)
     try:
         wanted = functools.partial(is_of_stage, stage=loader.arch.stage)
-        if place is not None:
-            loader.load_weights(gguf_tensors(place, keeps_blocks, progress, wanted))
+        if mapped_file is not None:
+            loader.load_weights(gguf_tensors(mapped_file, keeps_blocks, progress, wanted))
         else:
             # Tensors are mapped, so that the others are not read.
             tensors = (pair for pair in read_tensors(checkpoint_files(folder), progress) if wanted(pair[0]))
             four_bits = loader.arch.four_bits
             loader.load_weights(tensors if four_bits is None else unpacked(tensors, four_bits))
     except CheckpointMismatchError as error:
-        if place is not None:
-            raise ValueError(f"{place.path}: {error}; convert the model to GGUF again") from None
+        if mapped_file is not None:
+            raise ValueError(f"{mapped_file.path}: {error}; convert the model to GGUF again") from None
         remedy = "Check that config.json and the weights belong to the same model."
         if str(error).endswith(": missing lm_head.weight"):
             name = decoder_without_head(loader.arch.name)

@@ -1,4 +1,4 @@
-"""The names of modules in a model of texts and images, of which the text part is served."""
+"""The names of modules in a model of texts and images whose text part is served."""
 
 import re
 from typing import Final

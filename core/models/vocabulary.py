@@ -74,14 +74,14 @@ class VocabularyHead(Packable, RankModule):
         return logits
 
     def _argmax_over_ranks(self, hidden: Tensor, shard: Shard) -> Tensor:
-        """Return the choice among the best tokens of each rank, of which 16 bytes a row are gathered."""
+        """Return the choice among the best tokens of each rank; the ranks gather 16 bytes for each row."""
         logits = self._own_logits(hidden)
-        places = ops.argmax(logits)
-        scores = logits.gather(1, places.clamp(min=0).unsqueeze(1)).squeeze(1)
-        tokens = torch.where(places < 0, places, places + shard.vocabulary[0])
+        indices = ops.argmax(logits)
+        scores = logits.gather(1, indices.clamp(min=0).unsqueeze(1)).squeeze(1)
+        tokens = torch.where(indices < 0, indices, indices + shard.vocabulary[0])
         parts = self.group.gather(torch.stack((scores.double(), tokens.double())))
         if not parts:
-            return places
+            return indices
         best, choices = torch.stack(parts, 1)  # [num_ranks, n] each
         # Of equal scores `max` may return any; the lowest token must win, as in `ops.argmax`.
         chosen = torch.where(best == best.amax(0), choices, torch.inf).amin(0)

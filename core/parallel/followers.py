@@ -124,7 +124,7 @@ class GroupMemory:
 
 
 class GroupProfiler(Profiler):
-    """The profilers of all ranks, each of which writes a trace of its own into the same folder."""
+    """The profilers of all ranks; each writes its own trace into the same folder."""
 
     def __init__(self, device: torch.device, followers: Followers) -> None:
         super().__init__(device)

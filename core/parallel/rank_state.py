@@ -18,7 +18,7 @@ _MAX_UNREAD: Final = 8
 class WorkerFailedError(Exception):
     """Raised when a rank has ended, hangs or says what no rank says; the core cannot continue.
 
-    It is no RuntimeError, because parts of a core go on after one.
+    It is not a RuntimeError, because parts of a core go on after one.
     """
 
 

@@ -44,8 +44,8 @@ def load_checkpoint(
 
     `destinations` maps names, without the optional `prefix`, to the views that they fill, in the checkpoint's shape.
     The copy casts floats of 16, 32 or 64 bits to the parameter's dtype. Tensors for which `ignored(name)` is
-    true are skipped, and so are biases of zeros that the model does not have. With `tied = (alias, target)` the alias
-    may be absent; if present it must equal the target.
+    true are skipped, and so are biases of zeros that the model does not have. With `tied = (alias, receiver)` the alias
+    may be absent; if present it must equal the receiver.
     Raises CheckpointMismatchError naming what is missing, unexpected, misshapen or of another dtype.
     """
     filled: set[str] = set()
@@ -64,27 +64,29 @@ def load_checkpoint(
             problems.append(f"unexpected {full_name}")
             continue
         if isinstance(destination, Tensor):
-            place = Destination([destination.shape], FLOAT_DTYPES, destination.copy_)
+            receiver = Destination([destination.shape], FLOAT_DTYPES, destination.copy_)
         else:
-            place = destination
+            receiver = destination
         shape = [tensor.outputs, tensor.inputs] if isinstance(tensor, BlockWeight) else list(tensor.shape)
-        if shape not in map(list, place.shapes):
-            expected = " or ".join(str(list(allowed)) for allowed in place.shapes)
+        if shape not in map(list, receiver.shapes):
+            expected = " or ".join(str(list(allowed)) for allowed in receiver.shapes)
             problems.append(f"{full_name} has shape {shape}, not {expected}")
             filled.add(name)
-        elif isinstance(tensor, BlockWeight) and not place.takes_blocks:
+        elif isinstance(tensor, BlockWeight) and not receiver.takes_blocks:
             problems.append(f"{full_name} has the block type {tensor.type.name}, not floats")
             filled.add(name)
-        elif isinstance(tensor, Tensor) and tensor.dtype not in place.dtypes:
+        elif isinstance(tensor, Tensor) and tensor.dtype not in receiver.dtypes:
             expected = (
-                "a 16, 32 or 64-bit float" if place.dtypes is FLOAT_DTYPES else " or ".join(map(str, place.dtypes))
+                "a 16, 32 or 64-bit float"
+                if receiver.dtypes is FLOAT_DTYPES
+                else " or ".join(map(str, receiver.dtypes))
             )
             problems.append(f"{full_name} has dtype {tensor.dtype}, not {expected}")
             filled.add(name)
         elif is_alias:
             alias = tensor
         else:
-            place.copy_(tensor)
+            receiver.copy_(tensor)
             filled.add(name)
     if tied is not None and alias is not None:
         target: Any = destinations[tied[1]]

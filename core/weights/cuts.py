@@ -59,7 +59,7 @@ class _Cut(NamedTuple):
     """The part of a module's tensors that a rank holds."""
 
     ranges: Callable[[Shard, int], list[Range]]
-    """Returns the rank's ranges of outputs or inputs, of which the whole module has the given number."""
+    """Returns the rank's ranges of outputs or inputs; the argument is their number in the whole module."""
     by_inputs: bool = False
     is_transposed: bool = False
     """The weight is stored [inputs, outputs]."""

@@ -11,13 +11,13 @@ import msgspec
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files
-from vllm_mp.model_store.gguf import gguf_place
+from vllm_mp.model_store.gguf import mapped_gguf
 from vllm_mp.model_store.gguf_file.reader import GgufFile
 from vllm_mp.model_store.tokenizer_files import TokenizerFiles
 from vllm_mp.wire import ModelDigest
 
 _SAMPLE_BYTES = 128
-"""Bytes that are read at each of two places of every tensor."""
+"""Bytes that are read at each of two offsets in every tensor."""
 _NUM_SAMPLES = 1024
 """Number of samples of a file whose tensors are not found without reading it."""
 _WITHOUT_INFLUENCE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})
@@ -43,8 +43,8 @@ def weights_digest(config: ModelConfig) -> str:
     """Return the digest of the weights alone."""
     if config.load_format == "dummy":
         return f"dummy {config.weights_seed}"
-    if place := gguf_place(config.folder):
-        tensors = list(_gguf_tensors(place.read()))
+    if mapped_file := mapped_gguf(config.folder):
+        tensors = list(_gguf_tensors(mapped_file.read()))
     else:
         tensors = [
             tensor
@@ -75,7 +75,9 @@ def _gguf_tensors(gguf: GgufFile) -> Iterator[str]:
 
 def _two_samples(file: BinaryIO, begin: int, end: int) -> str:
     """Return samples of the bytes from `begin` to `end`, at the start and in the middle."""
-    samples = [os.pread(file.fileno(), min(_SAMPLE_BYTES, end - place), place) for place in (begin, (begin + end) // 2)]
+    samples = [
+        os.pread(file.fileno(), min(_SAMPLE_BYTES, end - offset), offset) for offset in (begin, (begin + end) // 2)
+    ]
     return b"".join(samples).hex()
 
 
@@ -83,8 +85,8 @@ def _samples(path: Path) -> Iterator[str]:
     """Yield a line for a .bin file: its size, and samples at even distances."""
     with path.open("rb") as file:
         size = path.stat().st_size
-        places = range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES))
-        samples = [os.pread(file.fileno(), _SAMPLE_BYTES, place) for place in places]
+        offsets = range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES))
+        samples = [os.pread(file.fileno(), _SAMPLE_BYTES, offset) for offset in offsets]
     yield f"{size} {b''.join(samples).hex()}"
 
 

@@ -1,7 +1,7 @@
 """Checkpoints with 4 bits per weight, in the layouts of AWQ and of GPTQ, as weights in block types.
 
 A matrix is stored as `qweight`, int32 with eight integers of 4 bits each; `qzeros`, the integers that stand for zero,
-and `scales`, both of which hold for a group of inputs; and for GPTQ `g_idx`, the group of each input. A block type
+and `scales`, and both hold for a group of inputs; and for GPTQ `g_idx`, the group of each input. A block type
 holds the same integers: Q4_0 if all zeros are 8, else Q4_1, whose minimum is the scale times the zero in float16.
 Matrices whose groups are not in the order of their inputs have no such type, and are rounded to Q8_0.
 """
@@ -22,7 +22,7 @@ _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def unpacked(tensors: Iterable[tuple[str, Tensor]], four_bits: FourBits) -> Iterator[tuple[str, Tensor | BlockWeight]]:
-    """Yield `tensors`, with one matrix in a block type in place of the tensors that store a quantized matrix.
+    """Yield `tensors`, with one matrix in a block type instead of the tensors that store a quantized matrix.
 
     Raises CheckpointMismatchError, naming the tensor, for one that is missing or whose shape or dtype is wrong.
     """
@@ -87,10 +87,10 @@ def _check(module: str, kind: str, tensor: Tensor, dtype: torch.dtype | None, sh
 
 
 def _fields(packed: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Return the integers of 4 bits of `packed` [rows, n], int16 [rows, 8 * n], place i of eight at `order[i]`."""
+    """Return the 4-bit integers of `packed` [rows, n], int16 [rows, 8 * n]; of eight, the i-th goes to `order[i]`."""
     out = torch.empty(*packed.shape, 8, dtype=torch.int16)
-    for i, place in enumerate(order):
-        out[:, :, place] = packed >> 4 * i & 15
+    for i, column in enumerate(order):
+        out[:, :, column] = packed >> 4 * i & 15
     return out.flatten(1)
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockWeight, quantize_blocks
-from vllm_mp.model_store.gguf import GgufPlace, gguf_place
+from vllm_mp.model_store.gguf import MappedGguf, mapped_gguf
 from vllm_mp.model_store.gguf_file.config import GgufFamily, checkpoint_name, family_of
-from vllm_mp.model_store.gguf_file.reader import GgufFile, TensorPlace
+from vllm_mp.model_store.gguf_file.reader import GgufFile, StoredTensor
 from vllm_mp.model_store.gguf_file.rope import ROPE_FACTORS
 
 logger = logging.getLogger(__name__)
@@ -37,19 +37,19 @@ _KEPT_TYPE = BLOCK_TYPES["Q8_0"]
 
 
 def gguf_tensors(
-    place: GgufPlace,
+    mapped_file: MappedGguf,
     keeps_blocks: bool,
     progress: Callable[[float], None] | None,
     wanted: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Tensor | BlockWeight]]:
-    """Yield the name in a checkpoint and the weight of each tensor in the file at `place`.
+    """Yield the name in a checkpoint and the weight of each tensor in `mapped_file`.
 
     A tensor of all experts of a layer becomes a matrix for each. With `keeps_blocks`, matrices in the types of
     `BLOCK_TYPES` are yielded as they lie in the file, and all other matrices but gates are rounded to `_KEPT_TYPE`. All
     other tensors are in float dtypes. Tensors whose name is not `wanted` are not read. `progress` is called with the
-    fraction of the bytes done, ending at 1.0. Raises ValueError as `GgufPlace.read` does, before anything is mapped.
+    fraction of the bytes done, ending at 1.0. Raises ValueError as `MappedGguf.read` does, before anything is mapped.
     """
-    file = place.read()
+    file = mapped_file.read()
     family = family_of(file)
     assert family is not None  # the folder was made of the same header
     maps = [_mapped(part) for part in file.files]
@@ -83,7 +83,7 @@ def gguf_tensors(
         progress(1.0)
     if converted:
         counts = ", ".join(f"{count:,} bytes of {kind}" for kind, count in sorted(converted.items()))
-        logger.info("%s: converted when they were loaded: %s", place.path, counts)
+        logger.info("%s: converted when they were loaded: %s", mapped_file.path, counts)
 
 
 def _mapped(file: GgufFile) -> mmap.mmap:
@@ -99,50 +99,50 @@ def has_block_types(folder: Path) -> bool:
 
     The other matrices can then be rounded to `_KEPT_TYPE`. False if `folder` names no file.
     """
-    place = gguf_place(folder)
-    if place is None:
+    mapped_file = mapped_gguf(folder)
+    if mapped_file is None:
         return False
-    matrices = [tensor for tensor in place.read().tensors.values() if len(tensor.shape) >= 2]
+    matrices = [tensor for tensor in mapped_file.read().tensors.values() if len(tensor.shape) >= 2]
     quantized = sum(prod(tensor.shape) for tensor in matrices if tensor.type.name not in _DTYPES)
     fits = all(tensor.shape[-1] % _KEPT_TYPE.weights == 0 for tensor in matrices)
     return fits and 2 * quantized > sum(prod(tensor.shape) for tensor in matrices)
 
 
-def _single_tensors(name: str, place: TensorPlace) -> Iterator[tuple[str, TensorPlace]]:
-    """Yield the tensor `name` at `place` as checkpoints have it: the matrices of all experts as one for each."""
-    if ".experts." in name and len(place.shape) == 3:
-        experts, *shape = place.shape
-        size = place.num_bytes // experts
+def _single_tensors(name: str, stored: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensor `name` as checkpoints have it: the matrices of all experts as one for each."""
+    if ".experts." in name and len(stored.shape) == 3:
+        experts, *shape = stored.shape
+        size = stored.num_bytes // experts
         for expert in range(experts):
-            matrix = TensorPlace(tuple(shape), place.type, place.offset + expert * size, size)
+            matrix = StoredTensor(tuple(shape), stored.type, stored.offset + expert * size, size)
             yield name.replace(".experts.", f".experts.{expert}."), matrix
-    elif name.endswith(_SHARED_GATE) and len(place.shape) == 1:
-        yield name, place._replace(shape=(1, *place.shape))
+    elif name.endswith(_SHARED_GATE) and len(stored.shape) == 1:
+        yield name, stored._replace(shape=(1, *stored.shape))
     else:
-        yield name, place
+        yield name, stored
 
 
-def _weight(mapped: mmap.mmap, place: TensorPlace, keeps_blocks: bool) -> Tensor | BlockWeight:
+def _weight(mapped: mmap.mmap, stored: StoredTensor, keeps_blocks: bool) -> Tensor | BlockWeight:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of memory that is read-only
-        data = torch.frombuffer(mapped, dtype=torch.uint8, count=place.num_bytes, offset=place.offset)
-    kind, is_matrix = place.type.name, len(place.shape) == 2
+        data = torch.frombuffer(mapped, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
+    kind, is_matrix = stored.type.name, len(stored.shape) == 2
     if kind in BLOCK_TYPES and is_matrix:
-        release = functools.partial(_release, mapped, place)
-        weight = BlockWeight(data.view(place.shape[0], -1), BLOCK_TYPES[kind], place.shape[1], release)
+        release = functools.partial(_release, mapped, stored)
+        weight = BlockWeight(data.view(stored.shape[0], -1), BLOCK_TYPES[kind], stored.shape[1], release)
         return weight if keeps_blocks else weight.dequantized()
     if kind in _DTYPES:
-        floats = data.view(_DTYPES[kind]).view(place.shape)
+        floats = data.view(_DTYPES[kind]).view(stored.shape)
     else:
         # Imported here, because few files have other types.
         import gguf
 
-        rows = data.view(prod(place.shape[:-1]), -1).numpy()
+        rows = data.view(prod(stored.shape[:-1]), -1).numpy()
         try:
             dequantized = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
         except NotImplementedError:
             raise CheckpointMismatchError(f"weights of the type {kind} cannot be read") from None
-        floats = torch.from_numpy(np.ascontiguousarray(dequantized)).view(place.shape)
+        floats = torch.from_numpy(np.ascontiguousarray(dequantized)).view(stored.shape)
     return quantize_blocks(floats, _KEPT_TYPE) if keeps_blocks and is_matrix else floats
 
 
@@ -167,9 +167,9 @@ def _with_split_heads(weight: Tensor | BlockWeight, heads: int) -> Tensor | Bloc
     return BlockWeight(split, weight.type, weight.inputs) if isinstance(weight, BlockWeight) else split
 
 
-def _release(mapped: mmap.mmap, place: TensorPlace) -> None:
-    """Let the system take back the pages that lie in the tensor at `place`."""
-    begin = -(-place.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (place.offset + place.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+def _release(mapped: mmap.mmap, stored: StoredTensor) -> None:
+    """Let the system take back the pages of the file that lie in the tensor."""
+    begin = -(-stored.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (stored.offset + stored.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if begin < end:
         mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)

@@ -94,7 +94,7 @@ def _check(reader: gguf.GGUFReader) -> None:
     tokens = _value(reader, "tokenizer.ggml.tokens")
     if not (isinstance(tokens, list) and tokens and all(isinstance(token, str) for token in tokens)):
         raise ValueError(
-            "tokenizer.ggml.tokens is no list of texts: the file has no vocabulary; convert the model again"
+            "tokenizer.ggml.tokens is not a list of texts: the file has no vocabulary; convert the model again"
         )
     for key, kind in (("scores", float), ("token_type", int)):
         values = _value(reader, f"tokenizer.ggml.{key}")
@@ -102,7 +102,7 @@ def _check(reader: gguf.GGUFReader) -> None:
             continue
         if not (isinstance(values, list) and len(values) == len(tokens) and all(type(item) is kind for item in values)):
             raise ValueError(
-                f"tokenizer.ggml.{key} is no list of {len(tokens)} numbers, one for each of tokenizer.ggml.tokens; "
+                f"tokenizer.ggml.{key} is not a list of {len(tokens)} numbers, one for each of tokenizer.ggml.tokens; "
                 "convert the model again"
             )
     if _value(reader, "tokenizer.ggml.model") == "llama" and not reader.fields.keys() & _RANKS:

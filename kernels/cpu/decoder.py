@@ -32,7 +32,7 @@ from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
 WORK_A_CALL = 2e9
 """The most multiplications in a call that computes several layers: a few milliseconds of work."""
 _GATE_UP: Final = 2
-"""The place of gate and up among a layer's projections."""
+"""The index of gate and up among a layer's projections."""
 _LEAST_ROWS: Final = 16
 """Fewer tokens take as long as this many, because reading the weights takes longer than multiplying them."""
 

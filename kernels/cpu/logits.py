@@ -34,11 +34,11 @@ def apply_token_masks(library: Library, logits: Tensor, masks: Tensor, rows: Ten
 def argmax(library: Library, scores: Tensor) -> Tensor:
     """Compute `ops.argmax` for scores that `can_read` accepts."""
     num_rows, size = scores.shape
-    places = torch.empty(num_rows, dtype=torch.int64)
+    indices = torch.empty(num_rows, dtype=torch.int64)
     library.function("argmax_rows", scores.dtype)(
-        scores.data_ptr(), scores.stride(0), size, num_rows, places.data_ptr(), torch.get_num_threads()
+        scores.data_ptr(), scores.stride(0), size, num_rows, indices.data_ptr(), torch.get_num_threads()
     )
-    return places
+    return indices
 
 
 def sample(library: Library, logits: Tensor, params: DrawParams) -> Tensor:

@@ -132,16 +132,16 @@ class PackedLinear:
     def argmax(self, x: Tensor, masks: TokenMasks | None = None) -> Tensor:
         """Return `ops.masked_argmax` of the float32 outputs for `x` [rows, inputs], without storing them."""
         x = x.contiguous()
-        places = torch.empty(x.shape[0], dtype=torch.int64)
+        indices = torch.empty(x.shape[0], dtype=torch.int64)
         self._library.function("argmax", self._dtype)(
             self._pointer,
             x.data_ptr(),
             x.shape[0],
-            places.data_ptr(),
+            indices.data_ptr(),
             CTokenMasks.pointer(masks),
             torch.get_num_threads(),
         )
-        return places
+        return indices
 
 
 def can_pack(weight: Tensor) -> bool:

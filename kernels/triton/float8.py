@@ -169,7 +169,7 @@ def stored(x, pointer):
 def store_quantized(values, quantized, scale, row, column, mask, DIM: tl.constexpr, GROUP: tl.constexpr):
     """Quantize `values` float32 [ROWS, TILE], zero where not in `mask`, and store them with their scales.
 
-    `row` [ROWS] and `column` [TILE], whole groups of GROUP columns, are their places in `quantized` [rows, DIM];
+    `row` [ROWS] and `column` [TILE], whole groups of GROUP columns, are their indices in `quantized` [rows, DIM];
     `scale` is [rows, ceil(DIM / GROUP)].
     """
     groups: tl.constexpr = (DIM + GROUP - 1) // GROUP
@@ -272,8 +272,8 @@ def _product_kernel(
         total = total * of_rows[:, None] * of_outputs[None, :]
     if BIASED:
         total += tl.load(bias + output, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
-    place = out + part.to(tl.int64) * num_rows * OUTPUTS + row[:, None] * OUTPUTS + output[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_outputs[None, :])
+    destination = out + part.to(tl.int64) * num_rows * OUTPUTS + row[:, None] * OUTPUTS + output[None, :]
+    tl.store(destination, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_outputs[None, :])
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_rows"])
@@ -292,10 +292,10 @@ def _add_kernel(
     output = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     mask = output < OUTPUTS
     total = tl.zeros([ELEMENTS], tl.float32)
-    place = sums + row * OUTPUTS + output
+    source = sums + row * OUTPUTS + output
     for _ in range(num_parts):
-        total += tl.load(place, mask=mask, other=0.0)
-        place += num_rows * OUTPUTS
+        total += tl.load(source, mask=mask, other=0.0)
+        source += num_rows * OUTPUTS
     if BIASED:
         total += tl.load(bias + output, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * OUTPUTS + output, total.to(out.dtype.element_ty), mask=mask)

@@ -114,7 +114,7 @@ _HOPPER: Final[dict[str, Options]] = {
     "elementwise": {"ELEMENTS": 1024, "num_warps": 4},
     "heads": {"ELEMENTS": 1024, "num_warps": 4},
     "argmax": {"ELEMENTS": 4096, "num_warps": 8},
-    # A row of which more than LIST tokens may pass its first filter is gone through as a whole.
+    # A row in which more than LIST tokens may pass its first filter is searched as a whole.
     "sample": {"ELEMENTS": 1024, "LIST": 4096, "num_warps": 8},
 }
 

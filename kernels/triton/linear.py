@@ -149,7 +149,7 @@ def _few_rows_kernel(
     row, in_tile, of_step = tl.arange(0, ROWS), tl.arange(0, OUTPUT_TILE), tl.arange(0, SLICES)
     in_rows, in_outputs = row < num_rows, first + in_tile < OUTPUTS
     in_step = of_step[:, None] * SLICE_INPUTS + tl.arange(0, SLICE_INPUTS)[None, :]
-    # Only the place of the tile may exceed 32 bits.
+    # Only the offset of the tile may exceed 32 bits.
     weights = weight + first.to(tl.int64) * INPUTS
     x_scales, scales = x_scale + row * GROUPS, scale + (first + in_tile) // OUTPUTS_A_SCALE * GROUPS
     total = tl.zeros([SLICES, ROWS, OUTPUT_TILE], tl.float32)
@@ -167,8 +167,8 @@ def _few_rows_kernel(
             x_mask = x_mask & (column < INPUTS)[:, None, :]
             weight_mask = (column < INPUTS)[:, :, None] & in_outputs[None, None, :]
         rows = tl.load(x + row[None, :, None] * row_stride + column[:, None, :], mask=x_mask, other=0.0)
-        places = weights + in_tile[None, None, :] * INPUTS + column[:, :, None]
-        tile = tl.load(places) if weight_mask is None else tl.load(places, mask=weight_mask, other=0.0)
+        elements = weights + in_tile[None, None, :] * INPUTS + column[:, :, None]
+        tile = tl.load(elements) if weight_mask is None else tl.load(elements, mask=weight_mask, other=0.0)
         if GROUPED:
             # The scales of the next step arrive during this one.
             group = (step + 1) * SLICES + of_step[:, None]
@@ -186,8 +186,8 @@ def _few_rows_kernel(
         result = result * of_rows[:, None] * of_outputs[None, :]
     if BIASED:
         result += tl.load(bias + first + in_tile, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
-    place = out + part.to(tl.int64) * num_rows * OUTPUTS + row[:, None] * OUTPUTS + (first + in_tile)[None, :]
-    tl.store(place, result.to(out.dtype.element_ty), mask=in_rows[:, None] & in_outputs[None, :])
+    destination = out + part.to(tl.int64) * num_rows * OUTPUTS + row[:, None] * OUTPUTS + (first + in_tile)[None, :]
+    tl.store(destination, result.to(out.dtype.element_ty), mask=in_rows[:, None] & in_outputs[None, :])
 
 
 @triton.jit

@@ -106,8 +106,8 @@ def _shrink_kernel(
         rows = tl.load(x + row[:, None] * stride + column[None, :], mask=x_mask, other=0.0)
         of_a = tl.load(factors[None, :] + column[:, None], mask=a_mask, other=0.0)
         total = tl.dot(rows.to(FACTOR), of_a.to(FACTOR), total, input_precision="ieee")
-    place = ranked + (row[:, None] * PARTS + part) * MAX_RANK + rank[None, :]
-    tl.store(place, total, mask=own[:, None] & in_rank[None, :])
+    destination = ranked + (row[:, None] * PARTS + part) * MAX_RANK + rank[None, :]
+    tl.store(destination, total, mask=own[:, None] & in_rank[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "output_tiles"])
@@ -153,7 +153,7 @@ def _expand_kernel(
             other=0.0,
         )
         total = tl.dot(of_rows.to(FACTOR), of_b.to(FACTOR), total, input_precision="ieee")
-    place = out + row[:, None] * OUTPUTS + output[None, :]
+    destination = out + row[:, None] * OUTPUTS + output[None, :]
     mask = own[:, None] & in_part[None, :]
-    total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+    total += tl.load(destination, mask=mask, other=0.0).to(tl.float32)
+    tl.store(destination, total.to(out.dtype.element_ty), mask=mask)

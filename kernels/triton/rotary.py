@@ -171,9 +171,9 @@ def _rotary_kernel(
         HALF_TILE,
     )
     own = out + token * num_heads * DIM
-    place = own + head[:, None] * DIM + column[None, :]
-    tl.store(place, low, mask=mask)
-    tl.store(place + HALF, high, mask=mask)
+    destination = own + head[:, None] * DIM + column[None, :]
+    tl.store(destination, low, mask=mask)
+    tl.store(destination + HALF, high, mask=mask)
     if REST_TILE:
         rest = x + token * token_stride + 2 * HALF
         _copy_heads(rest, head_stride, own + 2 * HALF, DIM, head, num_heads, DIM - 2 * HALF, REST_TILE)
@@ -256,9 +256,9 @@ def _rotary_write_kernel(
         heads = q + token * q_token_stride + head[:, None] * q_head_stride + column[None, :]
         low, high = _rotated(heads, mask, position, cos_sin_cache, HALF, HALF_TILE)
         own = out + token * num_heads * DIM
-        place = own + head[:, None] * DIM + column[None, :]
-        tl.store(place, low, mask=mask)
-        tl.store(place + HALF, high, mask=mask)
+        destination = own + head[:, None] * DIM + column[None, :]
+        tl.store(destination, low, mask=mask)
+        tl.store(destination + HALF, high, mask=mask)
         if REST_TILE:
             rest = q + token * q_token_stride + 2 * HALF
             _copy_heads(rest, q_head_stride, own + 2 * HALF, DIM, head, num_heads, DIM - 2 * HALF, REST_TILE)
@@ -270,9 +270,9 @@ def _rotary_write_kernel(
             heads = k + token * k_token_stride + head[:, None] * k_head_stride + column[None, :]
             low, high = _rotated(heads, mask, position, cos_sin_cache, HALF, HALF_TILE)
             keys = k_cache + cell * num_kv_heads * DIM
-            place = keys + head[:, None] * DIM + column[None, :]
-            tl.store(place, stored(low, k_cache), mask=mask)
-            tl.store(place + HALF, stored(high, k_cache), mask=mask)
+            destination = keys + head[:, None] * DIM + column[None, :]
+            tl.store(destination, stored(low, k_cache), mask=mask)
+            tl.store(destination + HALF, stored(high, k_cache), mask=mask)
             if REST_TILE:
                 rest = k + token * k_token_stride + 2 * HALF
                 _copy_heads(rest, k_head_stride, keys + 2 * HALF, DIM, head, num_kv_heads, DIM - 2 * HALF, REST_TILE)

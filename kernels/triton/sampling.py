@@ -81,30 +81,30 @@ def _highest(scores: Tensor, launch: Options) -> tuple[Tensor, Tensor]:
     num_rows, size = scores.shape
     num_parts = triton.cdiv(size, launch["ELEMENTS"])
     part_highest = torch.empty((num_rows, num_parts), dtype=torch.float32, device=scores.device)
-    part_places = torch.empty((num_rows, num_parts), dtype=torch.int32, device=scores.device)
+    part_indices = torch.empty((num_rows, num_parts), dtype=torch.int32, device=scores.device)
     highest = torch.empty(num_rows, dtype=torch.float32, device=scores.device)
-    places = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
+    indices = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
     if num_rows:
         _part_highest_kernel[(num_rows, num_parts)](
-            scores, part_highest, part_places, scores.stride(0), scores.stride(1), SIZE=size, PARTS=num_parts, **launch
+            scores, part_highest, part_indices, scores.stride(0), scores.stride(1), SIZE=size, PARTS=num_parts, **launch
         )
         _highest_kernel[(num_rows,)](
             part_highest,
-            part_places,
+            part_indices,
             highest,
-            places,
+            indices,
             PARTS=num_parts,
             PART_TILE=triton.next_power_of_2(num_parts),
             SIZE=size,
         )
-    return highest, places
+    return highest, indices
 
 
 @triton.jit
 def _part_highest_kernel(
     scores,
     part_highest,  # float32 [rows, PARTS], NaN for a part that has one
-    part_places,  # int32 [rows, PARTS]
+    part_indices,  # int32 [rows, PARTS]
     row_stride,
     stride,
     SIZE: tl.constexpr,
@@ -114,22 +114,22 @@ def _part_highest_kernel(
     """Find the highest of ELEMENTS scores of one row, and the first index that has it."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    place = part * ELEMENTS + tl.arange(0, ELEMENTS)
-    score = tl.load(scores + row * row_stride + place * stride, mask=place < SIZE, other=float("-inf")).to(tl.float32)
+    index = part * ELEMENTS + tl.arange(0, ELEMENTS)
+    score = tl.load(scores + row * row_stride + index * stride, mask=index < SIZE, other=float("-inf")).to(tl.float32)
     is_nan = score != score
     highest = tl.max(tl.where(is_nan, float("-inf"), score), 0)
-    first = tl.min(tl.where((score == highest) & (place < SIZE), place, SIZE), 0)
+    first = tl.min(tl.where((score == highest) & (index < SIZE), index, SIZE), 0)
     has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
     tl.store(part_highest + row * PARTS + part, tl.where(has_nan, float("nan"), highest))
-    tl.store(part_places + row * PARTS + part, first)
+    tl.store(part_indices + row * PARTS + part, first)
 
 
 @triton.jit
 def _highest_kernel(
     part_highest,
-    part_places,
+    part_indices,
     highest_out,
-    places_out,
+    indices_out,
     PARTS: tl.constexpr,
     PART_TILE: tl.constexpr,
     SIZE: tl.constexpr,
@@ -138,14 +138,14 @@ def _highest_kernel(
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PART_TILE)
     value = tl.load(part_highest + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
-    place = tl.load(part_places + row * PARTS + part, mask=part < PARTS, other=SIZE)
+    index = tl.load(part_indices + row * PARTS + part, mask=part < PARTS, other=SIZE)
     is_nan = value != value
     highest = tl.max(tl.where(is_nan, float("-inf"), value), 0)
-    first = tl.min(tl.where(value == highest, place, SIZE), 0)
+    first = tl.min(tl.where(value == highest, index, SIZE), 0)
     has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
-    has_place = (tl.abs(highest) < float("inf")) & (has_nan == 0)
+    is_finite = (tl.abs(highest) < float("inf")) & (has_nan == 0)
     tl.store(highest_out + row, highest)
-    tl.store(places_out + row, tl.where(has_place, first, _NO_PLACE).to(tl.int64))
+    tl.store(indices_out + row, tl.where(is_finite, first, _NO_PLACE).to(tl.int64))
 
 
 @triton.jit
@@ -181,8 +181,8 @@ def _depth_kernel(
         below = logit.to(tl.float32) - tl.load(highest + row)
         scaled = tl.div_rn(below, tl.zeros_like(below) + row_temperature)
         depth = tl.where(scaled < tl.load(lowest_scaled + row), float("inf"), tl.abs(scaled))
-        place = depths + row * (WIDTH + LIST) + token
-        tl.store(place, depth.to(tl.int32, bitcast=True), mask=token < WIDTH)
+        destination = depths + row * (WIDTH + LIST) + token
+        tl.store(destination, depth.to(tl.int32, bitcast=True), mask=token < WIDTH)
         if _is_filtered(tl.load(top_k + row), tl.load(top_p + row), SIZE):
             at = row * PARTS + tl.program_id(1)
             bins = tl.minimum(depth, _BINS - 1.0).to(tl.int32)
@@ -255,9 +255,9 @@ def _list_kernel(
     depths += row * (WIDTH + LIST)
     depth = tl.load(depths + token, mask=token < WIDTH, other=_INFINITY)
     is_listed = (depth < _least_bits(last_bin + 1)) & (token < SIZE)
-    place = first + tl.cumsum(is_listed.to(tl.int32), 0) - 1
-    tl.store(depths + WIDTH + place, depth, mask=is_listed)
-    tl.store(listed + row * LIST + place, token, mask=is_listed)
+    list_index = first + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+    tl.store(depths + WIDTH + list_index, depth, mask=is_listed)
+    tl.store(listed + row * LIST + list_index, token, mask=is_listed)
     if tl.program_id(1) == 0:
         unused = size + tl.arange(0, 16)
         tl.store(depths + WIDTH + unused, tl.zeros([16], tl.int32) + _INFINITY, mask=unused < LIST)
@@ -322,8 +322,8 @@ def _sample_kernel(
     row = tl.program_id(0).to(tl.int64)
     if (tl.load(temperature + row) == 0.0) | (tl.load(tokens + row) == _NO_PLACE):
         return
-    # Deeper tokens are barred, and tokens of the same depth after the last tie. In a list, the place of a token stands
-    # for the token.
+    # Deeper tokens are barred, and tokens of the same depth after the last tie. In a list, the index of a token
+    # stands for the token.
     too_small = tl.full([], -1, tl.int32)
     deepest = tl.full([], _INFINITY, tl.int32)
     num_listed = tl.full([], LIST + 1, tl.int32)
@@ -381,10 +381,10 @@ def _sample_kernel(
         weight = _kept_weight(depths, size, token, deepest, last_tie).to(tl.float64)
         stretch = tl.sum(weight, 0)
     passes = before + tl.cumsum(weight, 0) > target
-    place = tl.min(tl.where(passes, token, size), 0)
+    index = tl.min(tl.where(passes, token, size), 0)
     # Sums of the stretch in different orders may differ in the last bit.
     last = tl.max(tl.where(weight > 0.0, token, -1), 0)
-    place = tl.minimum(place, last)
+    index = tl.minimum(index, last)
     if is_listed:
-        place = tl.load(listed + row * LIST + place)
-    tl.store(tokens + row, place.to(tl.int64))
+        index = tl.load(listed + row * LIST + index)
+    tl.store(tokens + row, index.to(tl.int64))

@@ -330,7 +330,7 @@ def test_file_without_a_usable_tokenizer_runs_with_another_or_with_token_ids(sma
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(path)
     path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.others"))
-    cause = r"that of tiny\.gguf cannot be used: tokenizer\.ggml\.tokens is no list of texts.* set `tokenizer` to"
+    cause = r"that of tiny\.gguf cannot be used: tokenizer\.ggml\.tokens is not a list of texts.* set `tokenizer` to"
     with pytest.raises(ValueError, match=cause):
         AsyncLLM.from_engine_args(AsyncEngineArgs(str(path), device="cpu", max_model_len=128))
     with running_engine(path, **ENGINE) as engine:

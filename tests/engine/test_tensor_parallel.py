@@ -179,7 +179,9 @@ def test_streams_are_those_of_one_process_beside_aborts_and_a_pause(engines):
 
 
 def test_number_of_ranks_that_the_model_does_not_allow_is_refused_at_once(small_model):
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=3: num_attention_heads=4 of .* is no multiple of it"):
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel_size=3: num_attention_heads=4 of .* is not a multiple of it"
+    ):
         AsyncEngineArgs(str(small_model), tensor_parallel_size=3).create_engine_config()
     with pytest.raises(ValueError, match=r"pipeline_parallel_size=3: .* has 2 layers, .* set it to at most 2"):
         AsyncEngineArgs(str(small_model), pipeline_parallel_size=3).create_engine_config()

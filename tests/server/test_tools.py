@@ -178,7 +178,7 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
             "tools[0].function.parameters",
             "must be an object",
         ),
-        ({"tools": [FUNCTION], "tool_choice": named("g")}, "tool_choice", "names 'g', which is no tool"),
+        ({"tools": [FUNCTION], "tool_choice": named("g")}, "tool_choice", "names 'g', which is not a tool"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [FUNCTION], "tool_choice": "any"}, "tool_choice", "any"),
         (

@@ -108,7 +108,7 @@ class Options:
 
 
 def _rank(field: "dataclasses.Field[Any]") -> int:
-    """Return the place of an option in the help: common, further, without effect."""
+    """Return the section of the help that has an option: common, further, without effect."""
     return 2 if field.metadata["without_effect"] else 0 if field.metadata["subject"] else 1
 
 

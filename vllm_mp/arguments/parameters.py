@@ -155,7 +155,7 @@ class TokenBiases(Parameter):
         for token_id, bias in value.items():
             try:
                 if isinstance(token_id, bool):
-                    raise TypeError("a bool is no token id")
+                    raise TypeError("a bool is not a token id")
                 key = operator.index(int(token_id) if isinstance(token_id, str) else token_id)
             except (TypeError, ValueError) as error:
                 raise TypeError(f"{name} must have token ids as keys, got {reprlib.repr(token_id)}") from error
@@ -216,7 +216,7 @@ class PlainData(Parameter):
 
 
 def _as_list(name: str, value: Any) -> list[Any] | None:
-    """Return the members of `value` as a list; None for None. Raises TypeError for a value that is no list."""
+    """Return the members of `value` as a list; None for None. Raises TypeError for a value that is not a list."""
     if value is not None and not isinstance(value, list | tuple | set | frozenset):
         raise TypeError(f"{name} must be a list, got {reprlib.repr(value)}")
     return None if value is None else list(value)

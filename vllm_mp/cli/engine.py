@@ -23,14 +23,14 @@ _INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument(
+    address_flags = parser.add_mutually_exclusive_group(required=True)
+    address_flags.add_argument(
         "--listen",
         metavar="ADDRESS",
         help="Let clients connect at ADDRESS, ipc:///PATH/TO/SOCKET or tcp://HOST:PORT, unless the command has "
         "--headless. Required.",
     )
-    add_headless(place)
+    add_headless(address_flags)
     parser.add_argument(
         "--key-file",
         metavar="FILE",

@@ -140,7 +140,7 @@ def _placement(gpus: list[str]) -> list[str]:
         return [f"one core with one rank on GPU {gpus[0]}; each further one needs a GPU of its own"]
     cpus = usable_cpus()
 
-    def place(core: int, num_cores: int, rank: int, num_ranks: int) -> str:
+    def devices_of(core: int, num_cores: int, rank: int, num_ranks: int) -> str:
         if gpus:
             return f"GPU {gpus[core * num_ranks + rank]}"
         return describe(cpu_share(cpu_share(cpus, core, num_cores), rank, num_ranks))
@@ -154,11 +154,11 @@ def _placement(gpus: list[str]) -> list[str]:
     ]
     lines = []
     for num_cores, num_ranks in layouts:
-        places = [
-            " | ".join(place(core, num_cores, rank, num_ranks) for rank in range(num_ranks))
+        devices = [
+            " | ".join(devices_of(core, num_cores, rank, num_ranks) for rank in range(num_ranks))
             for core in range(num_cores)
         ]
-        of_cores = "; ".join(f"core {core}: {text}" for core, text in enumerate(places))
+        of_cores = "; ".join(f"core {core}: {text}" for core, text in enumerate(devices))
         sizes = f"data_parallel_size={num_cores}, pipeline_parallel_size * tensor_parallel_size={num_ranks}"
         lines.append(f"{sizes}: {of_cores}")
     return lines

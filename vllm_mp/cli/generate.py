@@ -155,14 +155,14 @@ def whole_prompt(given: str | None) -> str:
 
 
 def _piped_text() -> str:
-    """Return what standard input holds. Raises ValueError, with the place, if it is not UTF-8."""
+    """Return what standard input holds. Raises ValueError, with the offset, if it is not UTF-8."""
     text = sys.stdin.read()
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        place = len(text[: error.start].encode())
+        offset = len(text[: error.start].encode())
         raise ValueError(
-            f"standard input is not UTF-8 (byte {ord(text[error.start]) - 0xDC00:#x} at {place})"
+            f"standard input is not UTF-8 (byte {ord(text[error.start]) - 0xDC00:#x} at {offset})"
         ) from None
     return text
 

@@ -37,11 +37,11 @@ class PromptLine(NamedTuple):
     sampling: Mapping[str, Any] = MappingProxyType({})
     """Fields of `SamplingParams`."""
     error: ValueError | None = None
-    """Why the line is no prompt."""
+    """Why the line is not a prompt."""
 
 
 async def prompt_lines(file: BinaryIO) -> AsyncIterator[PromptLine]:
-    """Yield the prompts of a file, without its empty lines; a line that is no prompt has an `error`.
+    """Yield the prompts of a file, without its empty lines; a line that is not a prompt has an `error`.
 
     The file holds JSON lines if its first line begins with "{". Raises OSError if it cannot be read.
     """

@@ -65,7 +65,7 @@ def _is_confirmed(entries: "list[CacheEntry]") -> bool:
     """Ask whether to remove the entries. Raises ValueError if there is no terminal to ask on."""
     what = ", ".join(f"{entry.name} ({size_text(entry.size)})" for entry in entries)
     if not sys.stdin.isatty():
-        raise ValueError(f"standard input is no terminal to ask whether to remove {what}; give --yes")
+        raise ValueError(f"standard input is not a terminal to ask whether to remove {what}; give --yes")
     try:
         return input(f"remove {what}? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

@@ -36,7 +36,7 @@ class RunningEngine(NamedTuple):
     status: CoreStatus | None = None
     num_clients: int = 0
     adapter_folders: tuple[str, ...] = ()
-    place: str = ""
+    page_location: str = ""
     """Where all cores of the engine have their pages; empty if the core has none yet."""
 
     @property
@@ -129,7 +129,8 @@ def _dead_cores(alive: Collection[int | None]) -> Iterator[RunningEngine]:
                     if page is None or about is None or about.parent_pid != int(process.name):
                         continue
                     if page.read().pid not in alive:
-                        yield RunningEngine(None, about.parent_pid, 0, description=about, place=_place(Path(path)))
+                        location = _page_location(Path(path))
+                        yield RunningEngine(None, about.parent_pid, 0, description=about, page_location=location)
 
 
 def _joined(cores: list[RunningEngine], dead: Iterable[RunningEngine]) -> list[RunningEngine]:
@@ -138,19 +139,22 @@ def _joined(cores: list[RunningEngine], dead: Iterable[RunningEngine]) -> list[R
     A successor that has not described itself yet is described by its predecessor.
     """
     joined = list(cores)
-    for place, engine in {engine.place: engine for engine in dead}.items():
+    for location, engine in {engine.page_location: engine for engine in dead}.items():
         about = engine.description
         children = [core for core in joined if core.pid and core.parent_pid == engine.parent_pid]
-        successor = next((core for core in children if core.place == place or not (core.place or core.problem)), None)
+        matching = (
+            core for core in children if core.page_location == location or not (core.page_location or core.problem)
+        )
+        successor = next(matching, None)
         if successor is None:
             joined.append(engine)
         elif successor.description is None and about is not None:
             about = msgspec.structs.replace(about, num_restarts=about.num_restarts + 1, started=time.time())
-            joined[joined.index(successor)] = successor._replace(description=about, place=place)
+            joined[joined.index(successor)] = successor._replace(description=about, page_location=location)
     return joined
 
 
-def _place(page: Path) -> str:
+def _page_location(page: Path) -> str:
     """Return where all cores of the engine of a core have their pages: a private folder, or the path at an address."""
     return str(page.parent if re.fullmatch(r"core-\d+\.status", page.name) else page)
 
@@ -184,7 +188,7 @@ def _engine(process: Path) -> RunningEngine | None:
         status=status,
         num_clients=page.num_clients,
         adapter_folders=tuple(record.path for record in page.adapters() or ()),
-        place=_place(path),
+        page_location=_page_location(path),
     )
 
 

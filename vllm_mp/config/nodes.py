@@ -108,7 +108,7 @@ def _check_listening(host: str, port: int) -> None:
     while (error := _bind_error(address, port)) is not None:
         if error.errno == errno.EADDRNOTAVAIL:
             raise ValueError(
-                f"master_addr={host!r} is no address of this machine; give the one at which the other machines reach "
+                f"master_addr={host!r} is not an address of this machine; give the one at which other machines reach "
                 "node 0"
             ) from error
         if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:

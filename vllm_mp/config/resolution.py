@@ -182,7 +182,7 @@ def _with_blocks(args: EngineOptions, architecture: Architecture) -> Architectur
 def _iteration_timeout(args: EngineOptions) -> float:
     """Return the option, or else the value of the environment variable.
 
-    Raises ValueError if the variable is no number in the option's range, or if the time is too short for `nnodes`.
+    Raises ValueError if the variable is not a number in the option's range, or if the time is too short for `nnodes`.
     """
     seconds = args.engine_iteration_timeout_s
     if seconds is None:
@@ -196,7 +196,7 @@ def _iteration_timeout(args: EngineOptions) -> float:
 
 
 def _timeout_of_environment() -> float:
-    """Return the value of the environment variable, or its default; raises ValueError if it is no number in range."""
+    """Return the environment variable or its default. Raises ValueError unless it is a number in range."""
     text = os.environ.get(TIMEOUT_VARIABLE, "").strip()
     try:
         seconds = float(text) if text else DEFAULT_TIMEOUT_S

@@ -156,8 +156,8 @@ class ParallelConfig(msgspec.Struct, kw_only=True):
     data_parallel_size: int = 1
     """Cores that the engine starts, each with the whole model."""
     data_parallel_rank: int = 0
-    """The place of the core among them, which decides its devices and CPUs. A core that takes the place of one that was
-    removed has its number."""
+    """The slot of the core among them, which decides its devices and CPUs. A core that replaces a removed one takes its
+    slot."""
     data_parallel_backend: str = "mp"
     """"mp": the cores are processes of the client's machine; "ray": they run on the nodes of a Ray cluster."""
     distributed_executor_backend: str = "mp"

@@ -61,7 +61,7 @@ class PublicAddress(msgspec.Struct, kw_only=True):
     """Path of the key file, required for tcp."""
 
     def remove_files(self) -> None:
-        """Remove the files of a Unix socket, the lock last, in place of the parent."""
+        """Remove the files of a Unix socket, the lock last, for the parent."""
         if self.address.startswith("ipc://"):
             path = Path(self.address.removeprefix("ipc://"))
             for file in (status_path(path), path, lock_path(path)):

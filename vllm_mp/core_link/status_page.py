@@ -52,7 +52,7 @@ MAX_NOTED_CALLS = 64
 _CONVICTED_AT = _CALLS_AT + MAX_NOTED_CALLS
 """Position of the incarnations of `note_convicted` among the fields of the header; 0 is none."""
 _CLIENT = np.dtype([("next_number", "<u8"), ("token", "u1", (TOKEN_BYTES,))])
-"""A place of the table of clients: the client's number plus 1, or 0 if the place is free; and the client's token."""
+"""A row of the table of clients: the client's number plus 1, or 0 if the row is free; and the client's token."""
 _CLIENTS_OFFSET = _HEADER_BYTES + _REQUEST_BYTES * MAX_STEP_REQUESTS
 _ADAPTERS_OFFSET = _CLIENTS_OFFSET + _CLIENT.itemsize * MAX_CLIENTS
 MAX_ADAPTER_BYTES = 2**18
@@ -226,10 +226,10 @@ class StatusPage:
         header[_Field.SEQUENCE] += 1
 
     def note_client(self, client: int, token: bytes) -> None:
-        """Publish the token of the client with the number `client`, unless all places are taken."""
-        for place in np.flatnonzero(self._clients["next_number"] == 0)[:1]:
-            self._clients["token"][place] = np.frombuffer(token.ljust(TOKEN_BYTES, b"\0"), np.uint8)
-            self._clients["next_number"][place] = client + 1
+        """Publish the token of the client with the number `client`, unless all rows are taken."""
+        for row in np.flatnonzero(self._clients["next_number"] == 0)[:1]:
+            self._clients["token"][row] = np.frombuffer(token.ljust(TOKEN_BYTES, b"\0"), np.uint8)
+            self._clients["next_number"][row] = client + 1
 
     def forget_client(self, client: int) -> None:
         """Remove a client that has left; no-op for a client that is not on the page."""
@@ -238,7 +238,7 @@ class StatusPage:
     def tokens(self) -> dict[int, bytes]:
         """Return the token of each client by the client's number; call this only after the core's end."""
         taken = self._clients[self._clients["next_number"] != 0]
-        return {int(place["next_number"]) - 1: place["token"].tobytes() for place in taken}
+        return {int(row["next_number"]) - 1: row["token"].tobytes() for row in taken}
 
     def note_adapters(self, records: Sequence[AdapterRecord]) -> None:
         """Publish the known adapters; the last of them are left out if they do not fit on the page."""
@@ -273,7 +273,7 @@ class StatusPage:
         return [TriedConstraint(row["digest"].tobytes(), row["backend"].decode()) for row in rows]
 
     def note_outside(self, tasks: Sequence[OutsideTask]) -> None:
-        """Publish what the core does outside of steps, in place of what was published; threads must take turns."""
+        """Publish what the core does outside of steps, replacing what was published; threads must take turns."""
         rows = [(client, id, _CALL if progress is None else progress) for client, id, progress in tasks]
         half = 1 - int(self._header[_Field.OUTSIDE_TASKS]) % 2
         count = min(len(rows), MAX_OUTSIDE_TASKS)
@@ -316,7 +316,7 @@ class StatusPage:
 
     @property
     def outside_signal(self) -> npt.NDArray[np.int64]:
-        """[1] The place of `CoreStatus.outside_signal`, for a signal handler to write."""
+        """[1] The field of `CoreStatus.outside_signal`, for a signal handler to write."""
         return self._header[_Field.OUTSIDE_SIGNAL : _Field.OUTSIDE_SIGNAL + 1]
 
     def begin_step(self, step: int, requests: StepRequests) -> None:

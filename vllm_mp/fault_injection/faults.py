@@ -2,9 +2,9 @@
 
     faults = fault { ";" fault }
     fault  = action "@" item { "," item }
-    item   = place | "once" | condition "=" value
+    item   = point | "once" | condition "=" value
 
-A fault strikes whenever the core passes its place and all its conditions hold; docs/operating/faults.md has all words.
+A fault strikes whenever the core passes its point and all its conditions hold; docs/operating/faults.md has all words.
 """
 
 import dataclasses
@@ -15,26 +15,26 @@ LOAD, STEP, PUBLISH = "load", "step", "publish"
 COMPILE, ADAPTER, CALL, MESSAGE = "compile", "adapter", "call", "message"
 _OUTSIDE = (COMPILE, ADAPTER, CALL, MESSAGE)
 """Outside of steps: a constraint is compiled, an adapter is read, a call is carried out, a request is admitted."""
-_ALL_PLACES = (LOAD, STEP, PUBLISH, *_OUTSIDE)
+_ALL_POINTS = (LOAD, STEP, PUBLISH, *_OUTSIDE)
 
 ACTIONS: dict[str, tuple[str, ...]] = {
-    "exit": _ALL_PLACES,
-    "kill": _ALL_PLACES,
-    "abort": _ALL_PLACES,
-    "segv": _ALL_PLACES,
-    "raise": _ALL_PLACES,
-    "hang": _ALL_PLACES,
-    "spin": _ALL_PLACES,
-    "slow": _ALL_PLACES,
-    "oom": _ALL_PLACES,
-    "fulldisk": _ALL_PLACES,
-    "clock": _ALL_PLACES,
+    "exit": _ALL_POINTS,
+    "kill": _ALL_POINTS,
+    "abort": _ALL_POINTS,
+    "segv": _ALL_POINTS,
+    "raise": _ALL_POINTS,
+    "hang": _ALL_POINTS,
+    "spin": _ALL_POINTS,
+    "slow": _ALL_POINTS,
+    "oom": _ALL_POINTS,
+    "fulldisk": _ALL_POINTS,
+    "clock": _ALL_POINTS,
     "nan": (STEP,),
-    "device_oom": _ALL_PLACES,
-    "illegal_access": _ALL_PLACES,
-    "device_assert": _ALL_PLACES,
+    "device_oom": _ALL_POINTS,
+    "illegal_access": _ALL_POINTS,
+    "device_assert": _ALL_POINTS,
 }
-"""The actions, and the places at which each may strike."""
+"""The actions, and the points at which each may strike."""
 _CUDA_ACTIONS = ("device_oom", "illegal_access", "device_assert")
 
 
@@ -44,7 +44,7 @@ class Fault:
 
     text: str
     action: str
-    place: str = STEP
+    point: str = STEP
     once: bool = False
     """Strike a single time over all incarnations."""
     incarnation: int | None = None
@@ -63,7 +63,7 @@ class Fault:
     """Seed of the draws for `probability`."""
     about: str | None = None
     """Part of the constraint in its library's form, of the adapter's name, of the call's name or of the request's id,
-    at the places outside of steps."""
+    at the points outside of steps."""
     share: float = 0.0
     """Share of the weights that must be loaded, from 0 to 1."""
     messages: int = 1
@@ -84,7 +84,7 @@ class _Condition(NamedTuple):
     """Takes the value as text; raises ValueError for a value that is not allowed."""
     allowed: str
     """The allowed values in words."""
-    places: tuple[str, ...] = _ALL_PLACES
+    points: tuple[str, ...] = _ALL_POINTS
     actions: tuple[str, ...] = tuple(ACTIONS)
 
 
@@ -167,16 +167,16 @@ def _parse_fault(text: str) -> Fault:
         raise refusal(f"the action must be one of {', '.join(ACTIONS)}, got {action!r}")
     items = [item.strip() for item in rest.split(",")]
     if not at or not all(items):
-        raise refusal("ACTION@ must be followed by places and conditions, separated by commas,")
+        raise refusal("ACTION@ must be followed by points and conditions, separated by commas,")
     values: dict[str, Any] = {}
     for item in items:
         name, equals, value = item.partition("=")
-        key = name if equals or name == "once" else "place"
+        key = name if equals or name == "once" else "point"
         if key in values:
             raise refusal(f"{key!r} is given twice")
         if not equals:
-            if item not in (*_ALL_PLACES, "once"):
-                raise refusal(f"a word must be one of {', '.join(_ALL_PLACES)}, once, got {item!r}")
+            if item not in (*_ALL_POINTS, "once"):
+                raise refusal(f"a word must be one of {', '.join(_ALL_POINTS)}, once, got {item!r}")
             values[key] = True if key == "once" else item
         elif name not in _CONDITIONS:
             raise refusal(f"a condition must be one of {', '.join(_CONDITIONS)}, got {name!r}")
@@ -185,13 +185,13 @@ def _parse_fault(text: str) -> Fault:
                 values[name] = _CONDITIONS[name].parse(value)
             except ValueError as error:
                 raise refusal(f"{name} must be {_CONDITIONS[name].allowed}, got {value!r}") from error
-    place = values.get("place", STEP)
-    if place not in ACTIONS[action]:
-        raise refusal(f"{action} is possible at {', '.join(ACTIONS[action])}, not at {place!r},")
+    point = values.get("point", STEP)
+    if point not in ACTIONS[action]:
+        raise refusal(f"{action} is possible at {', '.join(ACTIONS[action])}, not at {point!r},")
     for name in values.keys() & _CONDITIONS.keys():
         condition = _CONDITIONS[name]
-        if place not in condition.places:
-            raise refusal(f"{name} is a condition at {', '.join(condition.places)}, not at {place!r},")
+        if point not in condition.points:
+            raise refusal(f"{name} is a condition at {', '.join(condition.points)}, not at {point!r},")
         if action not in condition.actions:
             raise refusal(f"{name} is a condition of {', '.join(condition.actions)}, not of {action!r},")
     if action == "slow" and values.get("seconds", 1.0) < 0:

@@ -72,7 +72,7 @@ def make_client_key(path: str | os.PathLike[str], server: bytes) -> ClientKey:
 def read_server_key(path: str | os.PathLike[str]) -> ServerKey:
     """Return the key of a server's key file.
 
-    Raises ValueError, naming the file and the remedy, if it cannot be read, is for others to read, or is no such file.
+    Raises ValueError, naming the file and the remedy, if it cannot be read, is for others to read, or is no key file.
     """
     return ServerKey(*_read(path, _SERVER_FIELDS, f"make it with `vllm-mp keys server {os.fspath(path)}`"))
 

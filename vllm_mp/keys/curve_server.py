@@ -22,7 +22,7 @@ def require_keys(socket: "zmq.Socket[bytes]", key_file: str | Path) -> ThreadAut
     """Admit to `socket` only the peers that are authorized beside `key_file`; applies to addresses bound from now on.
 
     Return the thread that checks keys, which must be stopped after the socket is closed. Raises ValueError if the file
-    is no good key file of a server.
+    is not a good key file of a server.
     """
     key = read_server_key(key_file)
     clients = AuthorizedClients(key_file)

@@ -83,7 +83,7 @@ def open_own_file(path: Path) -> int:
     os.close(descriptor)
     if info.st_uid not in trusted_owners():
         raise ValueError(f"{path} belongs to user {user_name(info.st_uid)}, who is not trusted; use another path")
-    what = f"has {info.st_nlink} names" if stat.S_ISREG(info.st_mode) else "is no regular file"
+    what = f"has {info.st_nlink} names" if stat.S_ISREG(info.st_mode) else "is not a regular file"
     raise ValueError(f"{path} {what}; remove it")
 
 

@@ -70,7 +70,7 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
     embedding_scale: float = 1.0
     """Factor of the embeddings of tokens, rounded to the model's dtype."""
     input_multiplier: float = 1.0
-    """Factor of what the first layer gets: embeddings of tokens, or given in their place."""
+    """Factor of what the first layer gets: embeddings of tokens, or those that are given instead."""
     residual_multiplier: float = 1.0
     """Factor of the output of each attention and each MLP, before it is added to the residual stream."""
     logits_divisor: float = 1.0

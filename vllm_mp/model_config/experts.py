@@ -8,7 +8,7 @@ from vllm_mp.model_config.config_json import Config, integer, shorten
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True):
-    """MLPs of which a router chooses some for each token (Shazeer et al. 2017)."""
+    """MLPs among which a router chooses some for each token (Shazeer et al. 2017)."""
 
     layers: tuple[bool, ...]
     """One entry per layer; False: the layer has one MLP for all tokens."""

@@ -42,15 +42,15 @@ def share_layers(num_layers: int, num_stages: int, head_layers: float) -> list[S
     fair = round((num_layers + head_layers) / num_stages - head_layers)
     own = max(1, min(num_layers - (num_stages - 1), fair))
     others, count = num_layers - own, num_stages - 1
-    borders = [0, *(own + others * place // count for place in range(num_stages))]
+    borders = [0, *(own + others * index // count for index in range(num_stages))]
     return [Stage(first=first, last=last, num_layers=num_layers) for first, last in itertools.pairwise(borders)]
 
 
-def stage_of(arch: NativeArchitecture, place: int, num_stages: int) -> NativeArchitecture:
-    """Return the architecture of the layers of stage `place`, which `check_pipeline_parallel` must allow."""
+def stage_of(arch: NativeArchitecture, index: int, num_stages: int) -> NativeArchitecture:
+    """Return the architecture of the layers of stage `index`, which `check_pipeline_parallel` must allow."""
     if num_stages == 1:
         return arch
-    stage = share_layers(arch.num_layers, num_stages, _head_layers(arch))[place]
+    stage = share_layers(arch.num_layers, num_stages, _head_layers(arch))[index]
     own = slice(stage.first, stage.last)
     experts = arch.experts
     if experts is not None:

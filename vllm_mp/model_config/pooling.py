@@ -47,13 +47,13 @@ def read_pooling_config(folder: Path, is_encoder: bool) -> PoolingConfig:
         )
     if modules[0].get("path"):
         raise ValueError(
-            f"{path} places the Transformer in {modules[0]['path']!r}; only '' (the folder itself) is supported: move "
+            f"{path} has the Transformer in {modules[0]['path']!r}; only '' (the folder itself) is supported: move "
             "the files there"
         )
     name = modules[1].get("path")
     # The file comes with the checkpoint and must not point outside the checkpoint's folder.
     if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-        raise ValueError(f"{path} places the Pooling in {name!r}, not the name of a folder beside it; correct it")
+        raise ValueError(f"{path} has the Pooling in {name!r}, not the name of a folder beside it; correct it")
     return PoolingConfig(pooling_type=_pooling_type(folder / name / "config.json"), normalize="Normalize" in kinds)
 
 

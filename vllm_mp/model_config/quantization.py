@@ -23,7 +23,7 @@ in the checkpoint, and those that it leaves in 16 bits are rounded to 8. "gguf":
 _BLOCK: Final = [128, 128]
 _TEXT_PART: Final = re.compile(r"^(model\.)?language_model\.(model\.)?")
 """What the names of modules begin with in the text part of a model of texts and images."""
-# The projections of a layer, all of which must be quantized.
+# The projections of a layer; all must be quantized.
 _PROJECTIONS: Final = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),

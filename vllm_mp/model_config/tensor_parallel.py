@@ -17,7 +17,7 @@ def check_tensor_parallel(arch: Architecture, size: int, model: str) -> None:
         return
     for name, value in _divided_sizes(arch).items():
         if value % size:
-            raise ValueError(f"{option}: {name}={value} of {model} is no multiple of it; set it to a divisor")
+            raise ValueError(f"{option}: {name}={value} of {model} is not a multiple of it; set it to a divisor")
     kv_heads = arch.num_kv_heads
     if kv_heads % size and size % kv_heads:
         raise ValueError(
@@ -86,7 +86,7 @@ def _row_sizes(arch: NativeArchitecture) -> dict[str, int]:
 
 
 def _row_unit(arch: NativeArchitecture) -> tuple[int, str]:
-    """Return the number of inputs of which a cut must hold a multiple, and the kind of weights that require it."""
+    """Return the number whose multiple a cut must have as inputs, and the kind of weights that require it."""
     if arch.fp8 == "block":
         return 128, "the FP8 weights with a scale for each 128 x 128"
     if arch.blocks is not None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_store.folder import SAFETENSORS, weight_files
-from vllm_mp.model_store.gguf import PLACE_FILE, gguf_place
+from vllm_mp.model_store.gguf import PLACE_FILE, mapped_gguf
 from vllm_mp.model_store.package import PACKAGED_MODELS, packaged_folder
 
 _CONVERTED = re.compile(r"(?P<name>.+)-[0-9a-f]{16}-[vm]\d+")
@@ -146,8 +146,8 @@ def _mapped_format(model: Path) -> str:
     """Return the type of most bytes of the GGUF file that the folder `model` names."""
     num_bytes: Counter[str] = Counter()
     try:
-        place = gguf_place(model)
-        for tensor in place.read().tensors.values() if place else ():
+        mapped_file = mapped_gguf(model)
+        for tensor in mapped_file.read().tensors.values() if mapped_file else ():
             num_bytes[tensor.type.name] += tensor.num_bytes
     except ValueError:
         return "GGUF, missing or changed"

@@ -61,7 +61,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return whether the tokenizer in `folder` has a chat template. Raises ValueError for a file that is no JSON."""
+    """Return whether the tokenizer in `folder` has a chat template. Raises ValueError for a file that is not JSON."""
     if any((folder / name).exists() for name in _TEMPLATES):
         return True
     return bool((read_json(folder / "tokenizer_config.json", dict) or {}).get("chat_template"))

@@ -1,6 +1,6 @@
 """The model folders of GGUF files: found in the cache, or made once.
 
-Files of the families in `gguf_config.FAMILIES` are mapped: their folder holds configuration, tokenizer and the place of
+Files of the families in `gguf_config.FAMILIES` are mapped: their folder holds configuration, tokenizer and the path of
 the file. Other files are converted to safetensors. The converter is a program of the core, which runs in a process of
 its own because it loads torch.
 """
@@ -30,13 +30,13 @@ from vllm_mp.model_store.gguf_file.reader import FileIdentity, GgufFile
 from vllm_mp.model_store.progress import Progress
 
 PLACE_FILE: Final = "gguf_file.json"
-"""The file of a model folder that holds a `GgufPlace`."""
+"""The file of a model folder that holds a `MappedGguf`."""
 
 NO_TOKENIZER_FILE: Final = "no_tokenizer.txt"
 """The file of a model folder that says why the folder has no tokenizer."""
 
 CONVERTED_FILE: Final = "converted_gguf.txt"
-"""The file of a model folder that names the GGUF file of which its weights were made."""
+"""The file of a model folder that names the GGUF file from which its weights were made."""
 
 TOKENIZER_ONLY: Final = "--tokenizer-only"
 """The option of the converter that leaves out the weights."""
@@ -57,7 +57,7 @@ _KEPT_SECONDS = 24 * 3600
 """Time for which an older conversion is kept after its last use, which `build_once` notes."""
 
 
-class GgufPlace(msgspec.Struct, frozen=True):
+class MappedGguf(msgspec.Struct, frozen=True):
     """A GGUF file whose weights are mapped, and what it was when its folder was made."""
 
     path: str
@@ -68,7 +68,7 @@ class GgufPlace(msgspec.Struct, frozen=True):
     other_parts: tuple[FileIdentity, ...] = ()
 
     @classmethod
-    def of(cls, file: GgufFile) -> "GgufPlace":
+    def of(cls, file: GgufFile) -> "MappedGguf":
         others = tuple(part.identity for part in file.parts[1:])
         # The target of a link may have another name, but a part is found by its name.
         path = file.path.absolute() if file.parts else file.path.resolve()
@@ -83,14 +83,14 @@ class GgufPlace(msgspec.Struct, frozen=True):
         return file
 
 
-def gguf_place(folder: Path) -> GgufPlace | None:
+def mapped_gguf(folder: Path) -> MappedGguf | None:
     """Return the GGUF file that has the weights of the model folder `folder`; None if the folder names none.
 
-    Raises ValueError, with the remedy, if its place cannot be read.
+    Raises ValueError, with the remedy, if the folder's file about it cannot be read.
     """
     path = folder / PLACE_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=GgufPlace) if path.is_file() else None
+        return msgspec.json.decode(path.read_bytes(), type=MappedGguf) if path.is_file() else None
     except (OSError, msgspec.DecodeError) as error:
         raise ValueError(f"cannot read {path} ({error}); remove the folder {folder}") from error
 
@@ -126,39 +126,39 @@ def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
 
 
 def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Progress) -> Path:
-    """Return the folder with configuration, tokenizer and place of `file`, which keeps the weights."""
-    place = GgufPlace.of(file)
+    """Return the folder with configuration, tokenizer and path of `file`, which keeps the weights."""
+    mapped_file = MappedGguf.of(file)
     folder = _cache_folder(
-        root, file.path.name, hashlib.sha256(msgspec.json.encode(place)).hexdigest(), _MAPPED_VERSION
+        root, file.path.name, hashlib.sha256(msgspec.json.encode(mapped_file)).hexdigest(), _MAPPED_VERSION
     )
 
     def build(workspace: Path, lock: int) -> Path:
         config = read_gguf_config(file, family)
         target = workspace / "model"
         # The tokenizer depends on the header alone, so a file that was moved keeps its tokenizer.
-        places = _places(folder.parent, _MAPPED_VERSION)
-        same = [other for other, found in places if found.digest == place.digest]
+        found_folders = _mapped_folders(folder.parent, _MAPPED_VERSION)
+        same = [other for other, found in found_folders if found.digest == mapped_file.digest]
         if same:
             shutil.copytree(same[0], target)
         else:
             _convert_tokenizer(file.path, target, lock, progress)
         (target / "config.json").write_text(json.dumps(config, indent=2))
-        (target / PLACE_FILE).write_bytes(msgspec.json.encode(place))
+        (target / PLACE_FILE).write_bytes(msgspec.json.encode(mapped_file))
         return target
 
     build_once(folder, build, progress)
-    for other, found in _places(folder.parent):
-        if other != folder and found.path == place.path:
+    for other, found in _mapped_folders(folder.parent):
+        if other != folder and found.path == mapped_file.path:
             _remove_unused(other)
     return folder
 
 
-def _places(models: Path, version: str = "*") -> Iterator[tuple[Path, GgufPlace]]:
-    """Yield the folders of mapped files in the folder `models`, of one version or all, and the places of the files."""
+def _mapped_folders(models: Path, version: str = "*") -> Iterator[tuple[Path, MappedGguf]]:
+    """Yield each model folder of a mapped file in the folder `models`, of one version or all, and its file."""
     for path in models.glob(f"[!.]*-{version}/{PLACE_FILE}"):
         with contextlib.suppress(ValueError):
-            if place := gguf_place(path.parent):
-                yield path.parent, place
+            if mapped_file := mapped_gguf(path.parent):
+                yield path.parent, mapped_file
 
 
 def converted_folder(root: Path, file_name: str, sha256: str) -> Path:

@@ -20,7 +20,7 @@ from vllm_mp.model_store.progress import Progress
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model in a Python package: its place there, and the files that it must have."""
+    """A model in a Python package: its folder there, and the files that it must have."""
 
     requirement: str
     """Name and version for pip."""

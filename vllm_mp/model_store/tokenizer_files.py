@@ -36,7 +36,7 @@ class TokenizerFiles:
     def read(self, name: str, offset: int) -> bytes:
         """Return up to `CHUNK_BYTES` of a file from `offset` on; empty at its end.
 
-        Raises ValueError for a name that is not one of `DATA_FILES` or an offset that is no position in a file.
+        Raises ValueError for a name that is not one of `DATA_FILES` or an offset that is not a position in a file.
         """
         if name not in DATA_FILES:
             raise ValueError(f"the name must be one of {', '.join(DATA_FILES)}, got {name!r:.100}")

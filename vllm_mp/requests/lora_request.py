@@ -16,7 +16,7 @@ class LoRARequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """A LoRA adapter: its name, its number, and the folder of its files on the core's machine.
 
     `lora_int_id` is at least 1, and names the adapter in the engine: requests with the same id use the same adapter.
-    `load_inplace`: the folder is read again, in place of an adapter with the same id. `base_model_name` has no effect.
+    `load_inplace`: the folder is read again, and replaces an adapter with the same id. `base_model_name` has no effect.
     As in vLLM, adapters with the same name are equal.
 
     Raises ValueError for an empty or too long name or path and for an id out of range, TypeError for values of another
@@ -81,7 +81,7 @@ def parse_adapter(text: str, number: int, option: str) -> LoRARequest:
         try:
             module = msgspec.json.decode(text, type=_Module)
         except msgspec.MsgspecError as error:
-            raise ValueError(f"{option}: {text!r} is no JSON object with name and path: {error}") from None
+            raise ValueError(f"{option}: {text!r} is not a JSON object with name and path: {error}") from None
         name, path = module.name, module.path
     elif not is_pair:
         raise ValueError(f"{option} must be NAME=FOLDER, got {text!r}")

@@ -20,9 +20,9 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserve
     prompts to that many tokens, -1 to the model's context: the tokenizer truncates text in its own way; of token ids
     the first ones are kept.
 
-    A model with classes, such as BertForSequenceClassification, returns their probabilities in place of an embedding
+    A model with classes, such as BertForSequenceClassification, returns their probabilities instead of an embedding
     unless `task` is "embed". `use_activation=False` returns the outputs of its head as they are. In a pair of texts,
-    `second_text_at` is the place of the first token that has the token type of the second text.
+    `second_text_at` is the position of the first token that has the token type of the second text.
 
     Raises ValueError, naming the field, its value and its range, when a field is out of range, and TypeError when it
     is of the wrong type.

@@ -88,7 +88,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserv
     prompt and completion; then frequency and presence, over the completion), temperature, registered logits processors
     that are argmax-invariant, typical-p, min-p, top-k, top-p. Each of the last four, the filters, works on the tokens
     that the filter before it left. `typical_p` 1, `min_p` 0, `top_k` 0 or -1 and
-    `top_p` 1 switch them off. `typical_p` is no parameter of vLLM's: it is locally typical sampling (Meister et al.
+    `top_p` 1 switch them off. `typical_p` is not a parameter of vLLM's: it is locally typical sampling (Meister et al.
     2022), with the meaning that it has in transformers.
 
     `logprobs` and `prompt_logprobs` count the most likely tokens (-1: all) to report beside the chosen one. They come

@@ -18,7 +18,7 @@ _CHECKED_VALUES: Final = 2**18
 
 
 def check_prompt_embeds(embeds: PromptEmbeds, params: SamplingParams, model: ModelConfig) -> None:
-    """Raise ValueError, naming the fault and the remedy, for embeddings of which the model cannot generate."""
+    """Raise ValueError, naming the fault and the remedy, for embeddings from which the model cannot generate."""
     if not model.enable_prompt_embeds:
         raise ValueError(
             "prompt_embeds needs an engine with enable_prompt_embeds=True; start the engine with that option, or give "
@@ -54,10 +54,10 @@ def _check_values(embeds: PromptEmbeds, model_dtype: str) -> None:
         else:
             is_valid = np.abs(values) <= limit  # false for NaN
         if not is_valid.all():
-            place = int(np.argmin(is_valid))
-            row = (start + place * item_bytes) * embeds.num_tokens // len(data)
+            index = int(np.argmin(is_valid))
+            row = (start + index * item_bytes) * embeds.num_tokens // len(data)
             raise ValueError(
-                f"prompt_embeds must be finite in {model_dtype}, the model's dtype, got {values[place]} in row {row}"
+                f"prompt_embeds must be finite in {model_dtype}, the model's dtype, got {values[index]} in row {row}"
             )
 
 

@@ -148,7 +148,7 @@ def generation_prompt_too_long(size: str, model: ModelConfig, truncation: int | 
 
 
 def pooling_prompt_too_long(size: str, model: ModelConfig, truncation: int | None = None) -> ValueError:
-    """Return the error for a prompt of `size`, the number of its tokens in words, of which no vector can be made.
+    """Return the error for a prompt that is too long for a vector; `size` is the number of its tokens in words.
 
     `truncation` is the request's truncate_prompt_tokens.
     """
@@ -159,7 +159,7 @@ def pooling_prompt_too_long(size: str, model: ModelConfig, truncation: int | Non
 
 
 def _shorten(truncation: int | None, limit: int) -> str:
-    """Return what to do about a prompt of which `limit` tokens have room."""
+    """Return what to do about a prompt that may have `limit` tokens."""
     if truncation is None:
         how = "shorten it, set truncate_prompt_tokens"
     else:

@@ -163,19 +163,21 @@ class HeldAddress:
 
 def check_address(address: str, key_file: str | None) -> None:
     """Raise ValueError, with the remedy, if no core can have this address, or if it needs a key file."""
-    kind, _, place = address.partition("://")
-    if kind == "ipc" and place:
-        if place.startswith(("@", "*")):
+    kind, _, endpoint = address.partition("://")
+    if kind == "ipc" and endpoint:
+        if endpoint.startswith(("@", "*")):
             raise ValueError(f"address {address!r} must name a path: ipc:///PATH/TO/SOCKET")
-        if len(os.fsencode(place)) > zmq.IPC_PATH_MAX_LEN:
+        if len(os.fsencode(endpoint)) > zmq.IPC_PATH_MAX_LEN:
             raise ValueError(
                 f"the path of {address} is longer than {zmq.IPC_PATH_MAX_LEN} bytes, the limit of Unix sockets; choose "
                 "a shorter path"
             )
     elif kind == "tcp":
-        host, _, port = place.rpartition(":")
+        host, _, port = endpoint.rpartition(":")
         if not host or not re.fullmatch(r"\d{1,5}", port, re.ASCII) or int(port) > _MAX_PORT:
-            raise ValueError(f"{address!r} is no TCP address; give tcp://HOST:PORT with a port from 0 to {_MAX_PORT}")
+            raise ValueError(
+                f"{address!r} is not a TCP address; give tcp://HOST:PORT with a port from 0 to {_MAX_PORT}"
+            )
         if key_file is None:
             raise ValueError(
                 f"{address} is a TCP address, which needs keys: give --key-file FILE, made with `vllm-mp keys server "

@@ -24,7 +24,7 @@ from vllm_mp.core_link.core_status import NOT_SUSPENDED, CoreState, TriedConstra
 from vllm_mp.core_link.status_page import MAX_TRIED, StatusPage
 from vllm_mp.errors import EngineStartError
 from vllm_mp.keys.operator_key import new_operator_key
-from vllm_mp.model_store.gguf import gguf_place
+from vllm_mp.model_store.gguf import mapped_gguf
 from vllm_mp.requests.lora_request import AdapterRecord
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class CoreLauncher:
             raise
         self._process = self._connection = None
         if self._public is not None:
-            connection.send(wire.Bye(welcome.incarnation))  # the parent of a shared core is no client
+            connection.send(wire.Bye(welcome.incarnation))  # the parent of a shared core is not a client
         return Core(connection, welcome.client, config, process.status_page(), process, welcome)
 
     def _core_that_served(self, process: CoreProcess, connection: CoreConnection) -> Core | None:
@@ -186,9 +186,9 @@ class CoreLauncher:
         The model's GGUF file is missing, changed or damaged, or a machine has not come back in time.
         """
         try:
-            place = gguf_place(self._config.model_config.folder)
-            if place is not None:
-                place.read()
+            mapped_file = mapped_gguf(self._config.model_config.folder)
+            if mapped_file is not None:
+                mapped_file.read()
         except ValueError as model_error:
             return f"no further core can load the model: {model_error}"
         return f"the next core cannot start: {error}" if is_missing_node(error) else None

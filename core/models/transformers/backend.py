@@ -86,14 +86,16 @@ class TransformersForCausalLM(AttentionLayer):
         paging.kv_caches, paging.metadata = [], None
         return hidden
 
-    def keep_stage(self, place: int, num_stages: int, name: str) -> None:
-        """Keep the layers of the stage at `place`, and embedding and head in the first stage.
+    def keep_stage(self, stage_index: int, num_stages: int, name: str) -> None:
+        """Keep the layers of stage number `stage_index`, and embedding and head in the first stage.
 
         Raises ValueError, naming option and architecture, for a model that cannot be divided into `num_stages`.
         """
         if num_stages == 1:
             return
-        self.decoder, stage = keep_stage(self.decoder, self._num_head_weights, self._paging, place, num_stages, name)
+        self.decoder, stage = keep_stage(
+            self.decoder, self._num_head_weights, self._paging, stage_index, num_stages, name
+        )
         self.kv_shapes = self.kv_shapes[stage.first : stage.last]
         if not stage.is_first:
             self.causal = nn.Module()
@@ -196,7 +198,7 @@ def _find_class(arch: Architecture, folder: Path) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _followed(progress: Callable[[float], None]) -> Iterator[None]:
-    """Call `progress` for every parameter that transformers fills in this block, in place of its progress bar."""
+    """Call `progress` for every parameter that transformers fills in this block, instead of its progress bar."""
 
     def follow(bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if not args or not hasattr(args[0], "__len__"):

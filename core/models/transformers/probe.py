@@ -27,7 +27,7 @@ FAILURES: Final = (ValueError, TypeError, AttributeError, KeyError, IndexError, 
 _MASK_POSITIONS: Final = 2**16
 """The most positions over which `_window` checks a mask."""
 _MASK_QUERIES: Final = 16
-"""The number of queries, spread evenly, whose masks `_window` checks, besides those at the edges of the window."""
+"""The number of queries, spread evenly, whose masks `_window` checks, and those at its edges."""
 
 
 class _Output(tuple[Tensor]):
@@ -42,7 +42,7 @@ class _Output(tuple[Tensor]):
 
 
 class _PassThrough(nn.Module):
-    """Takes the decoder's place inside the model, and returns the hidden states that it is given."""
+    """Replaces the decoder inside the model, and returns the hidden states that it is given."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
         return _Output((inputs_embeds,))
@@ -52,7 +52,7 @@ class Probed(NamedTuple):
     """What the probe found in a model."""
 
     decoder: nn.Module
-    """The part that turns tokens into hidden states; inside the model, a pass-through has taken its place."""
+    """The part that turns tokens into hidden states; inside the model, a pass-through has replaced it."""
     kv_shapes: list[tuple[tuple[int, int], tuple[int, int]]]
     """Shapes of one cell of each layer's cache: (heads, dim) of the keys, and of the values."""
 
@@ -66,7 +66,9 @@ def check_class(arch: Architecture, model_class: Any, hub_config: Any, max_model
     if hub_config.is_encoder_decoder:
         raise cannot_run(arch.name, "only decoder-only models are supported")
     if model_class._is_stateful:
-        raise cannot_run(arch.name, "it keeps a state besides keys and values (a state-space or recurrent model)")
+        raise cannot_run(
+            arch.name, "it keeps a state in addition to keys and values (a state-space or recurrent model)"
+        )
     if not model_class._can_set_attn_implementation():
         raise cannot_run(arch.name, why_not_paged(hub_config.to_dict()) or OWN_ATTENTION)
     decoder = hub_config.get_text_config()
@@ -171,7 +173,7 @@ def run_decoder(
 ) -> Tensor:
     """Return the hidden states [num_tokens, hidden_size] of a decoder of transformers.
 
-    `inputs_embeds` [num_tokens, hidden_size] takes the place of `input_ids`.
+    `inputs_embeds` [num_tokens, hidden_size] replaces `input_ids`.
     """
     name, inputs = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
     output = decoder(**{name: inputs.unsqueeze(0)}, position_ids=positions.unsqueeze(0), use_cache=False)

@@ -44,7 +44,7 @@ def split_model(causal: Any, group: RankGroup, name: str) -> None:
         if kind is None:
             continue
         if not isinstance(module, nn.Linear):
-            raise _refusal(group, name, f"{path} is no linear layer but {type(module).__name__}")
+            raise _refusal(group, name, f"{path} is not a linear layer but {type(module).__name__}")
         copies = max(1, group.size // kv_heads) if path.endswith((".k_proj", ".v_proj")) else 1
         _split(path, module, kind == "rowwise", group, copies, name)
         split += 1

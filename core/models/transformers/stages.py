@@ -28,7 +28,7 @@ class _Skipped(nn.Module):
 
 
 class StageDecoder(nn.Module):
-    """A decoder of transformers of which one stage computes its layers."""
+    """A decoder of transformers in which a stage computes the layers of this stage alone."""
 
     def __init__(self, decoder: Any, layers: nn.ModuleList, stage: Stage, returns_tuple: bool) -> None:
         """Keep the layers of `stage` among `layers`, all layers of `decoder`."""
@@ -61,7 +61,7 @@ class StageDecoder(nn.Module):
         return last
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Give the first layer what came from the stage before, in place of what the decoder makes of it."""
+        """Give the first layer what came from the stage before, instead of what the decoder makes of it."""
         if args:
             return (self._received, *args[1:]), options
         return args, options | {"hidden_states": self._received}
@@ -72,9 +72,9 @@ class StageDecoder(nn.Module):
 
 @torch.inference_mode()
 def keep_stage(
-    decoder: nn.Module, num_head_weights: int, paging: Paging, place: int, num_stages: int, name: str
+    decoder: nn.Module, num_head_weights: int, paging: Paging, stage_index: int, num_stages: int, name: str
 ) -> tuple[StageDecoder, Stage]:
-    """Return the decoder of the stage at `place`, whose results were compared with the whole decoder's, and its stage.
+    """Return the decoder of stage `stage_index`, whose results were compared with the whole decoder's, and its stage.
 
     `paging` has the attention of all layers of the probed `decoder`, and then that of the stage. `num_head_weights` are
     the weights of the head. Raises ValueError if there are fewer layers than stages, and CannotSplitError, naming the
@@ -85,7 +85,7 @@ def keep_stage(
         raise _refusal(num_stages, name, "its layers of attention are not the members of one list")
     check_num_stages(len(layers), num_stages, name)
     of_layers = sum(parameter.numel() for parameter in layers.parameters()) / len(layers)
-    stage = share_layers(len(layers), num_stages, num_head_weights / of_layers)[place]
+    stage = share_layers(len(layers), num_stages, num_head_weights / of_layers)[stage_index]
     try:
         return _kept(decoder, layers, paging, stage), stage
     except torch.OutOfMemoryError:

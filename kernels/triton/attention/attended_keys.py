@@ -43,7 +43,7 @@ def factors(queries, scale, DTYPE: tl.constexpr):
 @triton.jit
 def add_keys(
     attended,  # float32 [ROWS, VALUE_TILE], the sum of values so far, each times exp(score - highest)
-    odd,  # if PAIRED, the same for the elements at odd places [ROWS, VALUE_TILE / 2]; `attended` has the even ones
+    odd,  # if PAIRED, the same for the elements with odd indices [ROWS, VALUE_TILE / 2]; `attended` has the even ones
     highest,  # float32 [ROWS], the highest score so far, in units of ln 2, less the headroom
     total,  # float32 [ROWS], the sum of exp(score - highest) so far
     q,  # [ROWS, KEY_TILE]

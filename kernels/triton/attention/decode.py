@@ -275,7 +275,7 @@ def _attend_part(
     in_tile = (tl.arange(0, HEAD_TILE) < HEADS) & (in_group < GROUP)
     head = kv_head * GROUP + in_group
     num_heads = KV_HEADS * GROUP
-    place = (row * num_heads + head) * num_slots + split
+    part = (row * num_heads + head) * num_slots + split
     key_dims = tl.arange(0, KEY_TILE)
     value_dims = tl.arange(0, VALUE_TILE)
     queries = tl.load(
@@ -319,12 +319,12 @@ def _attend_part(
     # A row without a context divides zero by one.
     attended = attended / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
-        parts + place[:, None] * VALUE_DIM + value_dims[None, :],
+        parts + part[:, None] * VALUE_DIM + value_dims[None, :],
         attended.to(parts.dtype.element_ty),
         mask=in_tile[:, None] & (value_dims < VALUE_DIM)[None, :],
     )
     if PARTIAL:
-        tl.store(sums + place, highest + tl.log2(total), mask=in_tile)
+        tl.store(sums + part, highest + tl.log2(total), mask=in_tile)
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_slots"])

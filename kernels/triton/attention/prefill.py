@@ -240,9 +240,9 @@ def _prefill_kernel(
         CAUSAL=True,
     )
     attended = attended / total[:, None]
-    place = (token + in_row).to(tl.int64) * (KV_HEADS * GROUP) + head
+    vector = (token + in_row).to(tl.int64) * (KV_HEADS * GROUP) + head
     tl.store(
-        out + place[:, None] * VALUE_DIM + value_dims[None, :],
+        out + vector[:, None] * VALUE_DIM + value_dims[None, :],
         attended.to(out.dtype.element_ty),
         mask=in_tile[:, None] & (value_dims < VALUE_DIM)[None, :],
     )

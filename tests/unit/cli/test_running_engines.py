@@ -77,7 +77,7 @@ def test_engine_between_two_cores_is_shown_while_its_parent_has_the_page_of_the_
     page = StatusPage.create(str(path), 1)
     page.describe(msgspec.structs.replace(ABOUT, parent_pid=os.getpid(), address="ipc:///s"))
     path.unlink()
-    (engine,) = (engine for engine in running_engines() if engine.place == str(tmp_path))
+    (engine,) = (engine for engine in running_engines() if engine.page_location == str(tmp_path))
     report = engine.report()
     assert (report["pid"], report["parent_pid"], report["state"]) == (None, os.getpid(), "no core")
     assert (report["address"], report["model"]) == ("ipc:///s", "m")
@@ -85,12 +85,12 @@ def test_engine_between_two_cores_is_shown_while_its_parent_has_the_page_of_the_
 
 
 def test_successor_of_a_dead_core_takes_its_place():
-    dead = RunningEngine(None, 7, 0, description=ABOUT, place="/run/a")
-    other = RunningEngine(5, 7, 0, description=ABOUT, place="/run/b")
+    dead = RunningEngine(None, 7, 0, description=ABOUT, page_location="/run/a")
+    other = RunningEngine(5, 7, 0, description=ABOUT, page_location="/run/b")
     assert _joined([other], [dead, dead]) == [other, dead]
     starting = RunningEngine(6, 7, 0)
     _, successor = _joined([other, starting], [dead])
     assert (successor.pid, successor.state, successor.description.model) == (6, "starting", "m")
     assert successor.description.num_restarts == ABOUT.num_restarts + 1
-    serving = starting._replace(description=ABOUT, place="/run/a")
+    serving = starting._replace(description=ABOUT, page_location="/run/a")
     assert _joined([other, serving], [dead]) == [other, serving]

@@ -87,7 +87,7 @@ async abort_request(request_id)
 """
 """The names of `AsyncLLMEngine` in earlier versions that are no longer in vLLM, or were different."""
 
-ONE_CORE = "an engine has one core on one machine"
+SEPARATE_CORES = "each core has the whole model, and shares no layer, expert or cache with others"
 NO_TRAINING = "weights are not sent to an engine; load_format and sleep(2) read them from the model's folder again"
 DIFFERENCES = {
     "abort(internal)": "an argument for vLLM's own calls",
@@ -99,17 +99,17 @@ DIFFERENCES = {
     "from_vllm_config(client_index)": "connect() attaches to a core that runs",
     "from_vllm_config(disable_log_stats=None)": "None: as the configuration says",
     "from_vllm_config(enable_log_requests=None)": "None: as the configuration says",
-    "get_external_elastic_ep_phase": ONE_CORE,
+    "get_external_elastic_ep_phase": SEPARATE_CORES,
     "get_num_unfinished_requests: sync": "the number can be used with and without await",
     "get_status": "core_status() and last_core_status()",
     "get_weight_version": NO_TRAINING,
     "handle_fault": "faults are handled without a call",
     "init_weight_transfer_engine": NO_TRAINING,
-    "notify_kv_transfer_request_rejected": ONE_CORE,
+    "notify_kv_transfer_request_rejected": SEPARATE_CORES,
     "reset_prefix_cache(reset_connector): place": "by keyword; the second place is none",
     "reset_prefix_cache(reset_running_requests): place": "by keyword, or as a bool in the place of the device",
-    "scale_elastic_ep": ONE_CORE,
-    "should_keep_api_server_alive": ONE_CORE,
+    "scale_elastic_ep": SEPARATE_CORES,
+    "should_keep_api_server_alive": SEPARATE_CORES,
     "sleep(mode='keep')": "streams continue after a sleep, unless mode='abort' is given",
     "start_draft_weight_update": NO_TRAINING,
     "start_profile(profile_prefix)": "stop_profile() returns the folder of the trace",

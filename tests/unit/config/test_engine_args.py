@@ -286,7 +286,7 @@ def test_fewer_adapters_in_host_memory_than_on_the_device_are_refused(model):
         (("sql",), "lora_modules must be NAME=FOLDER, got 'sql'"),
         (("=/a",), "lora_name must have 1 to 256 characters"),
         (("sql=",), "lora_path must have 1 to 4096 characters"),
-        (('{"name": "sql"}',), "is no JSON object with name and path"),
+        (('{"name": "sql"}',), "is not a JSON object with name and path"),
         (("sql=/a", "sql=/b"), "the name 'sql' is used twice"),
         (("mine=/a",), "the name 'mine' is used twice"),
     ],

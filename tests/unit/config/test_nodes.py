@@ -131,7 +131,7 @@ def test_address_or_port_that_node_0_cannot_use_is_refused_before_a_core_starts(
         assert refusal(master_port=port) == in_use
     # An address of TEST-NET-1, which no machine has (RFC 5737).
     for address in ("192.0.2.1", "0.0.0.0", ""):
-        refused = f"master_addr='{address}' is no address of this machine; give the one at which the other machines"
+        refused = f"master_addr='{address}' is not an address of this machine; give the one at which other machines"
         assert refused in refusal(master_addr=address)
     assert "master_addr='no.such.invalid' has no IPv4 address" in refusal(master_addr="no.such.invalid")
 

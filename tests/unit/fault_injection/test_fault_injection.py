@@ -38,7 +38,7 @@ def test_places_and_conditions_are_parsed():
         ("exit@step=0", "step must be a number from 1, or \\*, got '0'"),
         ("exit@step=x", "step must be a number"),
         ("exit@step=1,step=2", "'step' is given twice"),
-        ("exit@load,publish", "'place' is given twice"),
+        ("exit@load,publish", "'point' is given twice"),
         ("exit@load,step=3", "step is a condition at step, publish, not at 'load'"),
         ("nan@load", "nan is possible at step, not at 'load'"),
         ("exit@step=1,seconds=2", "seconds is a condition of slow, clock, not of 'exit'"),

@@ -22,12 +22,16 @@ def changed(**sizes):
 @pytest.mark.parametrize(
     ("architecture", "size", "cause"),
     [
-        (LLAMA, 4, "num_attention_heads=6 of tiny is no multiple"),
-        (changed(num_heads=12, num_kv_heads=4), 3, "intermediate_size=80 of tiny is no multiple"),
+        (LLAMA, 4, "num_attention_heads=6 of tiny is not a multiple"),
+        (changed(num_heads=12, num_kv_heads=4), 3, "intermediate_size=80 of tiny is not a multiple"),
         (changed(num_heads=12, num_kv_heads=4, intermediate_size=96), 6, "num_key_value_heads=4 of tiny is neither"),
         (changed(num_heads=4, vocab_size=3), 4, "vocab_size=3 of tiny is too small"),
-        (ENCODER, 5, "num_attention_heads=12 of tiny is no multiple"),
-        (msgspec.structs.replace(ENCODER, intermediate_size=3073), 2, "intermediate_size=3073 of tiny is no multiple"),
+        (ENCODER, 5, "num_attention_heads=12 of tiny is not a multiple"),
+        (
+            msgspec.structs.replace(ENCODER, intermediate_size=3073),
+            2,
+            "intermediate_size=3073 of tiny is not a multiple",
+        ),
         (changed(blocks="int4"), 2, r"the weights in blocks \(int4\) of tiny cannot be cut into 24 inputs"),
         (changed(fp8="block"), 2, "the FP8 weights with a scale for each 128 x 128 of tiny"),
         (

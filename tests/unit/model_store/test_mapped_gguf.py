@@ -1,4 +1,4 @@
-"""A GGUF file of a known family keeps its weights: its folder holds configuration, tokenizer and the file's place."""
+"""A GGUF file of a known family keeps its weights: its folder holds configuration, tokenizer and the file's path."""
 
 import json
 import os
@@ -53,9 +53,9 @@ def test_folder_has_configuration_and_tokenizer_and_no_weights(tmp_path: Path, t
     assert names == ["config.json", "gguf_file.json", "tokenizer.json"]
     architecture = read_architecture(json.loads((folder / "config.json").read_text()))
     assert (architecture.name, architecture.vocab_size, architecture.hidden_size) == ("LlamaForCausalLM", 12, 64)
-    place = gguf.gguf_place(folder)
-    assert place is not None
-    assert place.read() == read_gguf(source)
+    mapped = gguf.mapped_gguf(folder)
+    assert mapped is not None
+    assert mapped.read() == read_gguf(source)
     assert resolve_model(str(source)) == folder
     assert tokenizers == [source]
 
@@ -91,10 +91,10 @@ def test_moved_file_keeps_its_tokenizer_and_written_file_gets_another_folder(
     assert len(tokenizers) == 1
 
     write_tiny_gguf(moved, seed=1)
-    place = gguf.gguf_place(second)
-    assert place is not None
+    mapped = gguf.mapped_gguf(second)
+    assert mapped is not None
     with pytest.raises(ValueError, match=r"elsewhere\.gguf was changed or replaced after the engine found it; start"):
-        place.read()
+        mapped.read()
     assert resolve_model(str(moved)) != second
 
 
@@ -276,9 +276,9 @@ def test_any_part_of_a_split_file_opens_all_parts(
     assert len(parts) == 3 if first_has_tensors else 4
     folder = resolve_model(str(parts[0]))
     assert [resolve_model(str(named)) for named in (*parts, parts[0].parent)] == [folder] * (len(parts) + 1)
-    place = gguf.gguf_place(folder)
-    assert place is not None
-    whole, joined = read_gguf(tmp_path / "whole.gguf"), place.read()
+    mapped = gguf.mapped_gguf(folder)
+    assert mapped is not None
+    whole, joined = read_gguf(tmp_path / "whole.gguf"), mapped.read()
     assert {name: tensor.shape for name, tensor in joined.tensors.items()} == {
         name: tensor.shape for name, tensor in whole.tensors.items()
     }
@@ -289,7 +289,7 @@ def test_any_part_of_a_split_file_opens_all_parts(
     assert architectures[0] == architectures[1]
     os.utime(parts[-1])
     with pytest.raises(ValueError, match=r"tiny-00001-of-.* was changed or replaced after the engine found it"):
-        place.read()
+        mapped.read()
 
 
 def test_part_that_is_missing_or_of_another_file_is_named(tmp_path: Path, tokenizers: list[Path]) -> None:

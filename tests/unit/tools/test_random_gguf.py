@@ -8,7 +8,7 @@ import pytest
 from support.local_engine import LocalEngine
 from support.tiny_gguf import write_tiny_gguf
 
-from vllm_mp.model_store.gguf import gguf_place
+from vllm_mp.model_store.gguf import mapped_gguf
 
 TOOL = runpy.run_path(str(Path(__file__).resolve().parents[3] / "tools" / "quality" / "random_gguf.py"))
 
@@ -20,7 +20,7 @@ def test_a_model_with_random_blocks_is_served_in_place(tmp_path, monkeypatch):
     file = tmp_path / "random.gguf"
     TOOL["write"](tmp_path / "tiny.gguf", file, TOOL["Sizes"](hidden=512, inner=768, heads=4, kv_heads=2, layers=9))
     engine = LocalEngine(str(file), dtype="bfloat16")
-    assert gguf_place(engine.config.model_config.folder) is not None, "its weights were converted"
+    assert mapped_gguf(engine.config.model_config.folder) is not None, "its weights were converted"
     engine.add(0, [1, 2, 3], 8)
     engine.run()
     assert len(engine.tokens[0]) == 8

@@ -64,7 +64,7 @@ def replay(cpu: int | None, *flags: str) -> Iterator[Replay]:
 
 
 class Load:
-    """Rounds of `num_streams` streams of `num_tokens` tokens, all of which begin with the same step."""
+    """Rounds of `num_streams` streams of `num_tokens` tokens; all begin with the same step."""
 
     def __init__(self, llm: "AsyncLLM", core: Replay, num_streams: int, num_tokens: int) -> None:
         self._llm = llm
@@ -108,7 +108,7 @@ class Load:
         return time.perf_counter() - start
 
     async def _read_each(self, params: SamplingParams) -> list[list[str]]:
-        """Return the texts of the outputs of each stream, each of which has a task of its own."""
+        """Return the texts of the outputs of each stream; each stream has a task of its own."""
         llm, taken = self._llm, self._taken
 
         async def read(prompt: list[int]) -> list[str]:

@@ -30,7 +30,7 @@ class Heartbeat:
 
     @property
     def lag(self) -> Lag:
-        """The lateness of all wake-ups, of which there must be one at least."""
+        """The lateness of all wake-ups, at least one."""
         return Lag(*percentiles(self._late_ms, (0.5, 0.99, 1.0)), *percentiles(self._busy_ms, (0.99,)))
 
     async def run(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm_mp.cli.chat.session import ChatSession
 
 _COMMAND = re.compile(r"/(?!/)[^\s/]*(?=\s|$)")
-"""A path such as /etc/hosts is no command."""
+"""A path such as /etc/hosts is not a command."""
 
 
 class EndOfChat(Exception):
@@ -50,12 +50,12 @@ def run_if_command(session: "ChatSession", line: str, prompt_line: PromptLine) -
 
 
 def message_in(line: str) -> str:
-    """Return the message in a line that is no command: "//" stands for a "/" at its beginning."""
+    """Return the message in a line that is not a command: "//" stands for a "/" at its beginning."""
     return line[1:] if line.startswith("//") else line
 
 
 def completions(text: str) -> Sequence[str]:
-    """Return the words that may stand in the place of the last word of `text`: commands and their arguments."""
+    """Return the words that may replace the last word of `text`: commands and their arguments."""
     words = text.split(" ")
     if not text.startswith("/") or "\n" in text:
         return []

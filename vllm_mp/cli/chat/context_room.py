@@ -1,4 +1,4 @@
-"""The room of a conversation in the model's context, of which a part is kept for the answer."""
+"""The room of a conversation in the model's context; a part of it is kept for the answer."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def make_room(
     messages = conversation.messages
     room = min(max_model_len // 4, conversation.parameters.get("max_tokens") or max_model_len)
     limit = max_model_len - room
-    starts = [0, *(place for place, message in enumerate(messages) if message["role"] == "user" and place > 0)]
+    starts = [0, *(index for index, message in enumerate(messages) if message["role"] == "user" and index > 0)]
     if messages[0]["role"] != "user":
         del starts[1:2]  # messages before the first user message belong to its turn
 

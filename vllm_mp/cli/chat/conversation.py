@@ -48,7 +48,7 @@ class Conversation:
         Raises ValueError if the file cannot be written or holds something else.
         """
         if path.exists():
-            self._read(path)  # refuses what is no saved chat
+            self._read(path)  # refuses what is not a saved chat
         chat = SavedChat(_VERSION, model, self.system, self.parameters, self.messages)
         try:
             _replace(path, json.dumps(msgspec.to_builtins(chat), indent=1, ensure_ascii=False).encode() + b"\n")
@@ -58,7 +58,7 @@ class Conversation:
     def load(self, path: Path) -> str:
         """Continue the conversation in the file at `path`, and return the name of the model that wrote its answers.
 
-        Raises ValueError, and changes nothing, if it is no chat.
+        Raises ValueError, and changes nothing, if it is not a chat.
         """
         chat = self._read(path)
         try:
@@ -77,14 +77,14 @@ class Conversation:
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}; give a file that /save has written") from error
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise ValueError(f"{path} is no saved chat; give a file that /save has written, or a new name") from None
+            raise ValueError(f"{path} is not a saved chat; give a file that /save has written, or a new name") from None
         if chat.vllm_mp_chat != _VERSION:
             raise ValueError(f"{path} has version {chat.vllm_mp_chat} of the format, this program knows {_VERSION}")
         return chat
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Put a new file with the content in the place of `path`; leave nothing behind if that fails."""
+    """Replace the file at `path` with one that has the content; leave nothing behind if that fails."""
     file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=".chat-", delete=False)  # noqa: SIM115
     try:
         with file:

@@ -35,7 +35,7 @@ class PromptLine(Protocol):
 def prompt_line(completions: Callable[[str], Sequence[str]], help_line: str) -> PromptLine:
     """Return what reads from standard input.
 
-    `completions` returns the words that may stand in the place of the last word of a text. `help_line` is shown when
+    `completions` returns the words that may replace the last word of a text. `help_line` is shown when
     Ctrl-C is pressed at an empty prompt.
     """
     if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":

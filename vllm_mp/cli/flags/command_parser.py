@@ -16,7 +16,7 @@ _NOUNS: dict[Any, str] = {int: "an integer", float: "a number", json.loads: "a J
 _REQUIRED = "the following arguments are required: "
 """How the base class begins the message about missing arguments."""
 _ONE_REQUIRED = re.compile("one of the arguments (.+) is required")
-"""Its message about missing arguments of which one is enough."""
+"""Its message about missing arguments when one of them is enough."""
 
 
 class CommandParser(FlexibleArgumentParser):

@@ -88,14 +88,14 @@ def _listens(address: str) -> bool:
     """Return whether a process listens at the address of a core; a core that loads does."""
     import socket
 
-    kind, _, place = address.partition("://")
-    host, _, port = place.rpartition(":")
+    kind, _, endpoint = address.partition("://")
+    host, _, port = endpoint.rpartition(":")
     try:
         if kind == "tcp":
             socket.create_connection((host, int(port)), _ABSENT_TIMEOUT_S).close()
         else:
             with socket.socket(socket.AF_UNIX) as client:
-                client.connect(place)
+                client.connect(endpoint)
     except (OSError, ValueError):
         return False
     return True

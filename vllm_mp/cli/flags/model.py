@@ -1,4 +1,4 @@
-"""The model as an argument of a command, in place of the flag --model."""
+"""The model as an argument of a command, instead of the flag --model."""
 
 import argparse
 import os

@@ -26,7 +26,7 @@ _NO_VALUE = {
     "seed": "each prompt has a seed of its own, drawn from --seed",
     "stop": "none",
 }
-"""What a default that is no number means, by parameter; "off" for others."""
+"""What a default that is not a number means, by parameter; "off" for others."""
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ def parameter_names() -> list[str]:
 def parse_parameter(name: str, text: str) -> tuple[str, Any]:
     """Return the name of the parameter and the value that `text` stands for; `name` may be that of its flag.
 
-    Raises ValueError for an unknown name, and for a text that is no value of the parameter's type.
+    Raises ValueError for an unknown name, and for a text that is not a value of the parameter's type.
     """
     names = {flag: field for flag, (field, _) in _BY_FLAG.items()} | {field: field for field in parameter_names()}
     if name not in names:

@@ -41,9 +41,9 @@ def repeated_block(text: str) -> int:
         return 0
     probe = text[-_PROBE:]
     start = max(0, len(text) - _PROBE - _MAX_BLOCK)
-    place = len(text) - _PROBE
-    while (place := text.rfind(probe, start, place + _PROBE - 1)) != -1:
-        block = len(text) - _PROBE - place
+    position = len(text) - _PROBE
+    while (position := text.rfind(probe, start, position + _PROBE - 1)) != -1:
+        block = len(text) - _PROBE - position
         length = max(_MIN_CHARACTERS, _MIN_COPIES * block)
         if len(text) >= length and text[-length:-block] == text[block - length :]:
             return block

@@ -35,7 +35,7 @@ class Screen:
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Write a line that is no answer."""
+        """Write a line that is not an answer."""
         self._note(_fitted(text, _columns(sys.stdout)))
 
     def table(self, rows: Iterable[tuple[str, str]]) -> None:
@@ -64,7 +64,7 @@ def print_error(text: str) -> None:
 
 
 def _columns(stream: TextIO | None) -> int:
-    """Return the width of the terminal; 0 if `stream` is no terminal, or the terminal does not tell its width."""
+    """Return the width of the terminal; 0 if `stream` is not a terminal, or the terminal does not tell its width."""
     return os.get_terminal_size(stream.fileno()).columns if stream is not None and stream.isatty() else 0
 
 

@@ -1,4 +1,4 @@
-"""Read the `config.json` of Gemma 2 and of Gemma 3, of which the text part is served.
+"""Read the `config.json` of Gemma 2, and of Gemma 3, whose text part is served.
 
 A field that a configuration leaves out takes the default of the transformers class that would have read it.
 """

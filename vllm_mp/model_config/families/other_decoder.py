@@ -18,7 +18,7 @@ _POSITIONS: Final = (
     "seq_length",
 )
 _STATE_FIELDS: Final = ("state_size", "ssm_cfg", "d_state", "attention_hidden_size")
-"""Fields of models that keep a state in place of keys and values (Mamba, RWKV)."""
+"""Fields of models that keep a state instead of keys and values (Mamba, RWKV)."""
 OWN_ATTENTION: Final = "its attention in transformers is code of its own, which cannot be replaced by paged attention"
 _OWN_ATTENTION: Final = ("falcon", "gptj", "codegen", "gpt_neo", "xglm", "openai-gpt")
 """The `model_type` of decoders whose attention in transformers is code of their own."""
@@ -76,7 +76,7 @@ def why_not_paged(config: Config) -> str | None:
     if config.get("model_type") in _OWN_ATTENTION:
         return OWN_ATTENTION
     if any(field in config for field in _STATE_FIELDS):
-        return "it keeps a state besides keys and values (a state-space or recurrent model)"
+        return "it keeps a state in addition to keys and values (a state-space or recurrent model)"
     return None
 
 

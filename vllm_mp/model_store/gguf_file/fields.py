@@ -44,21 +44,23 @@ class GgufFields:
 
     def shape(self, name: str, dimensions: int) -> tuple[int, ...]:
         """Return the shape of a tensor, which must have so many dimensions."""
-        place = self.file.tensors.get(name)
-        if place is None or len(place.shape) != dimensions:
-            found = None if place is None else list(place.shape)
+        tensor = self.file.tensors.get(name)
+        if tensor is None or len(tensor.shape) != dimensions:
+            found = None if tensor is None else list(tensor.shape)
             raise ValueError(f"{self.file.path}: the shape of {name} is {found}: it must have {dimensions} dimensions")
-        return place.shape
+        return tensor.shape
 
     def factors(self, name: str, count: int) -> list[float]:
         """Return the elements of a tensor in F32 that belongs to the configuration."""
         (found,) = self.shape(name, 1)
-        place = self.file.tensors[name]
-        if place.type.name != "F32" or found != count or count > _MAX_FACTORS:
-            raise self.error(name, f"{place.type.name} {list(place.shape)}", f"it must be F32 [{count}], one per pair")
-        with self.file.files[place.part].path.open("rb") as content:
-            content.seek(place.offset)
-            return list(struct.unpack(f"<{count}f", content.read(place.num_bytes)))
+        tensor = self.file.tensors[name]
+        if tensor.type.name != "F32" or found != count or count > _MAX_FACTORS:
+            raise self.error(
+                name, f"{tensor.type.name} {list(tensor.shape)}", f"it must be F32 [{count}], one per pair"
+            )
+        with self.file.files[tensor.part].path.open("rb") as content:
+            content.seek(tensor.offset)
+            return list(struct.unpack(f"<{count}f", content.read(tensor.num_bytes)))
 
     def must_fit(self, key: str, stated: int, found: int) -> None:
         """Raise ValueError unless the tensors have what the field means."""

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from vllm_mp.model_store.gguf_file.reader import GgufFile, TensorPlace, read_gguf
+from vllm_mp.model_store.gguf_file.reader import GgufFile, StoredTensor, read_gguf
 
 _PART_NAME: Final = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 _MAX_MISSING: Final = 4
@@ -57,7 +57,7 @@ def first_part(paths: list[Path]) -> Path | None:
 
 def _joined(parts: list[GgufFile]) -> GgufFile:
     """Return the file that consists of `parts`, which must be all of its parts in their order."""
-    tensors: dict[str, TensorPlace] = {}
+    tensors: dict[str, StoredTensor] = {}
     for number, part in enumerate(parts):
         for key, expected in (("split.count", len(parts)), ("split.no", number)):
             if part.metadata.get(key) != expected:
@@ -65,10 +65,10 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
                     f"{part.path}: {key} is {part.metadata.get(key)!r:.80}: by its name it must be {expected}; parts "
                     "of a split file need the names that llama.cpp gives them (NAME-00001-of-00003.gguf)"
                 )
-        for name, place in part.tensors.items():
+        for name, tensor in part.tensors.items():
             if name in tensors:
                 raise ValueError(f"{part.path}: {name} is in another part too; download all parts again")
-            tensors[name] = place._replace(part=number)
+            tensors[name] = tensor._replace(part=number)
     first = parts[0]
     total = first.metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):

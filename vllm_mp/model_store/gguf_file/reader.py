@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and the places of its tensors, checked before anything is believed.
+"""The header of a GGUF file: metadata and the offsets of its tensors, checked before anything is believed.
 
 The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, in versions 2 and 3, little-endian. A file may
 be hostile: the header is read, not mapped, so that a file that shrinks meanwhile ends no process, and every count and
@@ -88,7 +88,7 @@ Scalar = int | float | bool | str
 Value = Scalar | list[int] | list[float] | list[bool] | list[str] | LongArray
 
 
-class TensorPlace(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file."""
 
     shape: tuple[int, ...]
@@ -116,12 +116,12 @@ class GgufFile:
 
     path: Path
     metadata: dict[str, Value]
-    tensors: dict[str, TensorPlace]
+    tensors: dict[str, StoredTensor]
     digest: str
     """SHA-256 of the header, in hex."""
     identity: FileIdentity
     parts: "tuple[GgufFile, ...]" = ()
-    """The parts of a split file, of which `path` and `identity` are those of the first; () for another file."""
+    """The parts of a split file, whose first part has `path` and `identity`; () for a file that is not split."""
 
     @property
     def files(self) -> "tuple[GgufFile, ...]":
@@ -132,7 +132,7 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Read and check the header of `path`.
 
-    Raises ValueError, naming the file, the field, its value and the remedy, for a file that is no GGUF file, is damaged
+    Raises ValueError, naming file, field, value and remedy, for a file that is not a GGUF file, is damaged
     or cannot be read.
     """
     try:
@@ -170,7 +170,7 @@ def _read(path: Path, file: BinaryIO) -> GgufFile:
     return GgufFile(path, metadata, tensors, header.digest(), identity)
 
 
-def _read_tensors(header: "_Header", count: int, alignment: Value) -> dict[str, TensorPlace]:
+def _read_tensors(header: "_Header", count: int, alignment: Value) -> dict[str, StoredTensor]:
     if type(alignment) is not int or not 8 <= alignment <= 2**20 or alignment & alignment - 1:
         raise header.error("general.alignment", alignment, "it must be a power of two from 8 to 1048576")
     found: dict[str, tuple[tuple[int, ...], TensorType, int]] = {}
@@ -180,7 +180,7 @@ def _read_tensors(header: "_Header", count: int, alignment: Value) -> dict[str, 
             raise header.error(f"the name of tensor {i}", name, "it is there twice")
         found[name] = (header.shape(name), header.type(name), header.number("Q", f"the offset of {name}"))
     begin = -(-header.position // alignment) * alignment
-    tensors: dict[str, TensorPlace] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, (shape, kind, offset) in found.items():
         if shape[-1] % kind.weights:
             raise header.error(
@@ -192,17 +192,17 @@ def _read_tensors(header: "_Header", count: int, alignment: Value) -> dict[str, 
         if begin + offset + num_bytes > header.size:
             end = begin + offset + num_bytes
             raise header.error(f"the end of {name}", end, f"the file has {header.size} bytes")
-        tensors[name] = TensorPlace(shape, kind, begin + offset, num_bytes)
+        tensors[name] = StoredTensor(shape, kind, begin + offset, num_bytes)
     _check_overlaps(header, tensors)
     return tensors
 
 
-def _check_overlaps(header: "_Header", tensors: dict[str, TensorPlace]) -> None:
+def _check_overlaps(header: "_Header", tensors: dict[str, StoredTensor]) -> None:
     end, before = 0, ""
-    for name, place in sorted(tensors.items(), key=lambda item: item[1].offset):
-        if place.offset < end:
-            raise header.error(f"the offset of {name}", place.offset, f"{before} ends at {end}")
-        end, before = place.offset + place.num_bytes, name
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.offset < end:
+            raise header.error(f"the offset of {name}", tensor.offset, f"{before} ends at {end}")
+        end, before = tensor.offset + tensor.num_bytes, name
 
 
 class _Header:
@@ -248,7 +248,7 @@ class _Header:
         return int(struct.unpack("<" + code, self.take(struct.calcsize(code), field))[0])
 
     def count(self, field: str, least_bytes: int) -> int:
-        """Return a number of entries, each of which has at least `least_bytes` bytes."""
+        """Return a number of entries that have at least `least_bytes` bytes each."""
         count = self.number("Q", field)
         if count > _MAX_ENTRIES:
             raise self.error(field, count, f"at most {_MAX_ENTRIES} are read")

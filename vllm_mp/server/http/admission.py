@@ -16,8 +16,8 @@ class Admission:
     A request is live from its admission to the last byte of its response, so requests whose prompts are being
     tokenized count too. Each completion counts: an HTTP request with 3 prompts and n=2 counts as 6.
 
-    A tenant may take all places while no other asks. Once they are taken, a tenant with fewer than its equal share of
-    them is still admitted up to that share, so less than twice the limit is ever live.
+    A tenant may reach the limit while no other asks. Once it is reached, a tenant with fewer than its equal share of
+    it is still admitted up to that share, so less than twice the limit is ever live.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Admission:
         self.max_live = max_live
         self._num_tenants = num_tenants
         self._share = max(1, max_live // num_tenants)
-        """Places that a tenant gets in any case."""
+        """Live requests that each tenant may have in any case."""
         self._counts = [0] * num_tenants if counts is None else counts
         self._first = index * num_tenants
-        """The place of this process's first tenant in `_counts`."""
+        """The index of this process's first tenant in `_counts`."""
         self._reason: str | None = None
         """Why no request is admitted any more: the end of a sentence about the server."""
         self._deadlines: set[asyncio.Timeout] = set()
@@ -99,7 +99,7 @@ class Admission:
         await self._is_idle.wait()
 
     def _check_room(self, num_completions: int, tenant: int) -> None:
-        """Raise ApiError if there is neither a place for `num_completions` nor room in the share of `tenant`."""
+        """Raise ApiError if `num_completions` exceed the limit and the share of `tenant`."""
         num_live = sum(self._counts)
         if num_live + num_completions <= self.max_live:
             return

@@ -33,7 +33,7 @@ _AT_PATH = re.compile(r" - at (?:`key` in )?`(\$[\w.\[\]]{0,200})`\Z")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""An escape that is no character without its other half."""
+"""An escape that is not a character without its other half."""
 _MAX_SEPARATORS = 2**19
 """Number of commas that a body may have. Texts have few of them; decoding many small values holds up the event loop."""
 _MAX_QUOTED = 200
@@ -48,7 +48,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     """Return the body of `request` as a `kind`.
 
     Raises ApiError: 415 if it is not declared as JSON, 413 if it is larger than the option `max_body_bytes`, 408 if it
-    does not arrive within the option `body_timeout`, and 400 if it is no JSON of this kind.
+    does not arrive within the option `body_timeout`, and 400 if it is not JSON of this kind.
     """
     server: ServerState = request.app.state.server
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -116,8 +116,8 @@ def decode_body(content: bytes, kind: type[Body]) -> Body:
         except msgspec.ValidationError:
             raise wrong from None
     except msgspec.DecodeError as error:
-        hint = "; half of a surrogate pair is no character" if _SURROGATE.search(content) else ""
-        raise ApiError(400, f"the body is no valid JSON: {error}{hint}", code="invalid_json") from None
+        hint = "; half of a surrogate pair is not a character" if _SURROGATE.search(content) else ""
+        raise ApiError(400, f"the body is not valid JSON: {error}{hint}", code="invalid_json") from None
     except UnicodeDecodeError:  # its offset is one in a text of the body
         raise ApiError(400, _not_utf8(content), code="invalid_json") from None
     except RecursionError:
@@ -125,12 +125,12 @@ def decode_body(content: bytes, kind: type[Body]) -> Body:
 
 
 def _not_utf8(content: bytes) -> str:
-    """Return where `content` is no UTF-8, as an error says it."""
+    """Return where `content` is not UTF-8, as an error says it."""
     try:
         content.decode()
     except UnicodeDecodeError as error:
-        return f"the body is no valid UTF-8: {error.reason} at byte {error.start}"
-    return "the body is no valid UTF-8"
+        return f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
+    return "the body is not valid UTF-8"
 
 
 def _wrong_field(message: str, kind: type[msgspec.Struct]) -> ApiError:

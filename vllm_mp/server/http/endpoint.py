@@ -58,7 +58,7 @@ class Endpoint(Generic[Body]):
     """
 
     def __init__(self, handler: Handler[Body], body_type: type[Body], response_type: type[msgspec.Struct]) -> None:
-        """`response_type` describes a response that is no stream, for the OpenAPI document."""
+        """`response_type` describes a response that is not a stream, for the OpenAPI document."""
         self.handler = handler
         self.body_type = body_type
         self.response_type = response_type

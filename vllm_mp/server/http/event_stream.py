@@ -52,10 +52,10 @@ class EventStream:
 
 
 class TextEvent:
-    """An event of which only the text changes, as most events of a stream: the rest is encoded once."""
+    """An event in which only the text changes, like most events of a stream: the rest is encoded once."""
 
     def __init__(self, template: msgspec.Struct) -> None:
-        """`template` is the data of the event, with `TEXT_MARK` in place of the text."""
+        """`template` is the data of the event, with `TEXT_MARK` where the text goes."""
         self._before, self._after = encode_event(template).split(b'"%b"' % TEXT_MARK.encode())
 
     def encode(self, text: str) -> bytes:

@@ -89,9 +89,9 @@ class RequireApiKey:
 class HostGuard:
     """Middleware that refuses requests which a web page of another site made a browser send.
 
-    Without keys, whoever reaches the server may use it. A page can let its own name resolve to this machine's address
-    (DNS rebinding); the Host header then has that name. Or it sends a request to another origin; the Origin header then
-    has its own. Programs that are no browsers send no Origin. With keys, a page would have to know a key.
+    Without keys, any client that reaches the server may use it. A page can let its own name resolve to this machine's
+    address (DNS rebinding); the Host header then has that name. Or it sends a request to another origin; the Origin
+    header then has its own. Programs that are not browsers send no Origin. With keys, a page would have to know a key.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:

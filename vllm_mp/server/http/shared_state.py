@@ -46,8 +46,8 @@ class SharedState:
 
     def forget_live(self, index: int) -> None:
         """Count no live request of a process that has ended."""
-        for place in range(index * self._num_tenants, (index + 1) * self._num_tenants):
-            self.live_counts[place] = 0
+        for tenant_index in range(index * self._num_tenants, (index + 1) * self._num_tenants):
+            self.live_counts[tenant_index] = 0
 
 
 def _num_bytes(count: int, num_tenants: int) -> int:

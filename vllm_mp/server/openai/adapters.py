@@ -18,7 +18,7 @@ class LoadAdapterBody(RequestBody, kw_only=True):
     lora_path: str
     """The folder that holds it, on the core's machine."""
     load_inplace: bool | None = None
-    """Read the folder again, in place of the adapter of this name."""
+    """Read the folder again, and replace the adapter of this name."""
 
 
 class UnloadAdapterBody(RequestBody, kw_only=True):

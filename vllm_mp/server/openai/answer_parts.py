@@ -98,7 +98,7 @@ class AnswerFormat:
         return parts
 
     def begin(self) -> "AnswerParts":
-        """Return the parts of an answer of which nothing has arrived yet."""
+        """Return the parts of an answer before anything of it has arrived."""
         return AnswerParts(self, self.new_parser())
 
     def keeps_call(self, index: int) -> bool:
@@ -227,7 +227,7 @@ def read_answer_format(
     if form is not None:
         parser = reasoning(answer_format.prompt)
         start = tokenizer.encode(parser.start, add_special_tokens=False)
-        # A text that is no token cannot be told from an answer by its first token; then the answer has no reasoning.
+        # A text that is not a token cannot be told from an answer by its first token; then the answer has no reasoning.
         if parser.in_thought or (parser.may_think and len(start) == 1):
             params.structured_outputs = msgspec.structs.replace(
                 form,

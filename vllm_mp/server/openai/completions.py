@@ -198,7 +198,7 @@ class _Choices:
         self._params = params
         self._is_echo_alone = _is_echo_alone(body)
         self._begun: set[int] = set()
-        """Indices of the choices of which a part was made."""
+        """Indices of the choices that have at least one part."""
         self._offsets: dict[int, TextOffsets] = {}
         """By index of the choice: where its next token begins."""
         self._prompt_logprobs: dict[int, Any] = {}

@@ -58,7 +58,7 @@ class Embedding(msgspec.Struct):
     """The vector of an input."""
 
     index: int
-    """The place of the input in the request."""
+    """The index of the input in the request."""
     embedding: list[float] | str
     object: str = "embedding"
 

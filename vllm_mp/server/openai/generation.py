@@ -46,7 +46,7 @@ class GenerationBody(SamplingFields, kw_only=True):
     cache_salt: str | None = None
     """Only prompts with the same salt share cached prefixes."""
     request_id: str | None = None
-    """The id of the request, in place of the header X-Request-Id."""
+    """The id of the request, instead of the header X-Request-Id."""
     return_token_ids: bool | None = None
     """Return the token ids of prompt and completion."""
     metadata: Ignored = None

@@ -42,7 +42,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(TopLogprob):
-    """The log-probability of a token of a message, and the log-probabilities of the most likely tokens in its place."""
+    """The log-probability of a token of a message, and those of the most likely tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -54,7 +54,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """The log-probability of a token in the place of a prompt token."""
+    """The log-probability of a token at the position of a prompt token."""
 
     logprob: float
     rank: int | None
@@ -116,7 +116,7 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 def chat_logprobs(
     positions: Sequence[LogprobsOnePosition], num_top: int, bytes_of: TokenBytes | None = None
 ) -> ChatLogprobs:
-    """Return the log-probabilities of tokens, with the `num_top` most likely ones in the place of each.
+    """Return the log-probabilities of tokens, with the `num_top` most likely ones at the position of each.
 
     `bytes_of` returns the bytes of a token; None: tokens have no text.
     """

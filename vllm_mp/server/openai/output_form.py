@@ -22,7 +22,7 @@ GUIDED_FIELDS: dict[str, tuple[str, Any]] = {
 """By the older names that vLLM gave to the fields of `StructuredOutputsParams`: their newer name, and their type."""
 
 _SCHEMA_PATHS = {"response_format": ".json_schema.schema", "text.format": ".schema"}
-"""By the fields that hold more than a schema: the place of the schema in them."""
+"""By the fields that hold more than a schema: the path of the schema in them."""
 
 
 class JsonSchema(RequestBody):
@@ -50,7 +50,7 @@ class ResponseFormat(RequestBody):
     triggers: list[str] | None = None
     """For the type "structural_tag" with `structures`: the texts after which a tag must follow."""
     format: dict[str, Any] | None = None
-    """For the type "structural_tag": the newer notation, in place of `structures` and `triggers`."""
+    """For the type "structural_tag": the newer notation, instead of `structures` and `triggers`."""
 
 
 class TextFormat(RequestBody, omit_defaults=True):
@@ -71,7 +71,7 @@ class TextFormat(RequestBody, omit_defaults=True):
 def output_form(body: msgspec.Struct) -> tuple[StructuredOutputsParams | None, str]:
     """Return the form of the output that a request demands, None for any, and the field that demands it.
 
-    Raises ApiError, naming the field, if it is no form, or if two fields demand one.
+    Raises ApiError, naming the field, if it is not a form, or if two fields demand one.
     """
     found = {
         "response_format": _of_response_format(getattr(body, "response_format", None)),

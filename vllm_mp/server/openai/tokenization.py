@@ -24,9 +24,9 @@ class TokenizeBody(RequestBody, kw_only=True):
     add_generation_prompt: bool | None = None
     """Let the prompt end where the assistant's answer begins; default: unless the last message is continued."""
     continue_final_message: bool | None = None
-    """Continue the last message, in place of an answer to it."""
+    """Continue the last message, instead of an answer to it."""
     chat_template: str | None = None
-    """A template in place of the model's; refused unless the server runs with --trust-request-chat-template."""
+    """A template instead of the model's; refused unless the server runs with --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the template."""
     model: str | None = None

@@ -100,7 +100,7 @@ def read_tools(
     """Return how a request's answers use the functions `definitions`; None if they use none.
 
     `choice` is "none", "auto", "required", or the name of a function behind "=". `form` is what the request demands of
-    an answer that is no call. `parser_name` is the option `tool_call_parser`. `path` is the place of a function in the
+    an answer without a call. `parser_name` is the option `tool_call_parser`. `path` is the path of a function in the
     request, and `form_field` the field that demands `form`. Raises ApiError, naming the field at fault.
     """
     if not definitions:
@@ -113,7 +113,7 @@ def read_tools(
         names = ", ".join(tool.name for tool in tools)
         raise ApiError(
             400,
-            f"tool_choice names {choice[1:]!r:.100}, which is no tool; there are {names:.300}",
+            f"tool_choice names {choice[1:]!r:.100}, which is not a tool; there are {names:.300}",
             param="tool_choice",
         )
     if choice == "none":
@@ -154,16 +154,16 @@ def _checked_tools(definitions: Sequence[FunctionDefinition], path: str) -> list
         raise ApiError(400, f"tools must hold at most {_MAX_TOOLS}, got {len(definitions)}", param="tools")
     tools: dict[str, Tool] = {}
     for index, definition in enumerate(definitions):
-        name, place = definition.name, path.format(index)
+        name, field = definition.name, path.format(index)
         if not _NAME.fullmatch(name):
             message = f"the name of a function must be 1 to 128 letters, digits or any of _.:/-, got {name!r:.150}"
-            raise ApiError(400, message, param=f"{place}.name")
+            raise ApiError(400, message, param=f"{field}.name")
         if name in tools:
-            raise ApiError(400, f"the function {name!r} is there twice; leave out one", param=f"{place}.name")
+            raise ApiError(400, f"the function {name!r} is there twice; leave out one", param=f"{field}.name")
         parameters = definition.parameters or {}
         if parameters.get("type", "object") != "object":
             message = f"the parameters of a function must be an object, got type {parameters['type']!r:.100}"
-            raise ApiError(400, message, param=f"{place}.parameters")
+            raise ApiError(400, message, param=f"{field}.parameters")
         tools[name] = Tool(name, {"type": "object", **parameters})
     return list(tools.values())
 

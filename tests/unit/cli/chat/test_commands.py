@@ -134,9 +134,9 @@ def test_saved_chat_is_loaded_as_it_was(session, tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"my notes", "is no saved chat"),
-        (b'{"vllm_mp_chat": 1}', "is no saved chat"),
-        (b"\xff", "is no saved chat"),
+        (b"my notes", "is not a saved chat"),
+        (b'{"vllm_mp_chat": 1}', "is not a saved chat"),
+        (b"\xff", "is not a saved chat"),
         ({"vllm_mp_chat": 9}, "has version 9"),
         ({"parameters": {"top_p": 7}}, "top_p"),
         ({"messages": [{"role": "user"}]}, "without role or content"),
@@ -166,7 +166,7 @@ def test_save_that_fails_leaves_no_file_behind(session, tmp_path, monkeypatch):
 def test_save_replaces_no_other_file(session, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("my notes")
-    with pytest.raises(ValueError, match="is no saved chat"):
+    with pytest.raises(ValueError, match="is not a saved chat"):
         run_if_command(session, f"/save {path}", None)
     assert path.read_text() == "my notes"
 

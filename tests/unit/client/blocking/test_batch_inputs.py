@@ -37,13 +37,13 @@ def test_iterator_is_taken_one_prompt_at_a_time():
     inputs = BatchInputs((taken.append(number) or str(number) for number in range(5)), "params", None, None)
     assert (inputs.total, taken) == (None, [])
     first = next(iter(inputs))
-    assert (first.place, first.prompt, first.params, first.priority, taken) == (0, "0", "params", 0, [0])
+    assert (first.prompt_index, first.prompt, first.params, first.priority, taken) == (0, "0", "params", 0, [0])
 
 
 def test_lists_give_each_prompt_its_own_parameters_also_beside_an_iterator():
     inputs = BatchInputs(iter("ab"), ["x", "y"], "adapter", None)
     assert inputs.total == 2
-    assert [(each.place, each.prompt, each.params, each.lora_request) for each in inputs] == [
+    assert [(each.prompt_index, each.prompt, each.params, each.lora_request) for each in inputs] == [
         (0, "a", "x", "adapter"),
         (1, "b", "y", "adapter"),
     ]
@@ -58,4 +58,4 @@ def test_list_of_another_length_than_the_prompts_is_refused_by_name(name):
 
 def test_prompts_come_in_the_order_of_their_priorities_and_keep_their_places():
     inputs = BatchInputs(["late", "soon", "also soon"], None, None, [5, -1, -1])
-    assert [(each.place, each.priority) for each in inputs] == [(1, -1), (2, -1), (0, 5)]
+    assert [(each.prompt_index, each.priority) for each in inputs] == [(1, -1), (2, -1), (0, 5)]

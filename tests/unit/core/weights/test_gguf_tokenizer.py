@@ -117,9 +117,9 @@ def test_unknown_way_to_split_text_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_vocabulary_that_is_missing_or_contradicts_itself_is_refused_by_field(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.tokens is no list of texts: the file has no vocabulary"):
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.tokens is not a list of texts: the file has no vocabulary"):
         tokenizer_of(tmp_path / "a.gguf", {})
-    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.scores is no list of 6 numbers"):
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.scores is not a list of 6 numbers"):
         tokenizer_of(tmp_path / "b.gguf", SENTENCE_PIECE, scores=[1.0])
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.scores is missing"):
         tokenizer_of(tmp_path / "d.gguf", SENTENCE_PIECE, scores=None)

@@ -10,7 +10,7 @@ from vllm_mp.server.openai.responses.object import OutputItem, OutputText, Reaso
 
 
 class Event(msgspec.Struct, tag_field="type", kw_only=True):
-    """An event; its place in the stream makes lost events visible."""
+    """An event; its number in the stream makes lost events visible."""
 
     sequence_number: int = 0
     """Set when the event is sent."""

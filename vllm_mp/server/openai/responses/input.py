@@ -98,7 +98,7 @@ def _messages(items: list[InputItem]) -> list[ChatMessage]:
                     "'function_call' or 'function_call_output'"
                 )
                 raise ApiError(400, message, param=f"{path}.type", code="unsupported_field")
-    # A thought without an answer is no turn.
+    # A thought without an answer is not a turn.
     return [each for each in messages if each.role != "assistant" or each.content is not None or each.tool_calls]
 
 

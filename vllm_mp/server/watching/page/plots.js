@@ -108,11 +108,11 @@ export class Plot {
     this.tip.style.right = isRight ? `${this.container.clientWidth - left + 8}px` : "";
   }
 
-  /** Return the snapshot nearest to a horizontal place, or null. */
-  snapshotAt(place) {
-    if (place === undefined || !this.scale?.shown.length) return null;
+  /** Return the snapshot nearest to a horizontal position, or null. */
+  snapshotAt(position) {
+    if (position === undefined || !this.scale?.shown.length) return null;
     const { x, shown, plotWidth } = this.scale;
-    const distance = (snapshot) => Math.abs(x(snapshot.time) - place);
+    const distance = (snapshot) => Math.abs(x(snapshot.time) - position);
     const nearest = shown.reduce((best, each) => (distance(each) < distance(best) ? each : best));
     return distance(nearest) <= plotWidth / 20 ? nearest : null;
   }

@@ -16,6 +16,6 @@ __getattr__ = refuse(
     __name__,
     dict.fromkeys(
         ("AggregatedLoggingStatLogger", "PerEngineStatLoggerAdapter"),
-        "an engine has one core; use LoggingStatLogger, or derive from StatLoggerBase",
+        "one logger records all cores of an engine; use LoggingStatLogger, or derive from StatLoggerBase",
     ),
 )

@@ -39,7 +39,7 @@ def test_lock_file_that_another_user_may_have_prepared_is_refused_and_changes_no
     else:
         lock.symlink_to(victim if trap == "symbolic link" else tmp_path / "missing")
     with pytest.raises(
-        ValueError, match=r"core.sock.lock (is a symbolic link|has 2 names|is no regular file).*remove it"
+        ValueError, match=r"core.sock.lock (is a symbolic link|has 2 names|is not a regular file).*remove it"
     ):
         HeldAddress(f"ipc://{tmp_path / 'core.sock'}")
     assert victim.read_text() == "precious"
