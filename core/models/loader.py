@@ -105,7 +105,7 @@ def load_weights(
     loader: Any = model
     place = gguf_place(folder)
     try:
-        wanted = functools.partial(is_of_stage, stage=loader.arch.stage)
+        wanted = functools.partial(is_of_stage, arch=loader.arch)
         if place is not None:
             loader.load_weights(gguf_tensors(place, keeps_blocks, progress, wanted))
         else:
