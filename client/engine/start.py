@@ -13,9 +13,11 @@ import msgspec
 
 from vllm_mp.arguments.usage_context import UsageContext
 from vllm_mp.client.cores.endpoint import endpoint
-from vllm_mp.client.cores.launcher import Core, CoreLauncher, RemoteCore
 from vllm_mp.client.cores.placement import config_of_place
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
+from vllm_mp.client.cores.sources.core_source import Core
+from vllm_mp.client.cores.sources.launcher import CoreLauncher
+from vllm_mp.client.cores.sources.remote_core import RemoteCore
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.engine.lifecycle import EngineLifecycle
 from vllm_mp.client.engine.tokenizer_data import tokenizer_of_connected

@@ -18,7 +18,7 @@ from support.stand_in_engine import Engine
 
 from vllm_mp import AsyncEngineArgs, __version__, wire
 from vllm_mp.client.cores.connection import CoreConnection
-from vllm_mp.client.cores.held_address import HeldAddress
+from vllm_mp.client.cores.sources.held_address import HeldAddress
 from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.call_handler import OperatorCall, StepFailedError
