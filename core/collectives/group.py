@@ -59,7 +59,7 @@ def bind_group(model: nn.Module, group: RankGroup) -> None:
 
 
 def minimum_of(group: RankGroup, value: int, device: torch.device) -> int:
-    """Return the smallest value of the ranks by means of `group.sum`: each rank fills its own place."""
+    """Return the smallest value of the ranks by means of `group.sum`: each rank fills its own slot."""
     values = torch.zeros(group.size, dtype=torch.int64, device=device)
     values[group.rank] = value
     return int(group.sum(values).min())

@@ -14,7 +14,7 @@ from vllm_mp.core.collectives.tensor_queue import TensorQueue
 
 
 class Pipeline:
-    """The place of a rank in the pipeline, and its connections."""
+    """The position of a rank in the pipeline, and its connections."""
 
     def __init__(self, stage: int, num_stages: int, all_ranks: RankGroup) -> None:
         """`all_ranks` is the group of the ranks of all stages."""

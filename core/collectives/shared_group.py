@@ -71,9 +71,9 @@ class SharedMemoryGroup(RankGroup):
         self.size = size
         self._check = check
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
-        self._counters = [futex.Word(base + place * _LINE) for place in range(size)]
+        self._counters = [futex.Word(base + other * _LINE) for other in range(size)]
         self._own = self._counters[rank]
-        self._others = [counter for place, counter in enumerate(self._counters) if place != rank]
+        self._others = [counter for other, counter in enumerate(self._counters) if other != rank]
         self._round = self._own.value
         data = torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=num_bytes(size))
         slots = data[_header_bytes(size) :].view(2, size, SLOT_BYTES)

@@ -82,8 +82,8 @@ class TorchGroup(RankGroup):
         All ranks of all groups must call it; this must be the group of all ranks.
         """
         groups = [self.new_group(list(range(first, first + size))) for first in range(0, self.size, size)]
-        place = self.rank // size
-        return TorchGroup(self.rank % size, size, self._device, self._check, groups[place], place * size)
+        stage = self.rank // size
+        return TorchGroup(self.rank % size, size, self._device, self._check, groups[stage], stage * size)
 
     def new_group(self, ranks: list[int]) -> Any:
         """Return the process group of `ranks`; all ranks must call it, and this must be the group of all ranks."""

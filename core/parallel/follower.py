@@ -62,8 +62,8 @@ class Follower:
         elif kind == Kind.TAKE:
             self._hidden = self._runner.follow_take(np.frombuffer(data, np.int64).copy())
         elif kind == Kind.LOGITS:
-            sampling, *places = np.frombuffer(data, np.int64).tolist()
-            self._runner.follow_logits(self._hidden, sampling, np.array(places, np.int64))
+            sampling, *indices = np.frombuffer(data, np.int64).tolist()
+            self._runner.follow_logits(self._hidden, sampling, np.array(indices, np.int64))
         elif kind == Kind.CALL:
             self._call(msgspec.msgpack.decode(data, type=Call))
         else:
