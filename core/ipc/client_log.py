@@ -14,7 +14,7 @@ _MAX_LINES = 100
 
 
 class ClientLog:
-    """Logs the clients of a shared core; the parent of the core is no client."""
+    """Logs the clients of a shared core; the parent of the core is not a client."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}

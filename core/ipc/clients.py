@@ -79,7 +79,7 @@ class Clients:
         self._sent_to: set[int] = set()
         """Clients that were sent a message since the last call of `take_slow`."""
         self._num_refusals: dict[bytes, int] = {}
-        """By identity, of peers that are no clients."""
+        """By identity, of peers that are not clients."""
         self._why_dropped: dict[bytes, str] = {}
         """By token, of clients that were dropped and have not come back."""
         self._log = ClientLog() if is_shared else None

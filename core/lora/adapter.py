@@ -116,14 +116,14 @@ class _Reader:
             return f"{name} belongs to DoRA, which is not served"
         module, _, kind = name.removeprefix(_PREFIX).rpartition(".lora_")
         if kind not in ("A.weight", "B.weight"):
-            return f"{name} is no factor of LoRA"
+            return f"{name} is not a factor of LoRA"
         layer = name_in_text_part(module)
         layer = next((layer.removeprefix(prefix) for prefix in _MODEL_PREFIXES if layer.startswith(prefix)), layer)
         if layer not in self._sizes:
             number = _LAYER.search(layer)
             if number and int(number[1]) >= self._arch.num_layers:
                 return f"{module} does not exist: the model has {self._arch.num_layers} layers"
-            return f"{module} is no linear layer of {self._arch.name} that can be adapted"
+            return f"{module} is not a linear layer of {self._arch.name} that can be adapted"
         if kind[0] in self._found.get(layer, {}):
             return f"{name} occurs twice"
         rank = self._config.rank_of(module)

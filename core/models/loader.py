@@ -105,7 +105,7 @@ def load_weights(
     loader: Any = model
     mapped_file = mapped_gguf(folder)
     try:
-        wanted = functools.partial(is_of_stage, stage=loader.arch.stage)
+        wanted = functools.partial(is_of_stage, arch=loader.arch)
         if mapped_file is not None:
             loader.load_weights(gguf_tensors(mapped_file, keeps_blocks, progress, wanted))
         else:

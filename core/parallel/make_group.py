@@ -30,9 +30,9 @@ def make_group(
     called while the rank waits on a CPU for others; it may raise. `spins` as for `SharedMemoryGroup`.
     """
     size, num_stages = layout.tensor_size, layout.num_stages
-    stage, tensor_rank = divmod(rank, size)
+    stage, rank_in_stage = divmod(rank, size)
     if device.type == "cpu" and shared_group.is_available() and config.parallel_config.nnodes == 1:
-        group = SharedMemoryGroup(memory, layout.group_at(stage), tensor_rank, size, check, spins)
+        group = SharedMemoryGroup(memory, layout.group_at(stage), rank_in_stage, size, check, spins)
         if num_stages == 1:
             return group, None
         all_ranks = SharedMemoryGroup(memory, layout.all_ranks_at, rank, layout.num_ranks, check, spins)

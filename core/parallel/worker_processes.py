@@ -61,7 +61,7 @@ class WorkerProcesses:
         self._sums_are_here = parallel.nnodes == 1
         self.has_own_cpus = parallel.ranks_per_node <= len(named_cpus(config.device_config.cpus))
         """No two ranks have the same CPUs, so that they may spin for a moment when they wait."""
-        # It has room for the ranks of all machines; those that are not used take no memory.
+        # It has space for the ranks of all machines; those that are not used take no memory.
         self.layout = layout = MemoryLayout.of(config)
         descriptor = os.memfd_create("vllm_mp-ranks")
         os.ftruncate(descriptor, layout.total_bytes)
@@ -100,8 +100,8 @@ class WorkerProcesses:
         if not self._sums_are_here:
             return ()
         layout = self.layout
-        stage, tensor_rank = divmod(rank, layout.tensor_size)
-        num_sums = shared_group.rounds(self.memory, layout.group_at(stage), layout.tensor_size)[tensor_rank]
+        stage, rank_in_stage = divmod(rank, layout.tensor_size)
+        num_sums = shared_group.rounds(self.memory, layout.group_at(stage), layout.tensor_size)[rank_in_stage]
         num_sent = 0
         if layout.num_stages > 1:
             reader = (rank + layout.tensor_size) % layout.num_ranks

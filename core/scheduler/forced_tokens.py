@@ -35,7 +35,7 @@ class ForcedTokens:
         ended: set[int],
         known: dict[int, list[int]],
     ) -> tuple[Rows, Counts, npt.NDArray[np.int64]]:
-        """Add to the new `tokens` [n] of `rows` [n], at the places `ends` [n], what must follow them.
+        """Add to the new `tokens` [n] of `rows` [n], at the positions `ends` [n], what must follow them.
 
         Requests in the rows `ended` get nothing. `known` holds what `extend_awaited_rows` has appended, by row.
         """
@@ -43,7 +43,7 @@ class ForcedTokens:
         is_constrained = batch.is_constrained[rows]
         if not is_constrained.any():
             return rows, ends, tokens
-        added: list[tuple[int, int, int]] = []  # (row, place, token)
+        added: list[tuple[int, int, int]] = []  # (row, position, token)
         in_pending_step = self._pending_steps.live_rows()
         for i in self._in_turn(is_constrained):
             row, start = int(rows[i]), int(ends[i]) + 1
@@ -72,14 +72,14 @@ class ForcedTokens:
                 self._pending_steps.oldest.forced[row] = forced[1:]
 
     def _in_turn(self, mask: Mask) -> list[int]:
-        """Make room for the forced tokens of a step; return the places that `mask` marks, the next one first."""
+        """Make room for the forced tokens of a step; return the positions that `mask` marks, the next one first."""
         num_running = len(self._batch.order)
         self._room = max(self._num_cheap_tokens - num_running, num_running // 16)
         self._turn += 1
         return np.roll(np.flatnonzero(mask), -self._turn).tolist()
 
     def _append(self, row: int, start: int, tokens: list[int]) -> None:
-        """Let `tokens` be the last known tokens of `row`, from the place `start`."""
+        """Let `tokens` be the last known tokens of `row`, from the position `start`."""
         batch = self._batch
         batch.token_ids[row, start : start + len(tokens)] = tokens
         batch.num_tokens[row] = max(int(batch.num_tokens[row]), start + len(tokens))

@@ -76,7 +76,7 @@ class Pause:
         when the last of the requests has ended, and it fails with RuntimeError if `resume` or a pause with "keep" comes
         first.
 
-        Raises ValueError for another mode, for a `clear_cache` that is no bool, and if too many calls wait already.
+        Raises ValueError for another mode, for a `clear_cache` that is not a bool, and if too many calls wait already.
         """
         try:
             check_pause(mode, clear_cache)

@@ -17,11 +17,11 @@ _STEPS_TO_LEAST: Final = 16
 _STEPS_TO_LOOK: Final = 64
 """Number of steps with prompts and decodes after which a step of decodes alone is measured again."""
 _FIXED_SHARE: Final = 0.5
-"""A step adds at least this share of the fixed cost of prompts for their tokens, so that it is no waste."""
+"""A step adds at least this share of the fixed cost of prompts for their tokens, or it would be a waste."""
 
 
 class StepTimes(NamedTuple):
-    """The mean size and time of some steps, of which the latest count most."""
+    """The mean size and time of some steps; the latest count most."""
 
     num_tokens: float
     """Tokens of prompts."""

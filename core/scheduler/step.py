@@ -34,7 +34,7 @@ class ScheduledStep(NamedTuple):
     samples_after_update: bool = False
     """True: how a row is sampled depends on a token that the pending step samples, which must be processed before."""
     num_prompt_tokens: int = 0
-    """Tokens of prompts, of which rows in decode have none."""
+    """Tokens of prompts; rows in decode have none."""
 
     @classmethod
     def of(

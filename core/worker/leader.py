@@ -52,7 +52,7 @@ class Leader:
         returns_all: bool = False,
     ) -> None:
         """Send a step, with what to compute of the logits of its sampled rows; see `StepMessage`."""
-        indices = None if embeds is None else embeds.places.cpu().numpy()
+        indices = None if embeds is None else embeds.indices.cpu().numpy()
         self._write(Kind.STEP, self._encoder.encode(step, batch, sampling, isolates, indices, returns_all))
 
     def take(self, indices: npt.NDArray[np.int64]) -> None:

@@ -31,7 +31,7 @@ from vllm_mp.core.worker.staged_output import StagedOutput, returns_all
 from vllm_mp.core.worker.staged_steps import StagedSteps
 from vllm_mp.core.worker.step_embeds import StepEmbeds, step_embeds
 from vllm_mp.core.worker.step_inputs import StepRows, step_inputs, token_types
-from vllm_mp.core.worker.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMessage, sampled_places
+from vllm_mp.core.worker.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMessage, sampled_indices
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.requests.sampling_params import SamplingParams
@@ -158,17 +158,17 @@ class ModelRunner:
             return hidden
         return self._compute(step, batch, embeds, isolates=True, received=copy)
 
-    def _take(self, places: npt.NDArray[np.int64]) -> Tensor:
-        """Wait for the next hidden states from the last stage; return those at `places`, on all ranks of the stage."""
+    def _take(self, indices: npt.NDArray[np.int64]) -> Tensor:
+        """Wait for the next hidden states from the last stage; return those at `indices`, on all ranks of the stage."""
         if (leader := self._logits_leader) is not None:
-            leader.take(places)
-        return self.follow_take(places)
+            leader.take(indices)
+        return self.follow_take(indices)
 
     @torch.inference_mode()
-    def follow_take(self, places: npt.NDArray[np.int64]) -> Tensor:
+    def follow_take(self, indices: npt.NDArray[np.int64]) -> Tensor:
         """Do what rank 0 does in `_take`."""
         assert self._staged is not None
-        return self._staged.take(places)
+        return self._staged.take(indices)
 
     def _output(
         self, batch: Batch, sampler: Sampler, announced: int, step: ScheduledStep, firsts: Counts, hidden: Tensor
@@ -200,14 +200,14 @@ class ModelRunner:
             return self._staged.run(step, rows, embeds, message.returns_all)
         hidden = self._compute(step, rows, embeds, message.isolates)
         if message.sampling != NO_LOGITS:
-            self.follow_logits(hidden, message.sampling, sampled_places(step))
+            self.follow_logits(hidden, message.sampling, sampled_indices(step))
         return hidden
 
     @torch.inference_mode()
-    def follow_logits(self, hidden: Tensor, sampling: int, places: npt.NDArray[np.int64]) -> None:
-        """Compute this rank's share of logits, or of their argmax, for the tokens at `places` of a step."""
+    def follow_logits(self, hidden: Tensor, sampling: int, indices: npt.NDArray[np.int64]) -> None:
+        """Compute this rank's share of logits, or of their argmax, for the tokens at `indices` of a step."""
         self._beat()
-        of_tokens = hidden if len(places) == len(hidden) else hidden[self._to_device(places)]
+        of_tokens = hidden if len(indices) == len(hidden) else hidden[self._to_device(indices)]
         (self.memory.model.argmax if sampling == ARGMAX else self.memory.model.compute_logits)(of_tokens)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
@@ -265,7 +265,7 @@ class ModelRunner:
         """Return the hidden states [num_tokens, hidden_size] of the model, which gets `embeds` for their tokens."""
         inputs: list[Tensor] = [] if received is None else [received]
         if embeds is not None:
-            inputs.append(self.memory.model.embed_input_ids(input_ids).index_copy_(0, embeds.places, embeds.values))
+            inputs.append(self.memory.model.embed_input_ids(input_ids).index_copy_(0, embeds.indices, embeds.values))
         hidden: Tensor = self.memory.model(input_ids, positions, self.memory.kv_caches, metadata, *inputs)
         return hidden
 
@@ -292,12 +292,12 @@ class ModelRunner:
         if not step.samples.any():
             return _NO_TOKENS, list
         rows = step.rows[step.samples]
-        places = np.arange(len(rows)) if len(rows) == len(hidden) else sampled_places(step)
+        indices = np.arange(len(rows)) if len(rows) == len(hidden) else sampled_indices(step)
         leader = self._logits_leader
         if leader is not None and announced == NO_LOGITS:
             announced = self._sampling(rows, batch, sampler, num_tokens)
-            leader.logits(announced, places)
-        sampled_rows, of_rows = self._all_to_device([rows, places])
+            leader.logits(announced, indices)
+        sampled_rows, of_rows = self._all_to_device([rows, indices])
         if len(rows) < len(hidden):
             hidden = hidden[of_rows]
         vocab_size = self._config.model_config.architecture.vocab_size

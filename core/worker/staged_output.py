@@ -38,7 +38,7 @@ class StagedOutput:
         take: Callable[[npt.NDArray[np.int64]], Tensor],
         finish: Finish,
     ) -> None:
-        """`take` waits for the hidden states from the last stage, and returns those at some places among them."""
+        """`take` waits for the hidden states from the last stage, and returns those of some tokens among them."""
         self._step = step
         self._batch = batch
         self._needs_all = needs_all

@@ -13,7 +13,7 @@ from vllm_mp.core.collectives.pipeline import Pipeline
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.step_embeds import StepEmbeds
 from vllm_mp.core.worker.step_inputs import StepRows
-from vllm_mp.core.worker.step_message import sampled_places
+from vllm_mp.core.worker.step_message import sampled_indices
 
 Compute = Callable[[ScheduledStep, StepRows, StepEmbeds | None, Tensor | None], Tensor]
 """Computes the layers of the stage, from what the stage before has sent (None in the first stage)."""
@@ -48,16 +48,16 @@ class StagedSteps:
         received = None if self._pipeline.is_first else self._expect(total)()
         hidden = self._compute(step, rows, embeds, received)
         if self._pipeline.is_last and not needs_all:
-            hidden = hidden[self._to_device(sampled_places(step))]
+            hidden = hidden[self._to_device(sampled_indices(step))]
         self._pipeline.send(hidden)
         if self._pipeline.is_first:
             self._expected.append(self._expect(total if needs_all else int(np.count_nonzero(step.samples))))
         return hidden
 
-    def take(self, places: npt.NDArray[np.int64]) -> Tensor:
-        """Wait for the next hidden states from the last stage; return those at `places`. The first stage calls it."""
+    def take(self, indices: npt.NDArray[np.int64]) -> Tensor:
+        """Wait for the next hidden states from the last stage; return those at `indices`. The first stage calls it."""
         hidden = self._expected.popleft()()
-        return hidden if len(places) == len(hidden) else hidden[self._to_device(places)]
+        return hidden if len(indices) == len(hidden) else hidden[self._to_device(indices)]
 
     def _expect(self, count: int) -> Callable[[], Tensor]:
         return self._pipeline.expect((count, self._hidden_size), self._dtype)

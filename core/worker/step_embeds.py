@@ -15,7 +15,7 @@ from vllm_mp.core.scheduler.step import ScheduledStep
 class StepEmbeds(NamedTuple):
     """The embeddings of some tokens of a step, on the device."""
 
-    places: Tensor
+    indices: Tensor
     """Int64 [n], indexes into the tokens of the step."""
     values: Tensor
     """[n, hidden_size] in the model's dtype."""
@@ -33,13 +33,13 @@ def step_embeds(
     if not len(given):
         return None
     starts = np.cumsum(step.counts) - step.counts
-    places, values = [], []
+    indices, values = [], []
     for i in given.tolist():
         embeds = batch.request(int(rows[i])).prompt_embeds
         assert embeds is not None
         first = int(firsts[i])
         last = min(first + int(step.counts[i]), embeds.num_tokens)
-        places.append(np.arange(starts[i], starts[i] + last - first))
+        indices.append(np.arange(starts[i], starts[i] + last - first))
         chunk = to_device(np.frombuffer(embeds.rows(first, last), np.uint8).reshape(last - first, -1).copy())
         values.append(chunk.view(getattr(torch, embeds.dtype)).to(dtype))
-    return StepEmbeds(to_device(np.concatenate(places)), torch.cat(values))
+    return StepEmbeds(to_device(np.concatenate(indices)), torch.cat(values))

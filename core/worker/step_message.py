@@ -1,7 +1,7 @@
 """A scheduled step as the core sends it to the other ranks, and the rows of the batch as these keep them.
 
 A message holds what `step_inputs` reads of the batch: for each row the tokens of the step, how many were computed
-before, the adapter slot, the place of a second text, and the blocks that the row got since it was last sent.
+before, the adapter slot, the position of a second text, and the blocks that the row got since it was last sent.
 """
 
 from typing import Final, NamedTuple
@@ -33,7 +33,7 @@ class StepMessage(NamedTuple):
     returns_all: bool
     """In a pipeline: the first stage needs the last hidden states of all tokens, not only of rows that are sampled."""
     embeds: npt.NDArray[np.int64]
-    """Places of the tokens whose embeddings are broadcast."""
+    """Indices of the tokens whose embeddings are broadcast."""
 
 
 class MessageError(ValueError):
@@ -80,12 +80,12 @@ class StepEncoder:
         first_tokens = batch.num_computed_tokens[rows]
         tokens = batch.token_ids[_cells(rows, first_tokens, counts)]
         blocks = batch.block_table[_cells(rows, first_blocks, num_blocks)]
-        places = np.zeros(0, np.int64) if embeds is None else embeds
+        indices = np.zeros(0, np.int64) if embeds is None else embeds
         flags = sampling | isolates << 2 | returns_all << 3
-        head = [len(rows), len(tokens), len(blocks), len(step.awaits), len(places), step.num_decodes, flags]
+        head = [len(rows), len(tokens), len(blocks), len(step.awaits), len(indices), step.num_decodes, flags]
         of_rows = batch.adapter_slot[rows], batch.second_text_at[rows]
         columns = (rows, counts, first_tokens, *of_rows, first_blocks, num_blocks, step.samples)
-        wide = np.concatenate((head, *columns, step.awaits, places), dtype=_INT64, casting="unsafe")
+        wide = np.concatenate((head, *columns, step.awaits, indices), dtype=_INT64, casting="unsafe")
         return [wide.tobytes(), tokens.tobytes(), blocks.tobytes()]
 
 
@@ -103,14 +103,14 @@ def decode_step(data: memoryview, mirror: RowMirror) -> StepMessage:
     """
     try:
         head = np.frombuffer(data, _INT64, 7).tolist()
-        num_rows, num_tokens, num_blocks, num_awaits, num_places, num_decodes, flags = head
-        wide = np.frombuffer(data, _INT64, 8 * num_rows + num_awaits + num_places, 56).copy()  # torch wants to write
+        num_rows, num_tokens, num_blocks, num_awaits, num_indices, num_decodes, flags = head
+        wide = np.frombuffer(data, _INT64, 8 * num_rows + num_awaits + num_indices, 56).copy()  # torch wants to write
         at = 56 + wide.nbytes
         tokens = np.frombuffer(data, _INT32, num_tokens, at)
         blocks = np.frombuffer(data, _INT32, num_blocks, at + tokens.nbytes)
         columns = wide[: 8 * num_rows].reshape(8, num_rows)
         rows, counts, first_tokens, adapter_slot, second_text_at, first_blocks, block_counts, samples = columns
-        awaits, places = wide[8 * num_rows :][:num_awaits], wide[8 * num_rows + num_awaits :]
+        awaits, indices = wide[8 * num_rows :][:num_awaits], wide[8 * num_rows + num_awaits :]
         mirror.token_ids[_cells(rows, first_tokens, counts)] = tokens
         mirror.block_table[_cells(rows, first_blocks, block_counts)] = blocks
         mirror.num_computed_tokens[rows] = first_tokens
@@ -120,10 +120,10 @@ def decode_step(data: memoryview, mirror: RowMirror) -> StepMessage:
         raise MessageError(f"a step of {len(data)} bytes cannot be decoded: {error}") from error
     is_pooled = np.zeros(num_rows, np.bool_)
     step = ScheduledStep(rows, counts, num_decodes, samples.astype(np.bool_), is_pooled, awaits)
-    return StepMessage(step, flags & 3, bool(flags & 4), bool(flags & 8), places)
+    return StepMessage(step, flags & 3, bool(flags & 4), bool(flags & 8), indices)
 
 
-def sampled_places(step: ScheduledStep) -> Rows:
+def sampled_indices(step: ScheduledStep) -> Rows:
     """Return the index of the last token of each row that `step` samples, among the tokens of the step."""
     return (np.cumsum(step.counts) - 1)[step.samples]
 

@@ -13,7 +13,7 @@ _Party = TypeVar("_Party", Line, str)
 
 
 class FairTurns:
-    """Waiting requests, of which `first` is the next to run.
+    """Waiting requests; `first` is the next to run.
 
     The owners of requests of the same priority take turns, however many clients each has. Within the turns of an owner,
     the lines of its clients take turns. Requests of one line run in the order of their `arrival_time`, which the client

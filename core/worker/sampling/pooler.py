@@ -66,7 +66,7 @@ class Pooler:
         params = [_pooling_of(batch, row) for row in step.rows[step.pools].tolist()]
         values = torch.stack(pooled)
         vectors, classes = to_host(values), torch.zeros(0)
-        chosen = [place for place, pooling in enumerate(params) if pooling.task == "classify"]
+        chosen = [i for i, pooling in enumerate(params) if pooling.task == "classify"]
         if chosen and classify is not None:
             classes = to_host(classify(values[chosen]))
 
@@ -74,9 +74,9 @@ class Pooler:
             outputs: list[Vector] = [
                 _finish(vector, pooling) for vector, pooling in zip(vectors.numpy(), params, strict=True)
             ]
-            for place, outputs_of_head in zip(chosen, classes.numpy(), strict=True):
-                activation = "none" if params[place].use_activation is False else self._class_activation
-                outputs[place] = _activated(outputs_of_head, activation)
+            for i, outputs_of_head in zip(chosen, classes.numpy(), strict=True):
+                activation = "none" if params[i].use_activation is False else self._class_activation
+                outputs[i] = _activated(outputs_of_head, activation)
             return outputs
 
         return finish

@@ -75,17 +75,17 @@ class Sampler:
         batch = self._batch
         outputs: list[ConstrainedOutput] = []
         matchers: dict[int, Matcher] = {}  # by index into `outputs`
-        places: list[int] = []
-        for place in np.flatnonzero(batch.is_constrained[rows]).tolist():
-            row = int(rows[place])
+        indices: list[int] = []
+        for i in np.flatnonzero(batch.is_constrained[rows]).tolist():
+            row = int(rows[i])
             constrained, start = batch.request(row).constrained, int(batch.num_prompt_tokens[row])
             assert constrained is not None
-            matcher = constrained.matcher_after(batch.token_ids[row, start : num_tokens[place]])
+            matcher = constrained.matcher_after(batch.token_ids[row, start : num_tokens[i]])
             if matcher is not None:
                 matchers[len(outputs)] = matcher
             if matcher is not None or constrained.error is not None:
                 outputs.append(constrained)
-                places.append(place)
+                indices.append(i)
         if not outputs:
             return None
         masks = np.zeros((len(outputs), -(-vocab_size // 32)), np.int32)
@@ -96,7 +96,7 @@ class Sampler:
                 masks[i] = 0
             elif i in matchers and (token := output.also_allowed) is not None:
                 masks.view(np.uint32)[i, token // 32] |= np.uint32(1 << token % 32)
-        return TokenMasks(*all_to_device([masks, np.array(places)], self._device))
+        return TokenMasks(*all_to_device([masks, np.array(indices)], self._device))
 
     def _changes_logits(self, rows: Rows, num_tokens: Counts) -> bool:
         batch = self._batch

@@ -10,6 +10,7 @@ from vllm_mp.model_config.pipeline_parallel import check_pipeline_parallel, shar
 from vllm_mp.testing.random_models import CONFIGS
 
 LLAMA = read_architecture(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+GPT2 = read_architecture(CONFIGS["gpt2"].to_dict() | {"architectures": ["GPT2LMHeadModel"]})
 MIXTURE = read_architecture(CONFIGS["qwen2-moe"].to_dict() | {"architectures": ["Qwen2MoeForCausalLM"]})
 
 
@@ -56,19 +57,27 @@ def test_stage_has_the_properties_of_its_layers():
 
 
 def test_stage_reads_its_tensors_only():
-    first, middle, last = share_layers(6, 3, 0.0)
-    tensors = {
+    first, middle, last = stages = share_layers(6, 3, 0.0)
+    of_llama = {
         "model.embed_tokens.weight": [first],
         "lm_head.weight": [first],
-        "transformer.wpe.weight": [first],
         "model.layers.1.mlp.down_proj.weight": [first],
         "model.layers.2.input_layernorm.weight": [middle],
-        "transformer.h.5.attn.c_attn.bias": [last],
         "model.norm.weight": [last],
-        "transformer.ln_f.bias": [last],
         "model.layers.6.mlp.down_proj.weight": [first, middle, last],  # to be refused as unexpected
         "unknown": [first, middle, last],
     }
-    found = {name: [stage for stage in (first, middle, last) if is_of_stage(name, stage)] for name in tensors}
-    assert found == tensors
-    assert is_of_stage("model.norm.weight", None)
+    of_gpt2 = {
+        "transformer.wte.weight": [first],
+        "transformer.wpe.weight": [first],
+        "lm_head.weight": [first],
+        "transformer.h.5.attn.c_attn.bias": [last],
+        "transformer.ln_f.bias": [last],
+        "transformer.h.6.mlp.c_proj.weight": [first, middle, last],
+        "unknown": [first, middle, last],
+    }
+    for arch, tensors in ((LLAMA, of_llama), (GPT2, of_gpt2)):
+        shares = {stage: msgspec.structs.replace(arch, stage=stage) for stage in stages}
+        found = {name: [stage for stage in stages if is_of_stage(name, shares[stage])] for name in tensors}
+        assert found == tensors
+    assert is_of_stage("model.norm.weight", LLAMA)

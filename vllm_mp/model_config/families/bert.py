@@ -1,9 +1,11 @@
-"""Read the `config.json` of the BERT family: BERT, RoBERTa, XLM-R and DistilBERT.
+"""BERT, RoBERTa, XLM-R and DistilBERT: the readers of their `config.json`, and their linear layers.
 
 The architectures with the ending ForSequenceClassification have a head that tells classes apart; with a single class
 they are cross-encoders, which score pairs of texts. A field that a configuration leaves out takes the default of the
 transformers class that would have read it.
 """
+
+from typing import Final
 
 import msgspec
 
@@ -19,7 +21,27 @@ from vllm_mp.model_config.config_json import (
     shorten,
     with_own_names,
 )
+from vllm_mp.model_config.linear_layers import ATTENDED, HEADS, INNER, VOCABULARY, FamilyLayers, LinearLayer
 
+LAYERS: Final = FamilyLayers(
+    "layer",
+    (
+        LinearLayer("attention.self.query", HEADS),
+        LinearLayer("attention.self.key", HEADS),
+        LinearLayer("attention.self.value", HEADS),
+        LinearLayer("attention.output.dense", ATTENDED, by_inputs=True),
+        LinearLayer("intermediate.dense", INNER),
+        LinearLayer("output.dense", INNER, by_inputs=True),
+        LinearLayer("q_lin", HEADS),
+        LinearLayer("k_lin", HEADS),
+        LinearLayer("v_lin", HEADS),
+        LinearLayer("out_lin", ATTENDED, by_inputs=True),
+        LinearLayer("lin1", INNER),
+        LinearLayer("lin2", INNER, by_inputs=True),
+        LinearLayer("word_embeddings", VOCABULARY),
+    ),
+)
+"""The linear layers of BERT and RoBERTa, then those of DistilBERT."""
 _PROBLEM_ACTIVATIONS = {"regression": "none", "multi_label_classification": "sigmoid"}
 """The activation of a `problem_type`; for others it depends on the number of classes."""
 _LIBRARY_ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid"}

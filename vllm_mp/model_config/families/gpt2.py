@@ -1,4 +1,4 @@
-"""Read the `config.json` of GPT-2 and DialoGPT."""
+"""GPT-2 and DialoGPT: the reader of their `config.json`, and their linear layers."""
 
 from typing import Final
 
@@ -14,7 +14,27 @@ from vllm_mp.model_config.config_json import (
     optional_integer,
     with_own_names,
 )
+from vllm_mp.model_config.linear_layers import (
+    ATTENDED,
+    INNER,
+    QUERY_KEY_VALUE,
+    VOCABULARY,
+    FamilyLayers,
+    LinearLayer,
+    Product,
+)
 
+_QKV: Final = LinearLayer("attn.c_attn", QUERY_KEY_VALUE, is_transposed=True)
+_OUT: Final = LinearLayer("attn.c_proj", ATTENDED, by_inputs=True, is_transposed=True)
+_UP: Final = LinearLayer("mlp.c_fc", INNER, is_transposed=True)
+_DOWN: Final = LinearLayer("mlp.c_proj", INNER, by_inputs=True, is_transposed=True)
+LAYERS: Final = FamilyLayers(
+    "h",
+    (_QKV, _OUT, _UP, _DOWN, LinearLayer("wte", VOCABULARY), LinearLayer("lm_head", VOCABULARY)),
+    lambda arch, layer: [Product("", (part,)) for part in (_QKV, _OUT, _UP, _DOWN)],
+    of_first_stage=("wte", "wpe", "lm_head"),
+    of_last_stage=("ln_f",),
+)
 _OWN_NAMES: Final = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",

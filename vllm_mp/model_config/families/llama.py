@@ -1,9 +1,11 @@
-"""Read the `config.json` of the Llama family: Llama, SmolLM, Mistral, Qwen2, Qwen3, Phi-3, Granite and OLMo 2.
+"""The Llama family: readers of `config.json`, and the linear layers of the family.
+
+The readers here are those of Llama, SmolLM, Mistral, Qwen2, Qwen3, Phi-3, Granite and OLMo 2.
 
 A field that a configuration leaves out takes the default of the transformers class that would have read it.
 """
 
-from typing import Any
+from typing import Any, Final
 
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.config_json import (
@@ -17,7 +19,50 @@ from vllm_mp.model_config.config_json import (
     optional_integer,
     shorten,
 )
+from vllm_mp.model_config.linear_layers import (
+    ATTENDED,
+    GATE_AND_UP,
+    HEADS,
+    INNER,
+    KV_HEADS,
+    QUERY_KEY_VALUE,
+    VOCABULARY,
+    FamilyLayers,
+    LinearLayer,
+    Product,
+)
 from vllm_mp.model_config.rope import read_rope
+
+_Q: Final = LinearLayer("q_proj", HEADS)
+_K: Final = LinearLayer("k_proj", KV_HEADS)
+_V: Final = LinearLayer("v_proj", KV_HEADS)
+_QKV: Final = LinearLayer("qkv_proj", QUERY_KEY_VALUE)
+_OUT: Final = LinearLayer("o_proj", ATTENDED, by_inputs=True)
+_GATE: Final = LinearLayer("gate_proj", INNER)
+_UP: Final = LinearLayer("up_proj", INNER)
+_GATE_UP: Final = LinearLayer("gate_up_proj", GATE_AND_UP)
+_DOWN: Final = LinearLayer("down_proj", INNER, by_inputs=True)
+
+
+def _products(arch: NativeArchitecture, layer: int) -> list[Product]:
+    """Return the products of a layer of the model; a mixture of experts has none of its MLP."""
+    qkv, gate_up = ((_QKV,), (_GATE_UP,)) if arch.has_fused_projections else ((_Q, _K, _V), (_GATE, _UP))
+    of_attention = [Product("self_attn.", qkv), Product("self_attn.", (_OUT,))]
+    if arch.experts is not None and arch.experts.layers[layer]:
+        return of_attention
+    return [*of_attention, Product("mlp.", gate_up), Product("mlp.", (_DOWN,))]
+
+
+LAYERS: Final = FamilyLayers(
+    "layers",
+    (
+        *(_Q, _K, _V, _QKV, _OUT, _GATE, _UP, _GATE_UP, _DOWN),
+        *(LinearLayer("embed_tokens", VOCABULARY), LinearLayer("lm_head", VOCABULARY)),
+    ),
+    _products,
+    of_first_stage=("embed_tokens", "lm_head"),
+    of_last_stage=("norm",),
+)
 
 
 def read_llama(name: str, config: Config) -> NativeArchitecture:

@@ -1,7 +1,8 @@
 """The architectures that have a native model: how each is read, and which module runs it.
 
-A variation of a known family is one reader function and one line of `NATIVE_MODELS`. A new family is its reader's
-file, its module in `core/models`, and one line here. `docs/internals/adding_a_model.md` shows how.
+A variation of a known family is one reader function and one line of `NATIVE_MODELS`. A new family is a file
+with its reader and its linear layers, its module in `core/models`, and a line here in `NATIVE_MODELS` and `_LAYERS`.
+`docs/internals/adding_a_model.md` shows how.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import msgspec
 
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.config_json import Config, NotNativeError, shorten
+from vllm_mp.model_config.families import bert, gpt2, llama
 from vllm_mp.model_config.families.bert import read_bert, read_distilbert, read_roberta
 from vllm_mp.model_config.families.gemma import read_gemma2, read_gemma3
 from vllm_mp.model_config.families.gpt2 import read_gpt2
@@ -25,6 +27,7 @@ from vllm_mp.model_config.families.llama import (
 )
 from vllm_mp.model_config.families.mixtures import read_granite_moe, read_mixtral, read_qwen2_moe, read_qwen3_moe
 from vllm_mp.model_config.families.other_decoder import read_other_decoder
+from vllm_mp.model_config.linear_layers import FamilyLayers
 from vllm_mp.model_config.quantization import read_four_bits, read_fp8_scales, stated_quantization
 
 
@@ -77,6 +80,8 @@ NATIVE_MODELS: Final[dict[str, NativeEntry]] = {
     "DistilBertForMaskedLM": NativeEntry(read_distilbert, "bert:DistilBertModel"),
     "DistilBertForSequenceClassification": NativeEntry(read_distilbert, "bert:DistilBertModel"),
 }
+_LAYERS: Final[dict[str, FamilyLayers]] = {"llama": llama.LAYERS, "gpt2": gpt2.LAYERS, "bert": bert.LAYERS}
+"""The linear layers of each family, by the module of `core/models` that runs it."""
 _WITHOUT_HEAD: Final = {
     "LlamaModel": "LlamaForCausalLM",
     "MistralModel": "MistralForCausalLM",
@@ -147,6 +152,11 @@ def _not_native(name: str, config: Config, error: NotNativeError) -> Architectur
     except ValueError as missing:
         raise ValueError(f"{error}; for transformers' module, {missing}") from None
     return msgspec.structs.replace(other, reason_not_native=str(error))
+
+
+def linear_layers(arch: NativeArchitecture) -> FamilyLayers:
+    """Return the linear layers of the family of `arch`."""
+    return _LAYERS[NATIVE_MODELS[arch.name].model.partition(":")[0]]
 
 
 def decoder_without_head(name: str) -> str | None:

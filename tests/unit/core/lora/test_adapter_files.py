@@ -156,11 +156,11 @@ REFUSED_TENSORS = [
     (lambda tensors: tensors.pop(AT + ".lora_B.weight"), f"{QUERY} lacks lora_B"),
     (lambda tensors: tensors.clear(), f"{WEIGHTS_FILE} is empty"),
     (changed(AT + ".lora_magnitude_vector.weight", torch.zeros(48)), "belongs to DoRA"),
-    (changed(AT + ".lora_B.bias", torch.zeros(48)), "is no factor of LoRA"),
+    (changed(AT + ".lora_B.bias", torch.zeros(48)), "is not a factor of LoRA"),
     (changed("base_model.model.lm_head.weight", torch.zeros(97, 48)), "changes embeddings"),
     (changed("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(8, 97)), "changes embeddings"),
     (changed("base_model.model.model.layers.3.mlp.up_proj.lora_A.weight", torch.zeros(8, 48)), "has 3 layers"),
-    (changed("base_model.model.model.layers.0.mlp.router.lora_A.weight", torch.zeros(8, 48)), "no linear layer"),
+    (changed("base_model.model.model.layers.0.mlp.router.lora_A.weight", torch.zeros(8, 48)), "not a linear layer"),
     (changed("x" * 100_000, torch.zeros(1)), "^.{,600}$"),
     (changed("base_model.model." + QUERY + ".lora_A.weight", torch.zeros(8, 48)), "occurs twice"),
 ]
@@ -180,7 +180,7 @@ def test_rank_above_the_limit_and_another_model_are_refused(tmp_path):
     folder = save_adapter(tmp_path / "adapter", adapter_tensors(ARCH, 17), r=17)
     with pytest.raises(ValueError, match=r"has rank 17, above max_lora_rank=16; start the engine with a higher one"):
         read(folder)
-    with pytest.raises(ValueError, match=r"no linear layer of GPT2LMHeadModel.*; and \d+ more"):
+    with pytest.raises(ValueError, match=r"not a linear layer of GPT2LMHeadModel.*; and \d+ more"):
         read(folder, GPT2)
 
 
