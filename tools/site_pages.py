@@ -5,6 +5,7 @@ page. A page that loads anything from another host is a warning, which fails the
 """
 
 import argparse
+import ast
 import dataclasses
 import functools
 import html
@@ -28,7 +29,7 @@ logger = logging.getLogger("mkdocs.hooks.site_pages")
 _CONTRIBUTING = "CONTRIBUTING.md"
 _FIRST_HEADING = "model"
 """The heading of the first engine options in the help of a command."""
-_MARKER = re.compile(r"^<!-- (names|options|commands)(?:: ([\w ,]+))? -->$", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- (names|options|commands|modules)(?:: ([\w ,]+))? -->$", re.MULTILINE)
 _LOADED = re.compile(
     r"<(?:script|link|img|iframe|source|video|audio|object)\b[^>]*?\b(?:src|href|data)=[\"']?((?:https?:)?//[^\"'\s>]+)"
 )
@@ -61,12 +62,34 @@ def _filled(kind: str, names: str | None, listed: set[str]) -> str:
     if kind == "options":
         return _options()
     if kind == "commands":
-        benchmarks = (_command(f"bench {name}", f"bench_{name}", text) for name, text in cli.BENCHMARKS.items())
+        benchmarks = (_command(f"bench {name}", f"bench.{name}", text) for name, text in cli.BENCHMARKS.items())
         return "\n".join((*(_command(name, name, text) for name, text in cli.COMMANDS.items()), *benchmarks))
+    if kind == "modules":
+        return _modules()
     chosen = names.replace(",", " ").split() if names else sorted({*vllm_mp.__all__} - listed)
     if unknown := {*chosen} - {*vllm_mp.__all__}:
         logger.warning("docs/api/python.md lists %s, which vllm_mp does not export", ", ".join(sorted(unknown)))
     return "\n\n".join(f"::: vllm_mp.{name}" for name in chosen)
+
+
+def _modules() -> str:
+    """Return a section for each folder of the product, with the first line of each module."""
+    root, sections = Path(vllm_mp.__file__).resolve().parents[1], []
+    for top in ("vllm_mp", "client", "core", "kernels"):
+        folders = [root / top, *sorted(path for path in (root / top).rglob("*") if path.is_dir())]
+        for folder in folders:
+            if folder.is_symlink() or not (folder / "__init__.py").exists() or folder.name == "testing":
+                continue
+            lines = [f"## {folder.relative_to(root)}", "", _first_line(folder / "__init__.py"), ""]
+            names = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+            sections.append("\n".join([*lines, *(f"- `{path.name}`: {_first_line(path)}" for path in names)]))
+    return "\n\n".join(sections)
+
+
+def _first_line(module: Path) -> str:
+    """Return the first line of the docstring of a module."""
+    text = ast.get_docstring(ast.parse(module.read_text())) or ""
+    return text.partition("\n")[0]
 
 
 def _options() -> str:

@@ -11,19 +11,19 @@ import secrets
 import time
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from vllm_mp import wire
 from vllm_mp.arguments.counted import counted
 from vllm_mp.client.cores.connection import run_on_and_wait
-from vllm_mp.client.cores.launcher import Core
 from vllm_mp.client.cores.pending_call import PendingCall
 from vllm_mp.client.cores.pings import Pings
 from vllm_mp.client.cores.recovery.blame import Blame
+from vllm_mp.client.cores.recovery.engine_deaths import EngineDeaths
 from vllm_mp.client.cores.recovery.news import Absence, Death, End, News
-from vllm_mp.client.cores.recovery.peers import Peers
 from vllm_mp.client.cores.recovery.suspects import Entry, Suspects
+from vllm_mp.client.cores.sources.core_source import Core
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
@@ -31,6 +31,32 @@ from vllm_mp.client.stats import EngineStats, Restart
 from vllm_mp.errors import EngineDeadError, EngineError
 
 logger = logging.getLogger(__name__)
+
+
+class CoresAround(Protocol):
+    """The cores of an engine, as the client of one of them tells them what happens to it."""
+
+    @property
+    def num_serving(self) -> int:
+        """Number of cores that serve."""
+        ...
+
+    @property
+    def has_lasting(self) -> bool:
+        """One of the cores is not gone for good."""
+        ...
+
+    def note_change(self) -> None:
+        """Note that a core has died, has ended for good, or serves again."""
+        ...
+
+    def note_sent(self, stream: RequestStream, rank: int) -> None:
+        """Note that a new stream was sent to the core `rank`."""
+        ...
+
+    def note_output(self, output: wire.StepOutput, requests: OutputProcessor) -> None:
+        """Note what a core has sent, before its `requests` get it."""
+        ...
 
 
 class EngineCoreClient:
@@ -49,15 +75,16 @@ class EngineCoreClient:
         supervisor: CoreSupervisor,
         requests: OutputProcessor,
         stats: EngineStats,
-        peers: Peers | None = None,
-        rank: int = 0,
+        group: CoresAround,
+        deaths: EngineDeaths,
+        rank: int,
     ) -> None:
-        """`peers` is what the clients of all cores of an engine share, and `rank` names the core among them."""
+        """The clients of all cores of an engine share `group` and `deaths`; `rank` names the core among them."""
         self.supervisor = supervisor
         self.requests = requests
         self.rank = rank
-        self._peers = Peers() if peers is None else peers
-        self._peers.clients.append(self)
+        self._group = group
+        self._deaths = deaths
         self._stats = stats
         self._num_drops_counted = 0
         """Number of dropped messages of the current connection that `stats` knows of."""
@@ -71,8 +98,8 @@ class EngineCoreClient:
         """Numbers for calls and requests, in the order in which they are sent; no other client uses them for calls."""
         self._is_paused = supervisor.core.connection.was_paused
         """There is a pause, as far as the core has told."""
-        self._suspects = Suspects(self._peers.ledger)
-        self._blame = Blame(self, self._peers, self._suspects)
+        self._suspects = Suspects(deaths.ledger)
+        self._blame = Blame(self, deaths, self._suspects)
         self._restart: Restart | None = None
         """What the statistics keep of the latest death."""
         self._waits_since: WeakKeyDictionary[RequestStream, float] = WeakKeyDictionary()
@@ -115,12 +142,12 @@ class EngineCoreClient:
     @property
     def tests_suspects(self) -> bool:
         """Suspects run isolated in the core, which may die of them."""
-        return self._peers.has_suspects and any(map(self._suspects.is_suspect, self.requests.streams()))
+        return self._deaths.has_suspects and any(map(self._suspects.is_suspect, self.requests.streams()))
 
     @property
     def has_exposed(self) -> bool:
         """The core runs requests that may have caused a death, so that it may be the next to die."""
-        return self._peers.has_deaths and any(map(self._suspects.is_exposed, self.requests.streams()))
+        return self._deaths.is_recorded and any(map(self._suspects.is_exposed, self.requests.streams()))
 
     @property
     def has_unread_end(self) -> bool:
@@ -142,7 +169,7 @@ class EngineCoreClient:
         Raises ValueError if there are too many live completions, or if the message would be too large, and
         EngineGenerateError if an equal request was to blame for deaths of cores.
         """
-        self._peers.refused.check(stream)
+        self._deaths.refused.check(stream)
         stream.after_pause = self._is_pausing
         stream.number = next(self._call_ids)
         if not self.requests.enter(stream):
@@ -157,8 +184,7 @@ class EngineCoreClient:
         except BaseException:
             self._abort_slots(self.requests.withdraw(stream, num_sent))
             raise
-        if self._peers.on_sent is not None:
-            self._peers.on_sent(stream, self.rank)
+        self._group.note_sent(stream, self.rank)
         return True
 
     def abort(self, request_id: str) -> None:
@@ -204,6 +230,10 @@ class EngineCoreClient:
     def fail(self, stream: RequestStream, why: str) -> None:
         """End a live stream with EngineGenerateError."""
         self._abort_slots(self.requests.fail(stream, why))
+
+    def forgive(self, times: list[float]) -> None:
+        """Stop counting the deaths seen at `times` against the limit of restarts."""
+        self.supervisor.forgive(times)
 
     def post(self, name: str, *args: wire.CallArgument) -> None:
         """Have the next core run an operation, as `call` does, without waiting for its answer."""
@@ -322,11 +352,7 @@ class EngineCoreClient:
         if isinstance(message, wire.StepOutput):
             self._stats.note_step(message, self.rank)
             self._blame.note_output(message)
-            if self._peers.on_read is not None:
-                if message.queued:
-                    self._peers.on_read(self.requests.streams_at([slot for slot, _ in message.queued]))
-                if self._peers.moved_unread:  # which are not in `queued` if they moved with tokens
-                    self._peers.on_read(self._peers.moved_unread.intersection(self.requests.streams_in(message)))
+            self._group.note_output(message, self.requests)
             self._abort_slots(self.requests.process(message))
             self._send_held_back()
         elif isinstance(message, wire.Reply):
@@ -375,11 +401,11 @@ class EngineCoreClient:
         self._recovers_from = death.cause
         num_requests = len(self.requests.streams())
         self._restart = self._stats.note_death(death.kind, death.time, death.cause)
-        others = "other cores" if self._peers.num_serving else "the next core"
+        others = "other cores" if self._group.num_serving else "the next core"
         continues = f"; {counted(num_requests, 'request')} will continue on {others}" if num_requests else ""
         logger.warning("%s%s", death.cause.partition(";")[0], continues)
         self._blame.note_death(death, self._core, self.requests.live())
-        self._peers.on_change()
+        self._group.note_change()
 
     def _replay_to(self, core: Core) -> None:
         """Make `core` the current core, and tell it everything that is pending."""
@@ -408,7 +434,7 @@ class EngineCoreClient:
             self._replay(stream, awaited)
         for call in calls:
             self._send_call(call)
-        self._peers.on_change()
+        self._group.note_change()
 
     def _replay(self, stream: RequestStream, awaited: Awaited) -> None:
         if stream.is_over:  # another of its completions could not be sent, which failed all of them
@@ -437,9 +463,9 @@ class EngineCoreClient:
 
     def _on_end(self, end: End) -> None:
         logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause
-        if end.death is not None and any(client.dead_error is None for client in self._peers.clients):
+        if end.death is not None and self._group.has_lasting:
             self._blame.note_last_death(end.death, self._core, self.requests.live())
-        self._peers.on_change()
+        self._group.note_change()
         self._fail_everything(EngineDeadError(end.cause))  # what no other core has taken over
 
     def _fail_everything(self, error: EngineDeadError) -> None:

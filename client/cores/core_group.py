@@ -9,7 +9,7 @@ from typing import Any
 from vllm_mp import wire
 from vllm_mp.client.cores.connection import run_on, run_on_and_wait
 from vllm_mp.client.cores.core_client import EngineCoreClient
-from vllm_mp.client.cores.recovery.peers import Peers
+from vllm_mp.client.cores.recovery.engine_deaths import EngineDeaths
 from vllm_mp.client.cores.router import Placement, RoutedRequest, Router, prefix_hashes
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.outputs.live_requests import LiveRequests
@@ -40,14 +40,17 @@ class CoreGroup:
         self.supervisors = supervisors
         self.requests = requests
         self._stats = stats
-        self._peers = Peers()
-        self._peers.on_change = self._move_stranded
+        self._clients: list[EngineCoreClient] = []
+        """The clients of the cores, in the order of their ranks."""
+        self._deaths = EngineDeaths(self._clients)
         self._draining: set[int] = set()
         """Ranks of the cores that get no new requests."""
         self._router: Router | None = None
         """None while there is only one core."""
         self._placements: dict[RequestStream, tuple[Placement, bool]] = {}
         """Of each live stream that was routed, and whether its first token has arrived from that core."""
+        self._moved_unread: set[RequestStream] = set()
+        """Live streams that have moved to another core, which has sent no token of them yet."""
         self._latest_choice: tuple[RequestStream, RoutedRequest] | None = None
         """The request for which a core was chosen last, which is sent at once."""
         self._num_ranks = 0
@@ -58,20 +61,30 @@ class CoreGroup:
             self._add_client(supervisor, self.reserve_rank())
 
     @property
-    def clients(self) -> list[EngineCoreClient]:
-        """The clients of the cores, in the order of their ranks."""
-        return list(self._peers.clients)
-
-    @property
     def first(self) -> EngineCoreClient:
         """The client of the core with the lowest rank."""
-        return self._peers.clients[0]
+        return self._clients[0]
+
+    @property
+    def clients(self) -> list[EngineCoreClient]:
+        """The clients of the cores, in the order of their ranks."""
+        return list(self._clients)
+
+    @property
+    def num_serving(self) -> int:
+        """Number of cores that serve."""
+        return sum(client.has_core for client in self._clients)
+
+    @property
+    def has_lasting(self) -> bool:
+        """One of the cores is not gone for good."""
+        return any(client.dead_error is None for client in self._clients)
 
     @property
     def dead_error(self) -> EngineDeadError | None:
         """Why all cores are gone for good; None while one is not."""
         error = None
-        for client in self._peers.clients:
+        for client in self._clients:
             if (error := client.dead_error) is None:
                 return None
         return error
@@ -79,13 +92,13 @@ class CoreGroup:
     @property
     def recovers_from(self) -> str | None:
         """The cause of the latest known death, while there is no core."""
-        causes = [client.recovers_from for client in self._peers.clients if not client.has_core]
-        return None if len(causes) < len(self._peers.clients) else next(filter(None, causes), None)
+        causes = [client.recovers_from for client in self._clients if not client.has_core]
+        return None if len(causes) < len(self._clients) else next(filter(None, causes), None)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
         """The event loop that receives from the cores, if any."""
-        return next((client.loop for client in self._peers.clients if client.loop is not None), None)
+        return next((client.loop for client in self._clients if client.loop is not None), None)
 
     def is_draining(self, rank: int) -> bool:
         """Return whether the core gets no new requests."""
@@ -98,7 +111,7 @@ class CoreGroup:
 
     def check_rank(self, rank: int | None) -> None:
         """Raise ValueError unless `rank` is None or names a core."""
-        ranks = [client.rank for client in self._peers.clients]
+        ranks = [client.rank for client in self._clients]
         if rank is None or (rank in ranks and not isinstance(rank, bool)):
             return
         known = "one core serves all requests, and its rank is 0" if ranks == [0] else f"the ranks are {_listed(ranks)}"
@@ -106,7 +119,7 @@ class CoreGroup:
 
     def attach(self) -> None:
         """Receive from the cores on the running loop; raises EngineDeadError if all are gone for good."""
-        for client in self._peers.clients:
+        for client in self._clients:
             client.attach()
         if (error := self.dead_error) is not None:
             raise error
@@ -117,7 +130,7 @@ class CoreGroup:
         A core that does not serve, or is drained, is replaced by another one.
         """
         if self._router is None:
-            return self._peers.clients[0]
+            return self._clients[0]
         candidates = self._candidates()
         request = self._routed(stream)
         self._latest_choice = stream, request
@@ -128,7 +141,7 @@ class CoreGroup:
         stream = self.requests.find(request_id)
         if stream is None:
             self.requests.abort_early(request_id)
-        for client in self._peers.clients:
+        for client in self._clients:
             if stream is not None and stream in client.requests:
                 client.abort(request_id)
 
@@ -177,7 +190,7 @@ class CoreGroup:
         try:
             await self.ping(_PING_TIMEOUT_S)
         except EngineError:
-            for client in self._peers.clients:
+            for client in self._clients:
                 status = client.supervisor.status()
                 if (
                     client.has_core
@@ -204,14 +217,14 @@ class CoreGroup:
 
     def count_drops(self) -> None:
         """Count the messages that the connections to the current cores have dropped since the last call."""
-        for client in self._peers.clients:
+        for client in self._clients:
             client.count_drops()
 
     def fail_all(self, error: EngineDeadError) -> None:
         """End every stream and call with `error`, which later ones raise too; from any thread."""
         # A core that dies now must not leave its requests to a client that has failed all of its own.
         self._is_closed = True
-        for client in self._peers.clients:
+        for client in self._clients:
             client.fail_all(error)
 
     def run_on_loop(self, call: Callable[[], None]) -> None:
@@ -243,12 +256,12 @@ class CoreGroup:
         Raises ValueError if there is no such core, or no other that is not gone for good.
         """
         client = self.client(rank)
-        others = [other for other in self._peers.clients if other is not client and other.dead_error is None]
+        others = [other for other in self._clients if other is not client and other.dead_error is None]
         if not others or self._router is None:
             raise ValueError(f"rank={rank}: no other core could go on with its requests; add one before")
         self._draining.add(rank)
         client.leave(EngineDeadError(f"the core with rank {rank} was removed"))
-        self._peers.clients.remove(client)
+        self._clients.remove(client)
         for stream in client.requests.streams():
             self._move(stream, client, self._candidates())
         client.requests.forget_core()
@@ -258,10 +271,11 @@ class CoreGroup:
         return client.supervisor
 
     def _add_client(self, supervisor: CoreSupervisor, rank: int) -> None:
-        EngineCoreClient(supervisor, OutputProcessor(self.requests), self._stats, self._peers, rank)
+        requests = OutputProcessor(self.requests)
+        self._clients.append(EngineCoreClient(supervisor, requests, self._stats, self, self._deaths, rank))
         if self._router is not None:
             self._router.add_core(rank, _cache_tokens(supervisor))
-        elif len(self._peers.clients) > 1:
+        elif len(self._clients) > 1:
             self._begin_routing()
 
     def _begin_routing(self) -> None:
@@ -269,9 +283,8 @@ class CoreGroup:
         first = self.first.supervisor.core
         # Of an own core, this client is the only one.
         self._router = Router(seed=first.client if first.process is None else None)
-        for client in self._peers.clients:
+        for client in self._clients:
             self._router.add_core(client.rank, _cache_tokens(client.supervisor))
-        self._peers.on_sent, self._peers.on_read = self._note_sent, self._note_read
         on_end = self.requests.on_end
 
         def note_end(stream: RequestStream) -> None:
@@ -282,24 +295,24 @@ class CoreGroup:
 
     def client(self, rank: int) -> EngineCoreClient:
         """Return the client of a core. Raises ValueError if there is no such core."""
-        for client in self._peers.clients:
+        for client in self._clients:
             if client.rank == rank:
                 return client
-        ranks = [client.rank for client in self._peers.clients]
+        ranks = [client.rank for client in self._clients]
         raise ValueError(f"rank={rank!r}: there is no such core; the ranks are {_listed(ranks)}")
 
     def _lasting_clients(self) -> list[EngineCoreClient]:
         """Return the clients of cores that are not gone for good; raises EngineDeadError if all are."""
-        clients = [client for client in self._peers.clients if client.dead_error is None]
+        clients = [client for client in self._clients if client.dead_error is None]
         if not clients and (error := self.dead_error) is not None:
             raise error
         return clients
 
     def _candidates(self) -> list[int]:
         """Return the ranks of the cores that may get a request, the best kind that there is."""
-        clients = self._peers.clients
+        clients = self._clients
         serving = [client for client in clients if client.has_core and client.rank not in self._draining]
-        if self._peers.has_suspects:
+        if self._deaths.has_suspects:
             serving = [client for client in serving if not client.tests_suspects] or serving
         lasting = (
             serving
@@ -313,20 +326,20 @@ class CoreGroup:
         """Return what the router must know of a stream."""
         num_tokens = len(stream.prompt_token_ids) + max(awaited.num_tokens for awaited in stream.awaited)
         prompt, root = stream.prefix()
-        caches = self._peers.clients[0].supervisor.core.config.cache_config.enable_prefix_caching
+        caches = self._clients[0].supervisor.core.config.cache_config.enable_prefix_caching
         return RoutedRequest(num_tokens, len(stream.awaited), prefix_hashes(prompt, root) if caches else ())
 
-    def _move_stranded(self) -> None:
-        """Let other cores go on with the requests of cores that are dead."""
+    def note_change(self) -> None:
+        """Let other cores go on with the requests of cores that are dead; called when a core dies, ends or serves."""
         if self._router is None or self._is_closed:
             return
-        for client in self._peers.clients:
+        for client in self._clients:
             if client.has_core or client.has_unread_end:  # the news tells which requests may have caused the death
                 continue
             self._router.forget_prefixes(client.rank)
             others = [rank for rank in self._candidates() if self.client(rank).has_core]
             if not others and client.dead_error is not None:
-                others = [other.rank for other in self._peers.clients if other.dead_error is None]
+                others = [other.rank for other in self._clients if other.dead_error is None]
             if not others:
                 continue
             streams, exposed = client.movable_streams()
@@ -343,20 +356,31 @@ class CoreGroup:
         request = self._routed(stream)
         chosen = self._router.choose(request, ranks)
         self._placements[stream] = self._router.place(request, chosen), False
-        self._peers.moved_unread.add(stream)
+        self._moved_unread.add(stream)
         source.hand_over([stream], self.client(chosen))
         return chosen
 
-    def _note_sent(self, stream: RequestStream, rank: int) -> None:
-        assert self._router is not None
+    def note_sent(self, stream: RequestStream, rank: int) -> None:
+        """Note that a new stream was sent to the core `rank`."""
+        if self._router is None:
+            return
         choice = self._latest_choice
         request = choice[1] if choice is not None and choice[0] is stream else self._routed(stream)
         self._placements[stream] = self._router.place(request, rank), False
 
+    def note_output(self, output: wire.StepOutput, requests: OutputProcessor) -> None:
+        """Note which prompts a core has read: of streams that get their first token or vector from it."""
+        if self._router is None:
+            return
+        if output.queued:
+            self._note_read(requests.streams_at([slot for slot, _ in output.queued]))
+        if self._moved_unread:  # which are not in `queued` if they moved with tokens
+            self._note_read(self._moved_unread.intersection(requests.streams_in(output)))
+
     def _note_read(self, streams: Iterable[RequestStream]) -> None:
         assert self._router is not None
         for stream in streams:
-            self._peers.moved_unread.discard(stream)
+            self._moved_unread.discard(stream)
             placement, was_read = self._placements.get(stream, (None, True))
             if placement is not None and not was_read:
                 self._router.note_read(placement)
@@ -364,7 +388,7 @@ class CoreGroup:
 
     def _note_left(self, stream: RequestStream) -> None:
         """Note that a stream has ended, or has left its core."""
-        self._peers.moved_unread.discard(stream)
+        self._moved_unread.discard(stream)
         placement, was_read = self._placements.pop(stream, (None, True))
         if placement is not None and self._router is not None:
             self._router.note_end(placement, was_read)

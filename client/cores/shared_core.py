@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_mp.client.cores.launcher import Core, CoreLauncher
 from vllm_mp.client.cores.recovery.news import Death, End
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
+from vllm_mp.client.cores.sources.core_source import Core
+from vllm_mp.client.cores.sources.launcher import CoreLauncher
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.threads.background_call import call_in_thread
 from vllm_mp.config import VllmConfig

@@ -7,23 +7,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import zmq
 
 from vllm_mp import wire
 from vllm_mp.client.cores.health import HangWatch, count_oom_kills, is_stopped
-from vllm_mp.client.cores.launcher import Core, CoreLauncher, CoreSource, RemoteCore
 from vllm_mp.client.cores.pings import Pings
 from vllm_mp.client.cores.recovery.news import Absence, Death, End, News
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
+from vllm_mp.client.cores.sources.core_source import AwaitedSource, Core
+from vllm_mp.client.cores.sources.launcher import CoreLauncher
 from vllm_mp.core_link.core_launch import Predecessor
 from vllm_mp.core_link.core_status import CoreStatus
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.errors import EngineStartError
-
-if TYPE_CHECKING:
-    from vllm_mp.client.ray import RayCore
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +41,9 @@ _MAX_EARLIER_DEATHS = 16
 """Deaths before the latest death for which a client may name a culprit: as many as a search by halves takes."""
 _ABSENCE_INTERVAL_S = 0.25
 """Time between two looks at the requests that wait too long for a shared core."""
+
+
+CoreSource: TypeAlias = CoreLauncher | AwaitedSource
 
 
 class CoreSupervisor:
@@ -393,7 +394,7 @@ class CoreSupervisor:
             calls=[(tokens.get(client, b""), call_id) for client, call_id in calls],
         )
 
-    def _rejoin(self, source: "RemoteCore | RayCore", death: Death) -> Core | None:
+    def _rejoin(self, source: AwaitedSource, death: Death) -> Core | None:
         """Wait for the next core that another process starts, for as long as it takes.
 
         Return None when told to stop or to give up, or if there will be none that serves the model.

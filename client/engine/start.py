@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_mp.client.cores.endpoint import endpoint
-from vllm_mp.client.cores.launcher import Core, CoreLauncher, RemoteCore
 from vllm_mp.client.cores.placement import config_of_place
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
+from vllm_mp.client.cores.sources.core_source import Core
+from vllm_mp.client.cores.sources.launcher import CoreLauncher
+from vllm_mp.client.cores.sources.remote_core import RemoteCore
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.engine.engine import Engine
 from vllm_mp.client.engine.tokenizer_data import tokenizer_of_connected

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_mp.client.cores.launcher import Core
+from vllm_mp.client.cores.sources.core_source import Core
 from vllm_mp.client.prompts.tokenizer import load_awaitable_tokenizer, load_fast_tokenizer, make_awaitable
 from vllm_mp.model_store import resolve_model
 from vllm_mp.model_store.tokenizer_files import CHUNK_BYTES, DATA_FILES, LIST_CALL, MAX_TOKENIZER_BYTES, READ_CALL

@@ -9,9 +9,9 @@ import zmq
 
 from vllm_mp import wire
 from vllm_mp.client.cores.connection import CoreConnection
-from vllm_mp.client.cores.launcher import Check, Core, differences, served_model
-from vllm_mp.client.cores.process import CoreProcess
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
+from vllm_mp.client.cores.sources.core_source import Check, Core, differences, served_model
+from vllm_mp.client.cores.sources.process import CoreProcess
 from vllm_mp.client.ray.driver_process import DriverProcess
 from vllm_mp.client.ray.messages import Lost, Serves, Waits
 from vllm_mp.client.ray.resources import describe_bundle

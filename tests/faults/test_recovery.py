@@ -553,7 +553,7 @@ def test_standby_takes_over_and_a_new_standby_is_prepared(make_small_engine):
 
 
 def test_death_of_the_first_core_while_loading_is_an_error_at_once(small_model, monkeypatch):
-    from vllm_mp.client.cores.launcher import CoreLauncher
+    from vllm_mp.client.cores.sources.launcher import CoreLauncher
 
     begin = CoreLauncher.begin
 

@@ -19,7 +19,7 @@ from vllm_mp import (
     RequestOutputKind,
     SamplingParams,
 )
-from vllm_mp.client.cores.held_address import HeldAddress
+from vllm_mp.client.cores.sources.held_address import HeldAddress
 from vllm_mp.core_link.core_launch import CoreLaunch
 from vllm_mp.testing.engines import answer, eventually, greedy, make_keys, replay_core, rest, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_random_model

@@ -94,7 +94,7 @@ def forked_cores(core_template):
     """Fork the cores that this process starts for the tests of a module, so that they need not import torch."""
     patched = types.SimpleNamespace(**{**vars(subprocess), "Popen": core_template})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_mp.client.cores.process.subprocess", patched)
+        patch.setattr("vllm_mp.client.cores.sources.process.subprocess", patched)
         yield
 
 

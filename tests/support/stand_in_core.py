@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from vllm_mp import wire
 from vllm_mp.client.cores.connection import CoreConnection
-from vllm_mp.client.cores.launcher import Core
 from vllm_mp.client.cores.pings import Pings
-from vllm_mp.client.cores.process import CoreProcess
 from vllm_mp.client.cores.recovery.news import News
+from vllm_mp.client.cores.sources.core_source import Core
+from vllm_mp.client.cores.sources.process import CoreProcess
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_link.core_status import CoreStatus
 

@@ -28,7 +28,7 @@ _OTHER_NAMES = {"llama.cpp", "utils.py"}
 _MAX_GLOSSARY_ROWS = 30
 _FUNCTION = re.compile(r"`([\w/]+\.py)`: `([\w.]+)`")
 """A file, and a function or class in it."""
-_MAX_HOPS = 25
+_MAX_LINES_OF_ARCHITECTURE = 200
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 _OTHER_FLAGS = {"--build-arg", "--cpus", "--preload", "--worker"}
 """Flags of docker and gunicorn, and of a core that is planned."""
@@ -108,12 +108,8 @@ def test_every_function_that_a_page_names_with_its_file_is_defined_there() -> No
     assert _faults(missing) == []
 
 
-def test_way_of_a_prompt_has_at_most_25_hops() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
-    section = text.partition("## The way of a prompt")[2].partition("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ") and _FUNCTION.search(line)]
-    assert [row.split("|")[1].strip() for row in rows] == [str(number) for number in range(1, len(rows) + 1)]
-    assert 0 < len(rows) <= _MAX_HOPS
+def test_architecture_is_read_in_ten_minutes() -> None:
+    assert len((ROOT / "docs/architecture.md").read_text().splitlines()) <= _MAX_LINES_OF_ARCHITECTURE
 
 
 def test_glossary_has_at_most_30_words() -> None:
@@ -164,7 +160,7 @@ _CHECKS: dict[str, Callable[[CodeBlock], object]] = {
 @functools.cache
 def _source_of(tool: Path) -> str:
     """Return the text of a tool and of the modules that only tools and tests use, where its flags may be."""
-    modules = [*(ROOT / "tools/shared").glob("*.py"), *(ROOT / "vllm_mp/testing").rglob("*.py")]
+    modules = (ROOT / "vllm_mp/testing").rglob("*.py")
     return "\n".join(path.read_text() for path in (tool, *modules))
 
 
@@ -188,8 +184,8 @@ def _known_flags() -> set[str]:
             flags.update(action.option_strings)
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
-    for tool in (ROOT / "tools").iterdir():
-        if tool.is_file():
+    for tool in (ROOT / "tools").rglob("*"):
+        if tool.is_file() and tool.suffix != ".pyc":
             flags.update(_FLAG.findall(_source_of(tool)))
     return flags
 

@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """
     import asyncio
 
-    from vllm_mp.client.cores.held_address import check_address
     from vllm_mp.client.cores.shared_core import SharedCore
+    from vllm_mp.client.cores.sources.held_address import check_address
 
     if args.headless:
         for flag, value in (("--key-file", args.key_file), ("--operator-key-file", args.operator_key_file)):

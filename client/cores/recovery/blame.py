@@ -2,12 +2,10 @@
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
 
 from vllm_mp import wire
-from vllm_mp.client.cores.launcher import Core
+from vllm_mp.client.cores.recovery.engine_deaths import CoreUser, EngineDeaths
 from vllm_mp.client.cores.recovery.news import Death
-from vllm_mp.client.cores.recovery.peers import Peers
 from vllm_mp.client.cores.recovery.suspects import (
     MAX_DEATHS,
     MIN_DEATHS,
@@ -16,10 +14,8 @@ from vllm_mp.client.cores.recovery.suspects import (
     Suspects,
 )
 from vllm_mp.client.cores.recovery.unexplained_death import UnexplainedDeath
+from vllm_mp.client.cores.sources.core_source import Core
 from vllm_mp.client.outputs.stream import RequestStream
-
-if TYPE_CHECKING:
-    from vllm_mp.client.cores.core_client import EngineCoreClient
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +23,9 @@ logger = logging.getLogger(__name__)
 class Blame:
     """Records the deaths of the cores of one client, and fails the requests that are to blame."""
 
-    def __init__(self, client: "EngineCoreClient", peers: Peers, suspects: Suspects) -> None:
+    def __init__(self, client: CoreUser, engine: EngineDeaths, suspects: Suspects) -> None:
         self._client = client
-        self._peers = peers
+        self._engine = engine
         self._suspects = suspects
         self._unexplained: UnexplainedDeath | None = None
         """The death of a shared core, until its successor says what it was computing."""
@@ -87,7 +83,7 @@ class Blame:
     def _record(self, death: Death, core: Core, live: list[Entry]) -> None:
         """Record a death for each live request in its step, and fail those that are to blame."""
         for conviction in self._suspects.record(death, live):
-            self._forgive(self._peers.convict(conviction, self._client), core)
+            self._forgive(self._engine.convict(conviction, self._client), core)
         for call_id in death.calls:
             deaths_of_call = self._calls.setdefault(call_id, _CallDeaths())
             deaths_of_call.record(death)
@@ -101,7 +97,7 @@ class Blame:
         if core.process is None:
             self._convicted.extend(sorted({death.incarnation for death in deaths if death.is_step_known}))
         elif self._cores_work:  # else the limit of restarts ends an engine in which nothing can run
-            self._peers.forgive(sorted({death.time for death in deaths}))
+            self._engine.forgive(sorted({death.time for death in deaths}))
         self._cores_work = False
 
 

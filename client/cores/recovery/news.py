@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from vllm_mp.client.cores.launcher import Core
+from vllm_mp.client.cores.sources.core_source import Core
 
 
 class Death(NamedTuple):

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple, Self
 
-from vllm_mp.client.cores.launcher import Core
 from vllm_mp.client.cores.recovery.news import Death
 from vllm_mp.client.cores.recovery.suspects import Entry
+from vllm_mp.client.cores.sources.core_source import Core
 from vllm_mp.client.outputs.stream import RequestStream
 
 

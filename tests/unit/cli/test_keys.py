@@ -8,7 +8,7 @@ from support.fake_core import FakeCore
 
 from vllm_mp import EngineArgs, EngineStartError, cli
 from vllm_mp.client.cores.connection import CoreConnection
-from vllm_mp.client.cores.held_address import HeldAddress
+from vllm_mp.client.cores.sources.held_address import HeldAddress
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.keys.authorized_clients import AuthorizedClients
 from vllm_mp.keys.curve_keys import encode_key, make_client_key, make_server_key, read_client_key, read_server_key

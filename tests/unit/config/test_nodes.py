@@ -8,7 +8,7 @@ import pytest
 from support.nodes import free_port
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, cli
-from vllm_mp.client.cores.process import CoreProcess
+from vllm_mp.client.cores.sources.process import CoreProcess
 from vllm_mp.config import nodes
 from vllm_mp.config.nodes import is_missing_node, missing_node, prepare_node_0
 from vllm_mp.keys.authorized_clients import AuthorizedClients

@@ -14,9 +14,9 @@ import zmq
 from vllm_mp import EngineStartError, wire
 from vllm_mp.client.cores import connection as connection_module
 from vllm_mp.client.cores.connection import CoreConnection
-from vllm_mp.client.cores.core_client import EngineCoreClient
+from vllm_mp.client.cores.core_group import CoreGroup
 from vllm_mp.client.cores.recovery.news import Death
-from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.stats import EngineStats
 from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core_link.core_status import NOT_SUSPENDED
@@ -250,7 +250,7 @@ class DyingCore:
 def test_death_is_handled_after_all_messages_that_arrived_before_it_and_other_callbacks_run_meanwhile():
     core = DyingCore(20)
     stats = EngineStats(64, False)
-    client = EngineCoreClient(core, OutputProcessor(), stats)
+    client = CoreGroup([core], LiveRequests(), stats).first
 
     async def run():
         seen = []
@@ -269,7 +269,7 @@ def test_death_is_handled_after_all_messages_that_arrived_before_it_and_other_ca
 
 def test_death_is_handled_by_another_event_loop_if_the_first_was_closed_meanwhile():
     core = DyingCore(1000)
-    client = EngineCoreClient(core, OutputProcessor(), EngineStats(64, False))
+    client = CoreGroup([core], LiveRequests(), EngineStats(64, False)).first
 
     async def attach():
         client.attach()

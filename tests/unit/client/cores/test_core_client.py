@@ -4,11 +4,11 @@ import pytest
 from support.stand_in_core import StandInSupervisor
 
 from vllm_mp import EngineGenerateError, SamplingParams, wire
-from vllm_mp.client.cores.core_client import EngineCoreClient
+from vllm_mp.client.cores.core_group import CoreGroup
 from vllm_mp.client.cores.recovery import refused_requests
 from vllm_mp.client.cores.recovery.news import Death
 from vllm_mp.client.outputs.completion import Completion
-from vllm_mp.client.outputs.output_processor import OutputProcessor
+from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.prompts.request import GenerationRequest
 from vllm_mp.client.stats import EngineStats
@@ -19,7 +19,7 @@ class Cores(StandInSupervisor):
 
     def __init__(self, is_shared=False):
         super().__init__(is_shared)
-        self.client = EngineCoreClient(self, OutputProcessor(), EngineStats(64, False))
+        self.client = CoreGroup([self], LiveRequests(), EngineStats(64, False)).first
 
     def add(self, name, prompt=None, seed=None, salt=""):
         params = SamplingParams(seed=seed or 1)

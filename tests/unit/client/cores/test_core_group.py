@@ -192,9 +192,9 @@ def test_moved_request_that_ends_before_a_token_is_not_waited_for():
         engine = Engine()
         engine.add("a", rank=0)
         engine.die(0, outside=True)
-        assert len(engine.group._peers.moved_unread) == 1
+        assert len(engine.group._moved_unread) == 1
         engine.group.abort("a")
-        assert not engine.group._peers.moved_unread
+        assert not engine.group._moved_unread
 
     run(test)
 

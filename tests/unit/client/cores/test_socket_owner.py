@@ -10,9 +10,9 @@ from support.fake_core import FakeCore
 
 from vllm_mp import AsyncLLM, EngineArgs, EngineStartError
 from vllm_mp.client.cores.connection import CoreConnection
-from vllm_mp.client.cores.held_address import HeldAddress
-from vllm_mp.client.cores.process import CoreProcess
 from vllm_mp.client.cores.socket_owner import check_socket_file
+from vllm_mp.client.cores.sources.held_address import HeldAddress
+from vllm_mp.client.cores.sources.process import CoreProcess
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.machine.file_owner import trusted_owners

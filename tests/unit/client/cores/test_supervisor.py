@@ -7,9 +7,11 @@ import pytest
 
 from vllm_mp import EngineStartError
 from vllm_mp.client.cores import supervisor as supervisor_module
-from vllm_mp.client.cores.launcher import Core, CoreLauncher, RemoteCore
 from vllm_mp.client.cores.recovery.news import Absence, Death, End
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
+from vllm_mp.client.cores.sources.core_source import Core
+from vllm_mp.client.cores.sources.launcher import CoreLauncher
+from vllm_mp.client.cores.sources.remote_core import RemoteCore
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 
 

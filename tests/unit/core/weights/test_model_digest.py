@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_mp import EngineArgs
-from vllm_mp.client.cores.launcher import differences, served_model
+from vllm_mp.client.cores.sources.core_source import differences, served_model
 from vllm_mp.core.weights.digest import model_digest
 from vllm_mp.wire import welcome
 

@@ -1,0 +1,1 @@
+"""Where cores come from: processes of this client, or a shared core at an address."""

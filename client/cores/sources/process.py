@@ -1,0 +1,305 @@
+"""A core process that this process started: its launch, its end and the cause of its end."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from vllm_mp.client.cores.sources.held_address import HeldAddress
+from vllm_mp.config import VllmConfig
+from vllm_mp.core_link.core_launch import CoreLaunch, Predecessor, core_environment, package_path, status_path
+from vllm_mp.core_link.core_status import Suspension, TriedConstraint
+from vllm_mp.core_link.status_page import StatusPage
+from vllm_mp.machine.exit_status import describe_exit
+from vllm_mp.machine.file_owner import check_private
+from vllm_mp.requests.lora_request import AdapterRecord
+
+logger = logging.getLogger(__name__)
+
+_LOG_LINES = 8
+"""Number of lines of the core's log that errors quote."""
+_LOG_TAIL_BYTES = 16_384
+"""Bytes at the end of the log in which these lines are looked for; a disk without this space is full."""
+_MEMORY_LOG_BYTES = 2**20
+"""Size of a log in memory; lines that come after it is full are lost."""
+_STOP_TIMEOUT_S = 10.0
+"""Time that a core gets to stop by itself before it is killed."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that no request can cause, and SIGKILL only through the memory that it takes."""
+_KILL_TIMEOUT_S = 20.0
+"""Time that a killed core gets to end: a device needs seconds to release many GB, or never does so once it failed."""
+
+
+class CoreProcess:
+    """`python -m vllm_mp.core`, with its socket, status page and log in a private folder.
+
+    The core's standard input stays open while this process lives. When it closes, also because this process was
+    killed, the core exits.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        incarnation: int,
+        standby: bool = False,
+        public: HeldAddress | None = None,
+        has_log_file: bool = True,
+    ) -> None:
+        """Start the process, which waits for `launch`; with `standby` it imports all its modules while it waits.
+
+        `public`: other clients connect to the core there. Without `has_log_file` the core writes its log to the
+        standard error of this process. Raises OSError if the system cannot start a process, or if another user can read
+        or write the folder.
+        """
+        self._owner = os.getpid()
+        self.incarnation = incarnation
+        self._folder = folder
+        self._public = public
+        self._socket_path = folder / f"core-{incarnation}.sock"
+        self._status_path = folder / f"core-{incarnation}.status"
+        if public is not None and public.path is not None:
+            self._status_path = status_path(public.path)
+        self.address = f"ipc://{self._socket_path}"
+        self.log_path = folder / f"core-{incarnation}.log" if has_log_file else None
+        self._memory_log: int | None = None
+        """Descriptor of the log if it lies in memory because the disk is full; None: it is a file."""
+        self._page: StatusPage | None = None
+        folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
+        _check_folder(folder)
+        with self._open_log() as log:
+            # The core has its own process group, so that Ctrl-C in the terminal reaches this process alone, which
+            # then decides about the core.
+            self._popen = subprocess.Popen(
+                # -P: import nothing from the current folder
+                [sys.executable, "-P", "-m", "vllm_mp.core", *(["--standby"] if standby else [])],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=core_environment() | package_path(),
+                cwd=None if _has_working_folder() else folder,
+                pass_fds=() if public is None else public.descriptors,
+                process_group=0,
+            )
+        self.pid = self._popen.pid
+        self.pid_fd = _exit_descriptor(self.pid)
+        """Readable once the core has ended."""
+        self._is_given_up = False
+        """The core was killed, and the system does not let it end."""
+
+    def launch(
+        self,
+        config: VllmConfig,
+        operator_key: bytes,
+        number: int,
+        suspension: Suspension,
+        predecessor: Predecessor | None,
+        adapters: list[AdapterRecord] | None,
+        tried_constraints: list[TriedConstraint],
+    ) -> None:
+        """Send the process its configuration, with which it becomes a core; `CoreLaunch` describes the rest."""
+        launch = CoreLaunch(
+            config=config,
+            address=self.address,
+            incarnation=self.incarnation,
+            status_path=str(self._status_path),
+            runtime_dir=str(self._folder),
+            parent_pid=os.getpid(),
+            public=None if self._public is None else self._public.public_address(),
+            number=number,
+            predecessor=predecessor,
+            operator_key=operator_key,
+            suspension=suspension,
+            adapters=adapters,
+            tried_constraints=tried_constraints,
+        )
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the process has died already; `CoreLauncher.finish` reports it
+            self._popen.stdin.write(msgspec.json.encode(launch) + b"\n")
+            self._popen.stdin.flush()
+
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended the core; valid only after its end or after `kill`."""
+        return self._popen.poll() == -signal.SIGKILL
+
+    @property
+    def was_told_to_stop(self) -> bool:
+        """Whether a signal ended the core by which another process tells it to stop."""
+        code = self._popen.poll()
+        return code is not None and -code in _STOP_SIGNALS
+
+    @property
+    def ended_by_signal(self) -> bool:
+        """Whether a signal ended the core."""
+        code = self._popen.poll()
+        return code is not None and code < 0
+
+    @property
+    def was_drained(self) -> bool:
+        """Whether the core ended by SIGINT, after which a core with a public address finishes its requests."""
+        return self._popen.poll() == -signal.SIGINT
+
+    def send_signal(self, number: int) -> None:
+        """Send the core a signal; no-op after its end."""
+        self._popen.send_signal(number)
+
+    def status_page(self) -> StatusPage | None:
+        """The core's status page; None until the core has created it."""
+        if self._page is None:
+            self._page = StatusPage.open(self._status_path)
+        return self._page
+
+    def describe_end(self, log_stays: bool = True) -> str:
+        """Describe how the core ended: signal or exit code, and the last lines of its log.
+
+        Call this only after the core's end or after `kill`. `log_stays`: name the path of the log, which outlives
+        the error.
+        """
+        code = self._popen.poll()
+        cause = "SIGKILL, but the system still holds it" if code is None else describe_exit(code)
+        end = f"the core process {self.pid} ended with {cause}"
+        if self.log_path is None:
+            return f"{end}; its log says more"
+        lines = self.last_log_lines()
+        where = f" ({self.log_path})" if log_stays and self._memory_log is None else ""
+        if lines:
+            return f"{end}; its last log lines{where}:\n" + "\n".join(lines)
+        return f"{end}; its log is empty{_full_disk(self._folder)}"
+
+    def last_log_lines(self) -> list[str]:
+        """Return the last 8 lines of the core's log; none if it cannot be read."""
+        if self.log_path is None:
+            return []
+        try:
+            return self._log_tail(self.log_path).decode("utf-8", "replace").splitlines()[-_LOG_LINES:]
+        except OSError:
+            return []
+
+    def _log_tail(self, path: Path) -> bytes:
+        """Return the end of the log. Raises OSError if the file `path` cannot be read."""
+        if self._memory_log is not None:
+            end = os.lseek(self._memory_log, 0, os.SEEK_CUR)  # where the core writes, which shares the position
+            begin = max(0, end - _LOG_TAIL_BYTES)
+            return os.pread(self._memory_log, end - begin, begin)
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            return log.read()
+
+    def kill(self) -> None:
+        """End the core at once, even if a signal stopped it; give it up if its device keeps it from ending for 20 s."""
+        self._popen.kill()
+        if self._is_given_up:
+            return
+        try:
+            self._popen.wait(_KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._is_given_up = True
+            logger.warning(
+                "the core process %d was killed %g s ago and still exists, with its device memory; if the next core "
+                "finds no memory, restart the device or the machine",
+                self.pid,
+                _KILL_TIMEOUT_S,
+            )
+
+    def stop(self, timeout: float | None = None) -> None:
+        """End the core, by force after `timeout` seconds (10 by default); idempotent, no-op in a forked child."""
+        if os.getpid() != self._owner:
+            return  # a forked child does not own the core
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.close()
+        # Closing the pipe is not enough: a child that the app forked may hold it open.
+        self._popen.terminate()
+        if self._is_given_up:
+            timeout = 0.0
+        try:
+            self._popen.wait(_STOP_TIMEOUT_S if timeout is None else timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        if self.pid_fd >= 0:
+            os.close(self.pid_fd)
+            self.pid_fd = -1
+        if self._memory_log is not None:
+            os.close(self._memory_log)
+            self._memory_log = None
+
+    def remove_files(self) -> None:
+        """Remove the files of a core that has ended, except its log."""
+        for path in (self._socket_path, self._status_path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _open_log(self) -> AbstractContextManager[IO[bytes] | None]:
+        """Return the log file, or one in memory if the disk is full; None: the core inherits its outputs.
+
+        Raises OSError if no file can be opened.
+        """
+        if self.log_path is None:
+            return contextlib.nullcontext()
+        with contextlib.suppress(OSError):
+            log = self.log_path.open("wb")
+            try:
+                os.posix_fallocate(log.fileno(), 0, _LOG_TAIL_BYTES)
+                os.ftruncate(log.fileno(), 0)
+                return log
+            except BaseException:
+                log.close()
+                raise
+        # The log says why a core has ended, also where the disk is full.
+        self._memory_log = os.memfd_create("vllm_mp-core-log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._memory_log, _MEMORY_LOG_BYTES)
+        fcntl.fcntl(self._memory_log, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+        return open(os.dup(self._memory_log), "wb")
+
+
+def _has_working_folder() -> bool:
+    """Return whether the working folder of this process exists; MKL ends a core whose working folder does not."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _full_disk(folder: Path) -> str:
+    """Return the words for an error that say that the disk of `folder` is full; nothing if it is not."""
+    with contextlib.suppress(OSError):
+        if os.statvfs(folder).f_bavail == 0:
+            return f", and no space is left in {folder}: free some, or set TMPDIR to another folder"
+    return ""
+
+
+def _exit_descriptor(pid: int) -> int:
+    """Return a descriptor that becomes readable when the child process `pid` ends."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # some sandboxes have no pidfd: a thread waits instead, without reaping the child
+        reader, writer = os.pipe()
+
+        def wait() -> None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            os.close(writer)
+
+        threading.Thread(target=wait, name="core-exit-watch", daemon=True).start()
+        return reader
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise PermissionError, with the remedy, if another user can read or write the runtime folder."""
+    try:
+        check_private(folder, folder.lstat())
+    except ValueError as error:
+        raise PermissionError(f"the runtime folder is not private: {error}") from error

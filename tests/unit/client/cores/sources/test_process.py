@@ -1,0 +1,110 @@
+"""A core process as its parent sees it: its start, and its end, which the system may not let come."""
+
+import errno
+import logging
+import subprocess
+import types
+from pathlib import Path
+
+import pytest
+
+from vllm_mp.client.cores.sources import process
+from vllm_mp.client.cores.sources.process import CoreProcess
+
+
+class Stuck:
+    """A process in a system call that the kernel does not interrupt."""
+
+    pid = 4711
+    stdin = property(lambda self: self)
+
+    def __init__(self, *arguments, **options):
+        self.waited = []
+        self.signals = []
+
+    def poll(self):
+        return None
+
+    def wait(self, timeout=None):
+        assert timeout is not None, "this would wait for ever"
+        self.waited.append(timeout)
+        raise subprocess.TimeoutExpired("core", timeout)
+
+    def kill(self):
+        self.signals.append("kill")
+
+    def terminate(self):
+        self.signals.append("term")
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def core_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(process.subprocess, "Popen", Stuck)
+    monkeypatch.setattr(process, "_exit_descriptor", lambda _: -1)
+    return CoreProcess(tmp_path / "run", 1)
+
+
+def test_core_that_its_device_keeps_from_ending_is_given_up(core_process, caplog):
+    with caplog.at_level(logging.WARNING):
+        core_process.kill()
+        core_process.stop()
+        core_process.stop(60)
+    assert core_process._popen.signals == ["kill", "term", "kill", "term", "kill"]
+    assert sum(core_process._popen.waited) == process._KILL_TIMEOUT_S
+    assert [record.getMessage() for record in caplog.records] == [
+        "the core process 4711 was killed 20 s ago and still exists, with its device memory; if the next core "
+        "finds no memory, restart the device or the machine"
+    ]
+
+
+def test_end_is_described_with_the_last_lines_of_the_log(core_process):
+    core_process.log_path.write_text(
+        "first\ntorch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+    )
+    core_process.kill()
+    assert not core_process.was_killed
+    description = core_process.describe_end()
+    assert description.startswith("the core process 4711 ended with SIGKILL, but the system still holds it; ")
+    assert description.endswith("illegal memory access was encountered")
+
+
+def test_end_is_described_with_a_log_in_memory_if_the_disk_is_full(monkeypatch, tmp_path):
+    def allocate(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(process.os, "posix_fallocate", allocate)
+    core = CoreProcess(tmp_path / "run", 1)
+    try:
+        core._popen.communicate(b"no launch line\n", timeout=60)
+        description = core.describe_end()
+        assert "its last log lines:\n" in description
+        assert description.splitlines()[-1].startswith("msgspec.DecodeError")
+        assert len(description) < 5000
+    finally:
+        core.kill()
+        core.stop()
+
+
+def test_end_without_a_log_on_a_full_disk_says_so(core_process, monkeypatch):
+    core_process.log_path.write_bytes(b"")
+    core_process.kill()
+    assert core_process.describe_end().endswith("; its log is empty")
+    full = types.SimpleNamespace(f_bavail=0)
+    monkeypatch.setattr(process.os, "statvfs", lambda folder: full)
+    assert "its log is empty, and no space is left in" in core_process.describe_end()
+
+
+def test_core_has_a_working_folder_also_if_that_of_its_client_was_removed(monkeypatch, tmp_path):
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    core = CoreProcess(tmp_path / "run", 1)
+    try:
+        assert Path(f"/proc/{core.pid}/cwd").readlink() == tmp_path / "run"
+    finally:
+        core.kill()
+        core.stop()
