@@ -99,13 +99,12 @@ def test_killed_process_is_replaced_and_so_are_those_that_depend_on_it(cluster, 
             victims = dict(zip(("rank", "rank host", "actor"), (rank, *rank.parents()), strict=False))
             victims["driver"] = psutil.Process(driver_of(engine))
             pids = [process.pid for process in victims.values()][: 1 + list(victims).index(what)]
-            before = engine.cores.first.supervisor.num_restarts
+            supervisor = engine.cores.first.supervisor
+            before = supervisor.num_restarts
             assert await tokens_after(engine, victims[what].kill, 60) == expected, what
             await eventually(functools.partial(have_ended, pids))
             # A new actor or driver starts a core of its own, with no restarts.
-            assert engine.cores.first.supervisor.num_restarts == (before + 1 if what in ("rank", "rank host") else 0), (
-                what
-            )
+            assert supervisor.num_restarts == (before + 1 if what in ("rank", "rank host") else 0), what
 
     with on_ray(small_model, worker_use_ray=True, nnodes=2, tensor_parallel_size=2) as engine:
         asyncio.run(run())
