@@ -15,7 +15,8 @@ import zmq
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.activity_log import ActivityLog
-from vllm_mp.core.ipc.request_handler import Operation, OperatorCall, RequestHandler, StepFailedError
+from vllm_mp.core.ipc.call_handler import Operation, OperatorCall, StepFailedError
+from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.lora.adapter_cache import AdapterCache
 from vllm_mp.core.lora.reader import adapter_reader
 from vllm_mp.core.outside_work import OutsideWork

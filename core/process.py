@@ -224,12 +224,13 @@ def _load(
     except StopSignal.Stopped:
         return None
     if faults is not None:
+        from vllm_mp.core.ipc.call_handler import CallHandler
         from vllm_mp.core.lora.adapter_cache import AdapterCache
         from vllm_mp.core.structured_output.backends import TrialCompilation
 
         faults.install(runner, handler)
-        faults.install_outside(handler, TrialCompilation, AdapterCache)
-    handler.model_digest = model_digest(config.model_config)
+        faults.install_outside(handler, CallHandler, TrialCompilation, AdapterCache)
+    handler.greeting.model_digest = model_digest(config.model_config)
     handler.processors = processors
     logger.info(
         "%s in %s on %s, %d KV blocks of %d tokens, ready after %.1f s, listening on %s",

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared.cpu_speed import FULL, QUICK, TORCH, measure
-from shared.roofline import measure_ceilings, product_dtype
-from shared.test_run import commit_of_tree, run_tests
 
 from vllm_mp.kernels.cpu.library import load
 from vllm_mp.machine.cpu_info import KERNEL_BUILDS, cpu_name, obstacle, runnable_builds
 from vllm_mp.machine.file_owner import write_output
+from vllm_mp.testing.measuring.cpu_speed import FULL, QUICK, TORCH, measure
+from vllm_mp.testing.measuring.roofline import measure_ceilings, product_dtype
+from vllm_mp.testing.measuring.test_run import commit_of_tree, run_tests
 
 SUBJECTS = ("cpu_kernels", "cpu_blocks", "cpu_experts", "mixture_decoder", "tiles")
 TESTS = [f"tests/kernels/test_{name}.py" for name in SUBJECTS]

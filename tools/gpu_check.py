@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.engine_speed import (
+from vllm_mp.testing.measuring.engine_speed import (
     FULL,
     QUICK,
     Cost,
@@ -40,9 +40,9 @@ from shared.engine_speed import (
     measure_load,
     running_engine,
 )
-from shared.gpu_report import PACKAGES, Report, table
-from shared.gpu_stages import STAGES, parts_of, test_files
-from shared.test_run import commit_of_tree, joined, output_of, run_tests
+from vllm_mp.testing.measuring.gpu_report import PACKAGES, Report, table
+from vllm_mp.testing.measuring.gpu_stages import STAGES, parts_of, test_files
+from vllm_mp.testing.measuring.test_run import commit_of_tree, joined, output_of, run_tests
 
 if TYPE_CHECKING:
     from vllm_mp import AsyncLLM
@@ -80,9 +80,9 @@ def environment() -> dict[str, Any]:
 
 
 def device_ceilings(workload: Workload, device: str, dtype: str) -> dict[str, Any]:
-    """Return the figures of tools/device_ceilings.py."""
+    """Return the figures of tools/gpu/device_ceilings.py."""
     sizes = ["--copy-bytes", str(workload.copy_bytes), "--matrix-size", str(workload.matrix_size)]
-    return _run_tool("device_ceilings.py", "--device", device, "--dtype", dtype, *sizes)
+    return _run_tool("gpu/device_ceilings.py", "--device", device, "--dtype", dtype, *sizes)
 
 
 def _run_tool(name: str, *arguments: str) -> dict[str, Any]:
@@ -105,8 +105,8 @@ def _output_of_tool(limit_s: float, name: str, *arguments: str) -> str:
 
 
 def attention_speed(report: Report, quick: bool, device: str, dtype: str) -> None:
-    """Add the figures of tools/attention_speed.py to the report, with their shares of the device's ceilings."""
-    found = _run_tool("attention_speed.py", "--device", device, "--dtype", dtype, *["--quick"] * quick)
+    """Add the figures of tools/speed/attention_speed.py to the report, with their shares of the device's ceilings."""
+    found = _run_tool("speed/attention_speed.py", "--device", device, "--dtype", dtype, *["--quick"] * quick)
     for step in found["steps"]:
         cost = Cost(step.pop("memory_bytes"), step.pop("flops"))
         step["of_sdpa"] = step["sdpa_seconds"] and step["sdpa_seconds"] / step["seconds"]
@@ -114,8 +114,8 @@ def attention_speed(report: Report, quick: bool, device: str, dtype: str) -> Non
 
 
 def linear_speed(report: Report, quick: bool, device: str) -> None:
-    """Add the figures of tools/linear_speed.py to the report, with the share of the bandwidth that they reach."""
-    found = _run_tool("linear_speed.py", "--device", device, *["--quick"] * quick)
+    """Add the figures of tools/speed/linear_speed.py to the report, with the share of the bandwidth that they reach."""
+    found = _run_tool("speed/linear_speed.py", "--device", device, *["--quick"] * quick)
     bandwidth = report.found["ceilings"]["copy_bytes_per_s"]
     for product in found["products"]:
         product["share_of_bandwidth"] = product["memory_bytes"] / bandwidth / product["seconds"]
@@ -127,7 +127,7 @@ def tune(report: Report, kinds: Sequence[str], out: Path, quick: bool, device: s
     """Tune kernels of these kinds; the launches are added to a file beside the report, and to the report."""
     tuned = out.with_name(f"{out.stem}-launches.json")
     options = ["--out", str(tuned), "--device", device, "--budget-s", str(TUNE_BUDGET_S), *["--quick"] * quick]
-    _output_of_tool(TUNE_LIMIT_S, "tune_kernels.py", *options, "--only", *(kinds[:1] if quick else kinds))
+    _output_of_tool(TUNE_LIMIT_S, "gpu/tune_kernels.py", *options, "--only", *(kinds[:1] if quick else kinds))
     report.found["launches"] = json.loads(tuned.read_text())
 
 
@@ -196,7 +196,7 @@ def benchmark(
             for option, sizes in (("--batches", subject.batches), ("--prompts", subject.prefill_lens)):
                 arguments += [option, *map(str, sizes)]
             arguments += ["--prompt-len", str(workload.prompt_len), "--output-len", str(workload.output_len)]
-            record["transformers"] = _run_tool("transformers_speed.py", *arguments)
+            record["transformers"] = _run_tool("speed/transformers_speed.py", *arguments)
 
         if subject.beside:
             report.attempt(f"{name} beside transformers", add_transformers)

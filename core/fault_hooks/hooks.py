@@ -34,6 +34,7 @@ from vllm_mp.fault_injection.faults import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm_mp.core.ipc.call_handler import CallHandler
     from vllm_mp.core.ipc.request_handler import RequestHandler
     from vllm_mp.core.lora.adapter_cache import AdapterCache
     from vllm_mp.core.lora.cached_adapter import CachedAdapter
@@ -117,11 +118,15 @@ class FaultHooks:
             server.publish = faulty_publish  # type: ignore[method-assign]
 
     def install_outside(
-        self, server: "RequestHandler", compilation: "type[TrialCompilation]", adapters: "type[AdapterCache]"
+        self,
+        server: "RequestHandler",
+        calls: "type[CallHandler]",
+        compilation: "type[TrialCompilation]",
+        adapters: "type[AdapterCache]",
     ) -> None:
         """Wrap `server` and methods of the classes, so that faults strike in what the core does outside of steps."""
         make, read = compilation.compile, adapters._read_folder
-        run_call, admit = server._run_call, server._admit
+        run_call, admit = calls._run, server._admit
 
         def faulty_compile(owner: "TrialCompilation", prepared: "PreparedConstraint") -> "Grammar":
             self._strike_about(COMPILE, prepared.text)
@@ -131,9 +136,9 @@ class FaultHooks:
             self._strike_about(ADAPTER, adapter.name)
             return read(cache, adapter)
 
-        def faulty_call(message: "Call", *others: Any) -> Any:
+        def faulty_call(owner: "CallHandler", message: "Call", *others: Any) -> Any:
             self._strike_about(CALL, message.name)
-            return run_call(message, *others)
+            return run_call(owner, message, *others)
 
         def faulty_admit(client: int, message: Any, *others: Any) -> None:
             self._strike_about(MESSAGE, message.request_id)
@@ -144,7 +149,7 @@ class FaultHooks:
         if self._at(ADAPTER):
             adapters._read_folder = faulty_read  # type: ignore[method-assign, assignment]
         if self._at(CALL):
-            server._run_call = faulty_call  # type: ignore[method-assign, assignment]
+            calls._run = faulty_call  # type: ignore[method-assign, assignment]
         if self._at(MESSAGE):
             server._admit = faulty_admit  # type: ignore[method-assign, assignment]
 

@@ -7,10 +7,10 @@ from vllm_mp import wire
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.scheduler.block_pool import root_hash
+from vllm_mp.core.scheduler.logits_processors import LogitsProcessors
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.waiting.memory_quota import REQUEST_BYTES
 from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
-from vllm_mp.core.worker.sampling.logits_processors import LogitsProcessors
 from vllm_mp.requests.sampling_params import EXTRA_ARGS
 from vllm_mp.validation.embeds_validation import check_prompt_embeds
 from vllm_mp.validation.request_validation import (

@@ -1,24 +1,22 @@
 """Serves what clients send: adds their requests to the scheduler, runs their calls, and sends results back."""
 
 import contextlib
-import hmac
-import inspect
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-import msgspec
 import zmq
 
 from vllm_mp import wire
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.ipc.call_handler import CallHandler, Operation, StepFailedError, shortened
 from vllm_mp.core.ipc.clients import Clients
+from vllm_mp.core.ipc.greeting import Greeting
 from vllm_mp.core.ipc.new_request import new_request
 from vllm_mp.core.ipc.peer_connection import PeerConnection
 from vllm_mp.core.ipc.step_messages import by_client, step_outputs
+from vllm_mp.core.ipc.suspects import Suspects
 from vllm_mp.core.lora.adapter_cache import AdapterCache, NotOperatorOfAdapterError
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.outside_work import OutsideWork
@@ -31,7 +29,6 @@ from vllm_mp.core.structured_output.compile_lanes import Waiter
 from vllm_mp.core.structured_output.compiler import GrammarCompiler, TooManyConstraintsError
 from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 from vllm_mp.core.structured_output.grammar import GrammarError
-from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core_link.core_launch import Predecessor
 from vllm_mp.core_link.core_status import OutsideTask
 from vllm_mp.core_link.status_page import StatusPage
@@ -43,32 +40,12 @@ logger = logging.getLogger(__name__)
 
 _RECEIVE_S = 0.01
 """Seconds that messages may take between two steps, so that a flood of messages does not hold up the streams."""
-_MAX_ERROR_CHARACTERS = 2000
-_MAX_CALL_ID = 2**63
 _MAX_PROGRESS = 2**31 - 1
 _AddMessage = wire.AddRequest | wire.AddPooling
 
 
 class _SlotInUse(Exception):
     """A client names a slot that is not free. No answer can be sent: the slot belongs to another request."""
-
-
-class StepFailedError(Exception):
-    """Raised by an operation if a pending step has failed, so that the core cannot continue."""
-
-
-class OperatorCall(NamedTuple):
-    """An operation that changes the core for all clients, so that only operators may call it."""
-
-    run: Callable[..., Any]
-    record: SuspensionRecord | None = None
-    """Where the call is noted if it must not be carried out again when it is repeated."""
-
-    def __call__(self, *args: Any) -> Any:
-        return self.run(*args)
-
-
-Operation = Callable[..., Any] | OperatorCall
 
 
 class RequestHandler:
@@ -96,21 +73,15 @@ class RequestHandler:
         self._socket = socket
         self._config = config
         self._incarnation = incarnation
-        self._predecessor = predecessor
-        self.model_digest = wire.NO_DIGEST
-        """What clients are told of the model, once it is loaded."""
+        self.greeting = Greeting(config, incarnation, operator_key, predecessor)
         self.is_shared = is_shared
         self.outside: OutsideWork = OutsideWork()
         """What is done outside of steps."""
         self.process_pending: Callable[[], None] = lambda: None
         """Processes all pending steps; raises StepFailedError."""
-        self._suspect_calls = set() if predecessor is None else set(predecessor.calls)
-        """(token of the client, id) of the calls that clients may have carried out alone."""
-        self._suspects = {} if predecessor is None else predecessor.suspects()
-        """The progress of each request that clients may have isolated, by (token, slot)."""
+        self._suspects = Suspects(predecessor, is_shared)
         returning = [] if predecessor is None else predecessor.clients
         self._clients = Clients(socket, incarnation, is_shared, returning)
-        self._operator_key = operator_key
         self._operators: set[int] = set()
         """The clients that are operators."""
         self.processors: RegisteredProcessors | None = None
@@ -121,8 +92,7 @@ class RequestHandler:
         """The LoRA adapters that requests may use; None: requests with an adapter are refused."""
         self.grammars: GrammarCompiler | None = None
         """Compiles the constraints of requests; None: requests with a constraint are refused."""
-        self._calls: dict[str, Operation] = {}
-        self._is_paused = False
+        self._calls: CallHandler | None = None
         self._is_held_up = False
         """The latest call must be completed before later messages are read."""
 
@@ -136,15 +106,15 @@ class RequestHandler:
         """Number of clients that have said hello and are not known to have left."""
         return len(self._clients)
 
-    def serve(self, scheduler: Scheduler, calls: dict[str, Operation], page: StatusPage) -> None:
-        """Begin to admit requests; `calls` are the operations that clients may name, or operators for `OperatorCall`.
+    def serve(self, scheduler: Scheduler, operations: Mapping[str, Operation], page: StatusPage) -> None:
+        """Begin to admit requests and to carry out `operations`, which clients may call, or operators only.
 
         An operation gets the client's arguments in the right number but of any type, and refuses them with ValueError
         or TypeError. It returns its result, plain data, or a future of it. The client is answered when the future is
         done; if it is not done yet, later messages are left for the next `receive`.
         """
         self._scheduler = scheduler
-        self._calls = calls
+        self._calls = CallHandler(operations, self.outside, self._alone, self._send_to, self._incarnation)
         self._page = page
 
     def refuse(self, reason: str) -> None:
@@ -195,7 +165,7 @@ class RequestHandler:
 
     def tell_pause(self, is_paused: bool) -> None:
         """Tell every client, also those that say hello from now on, whether there is a pause."""
-        self._is_paused = is_paused
+        self.greeting.is_paused = is_paused
         for client in self._clients.numbers():
             self._send_to(client, wire.PauseChanged(self._incarnation, is_paused))
 
@@ -250,7 +220,7 @@ class RequestHandler:
             elif isinstance(message, wire.AbortRequests):
                 self._abort(client, message.slots)
             elif isinstance(message, wire.Call):
-                self._call(client, message)
+                self._carry_out(client, message)
             elif isinstance(message, wire.Convicted):
                 self._note_convicted(client, message.deaths)
             elif isinstance(message, wire.MarkSeen):
@@ -277,7 +247,7 @@ class RequestHandler:
         if isinstance(message, _AddMessage):
             self._turn_away(client, message, why, error)
         elif isinstance(message, wire.Call):
-            self._reply(client, message.call_id, error=why)
+            self._running_calls().reply(client, message.call_id, error=why)
 
     def _greet(self, identity: bytes, connection: PeerConnection | None, hello: wire.Hello) -> None:
         """Make a peer that says hello a client, in place of its former self, or refuse it.
@@ -285,7 +255,7 @@ class RequestHandler:
         No peer becomes a client over a connection that is being closed: the close would cut off what it sends at any
         point, for example between a pause and the call that ends it.
         """
-        if reason := self._why_refused(hello):
+        if reason := self.greeting.why_refused(hello):
             self._clients.refuse(identity, connection, reason)
             return
         if self._clients.is_closing(identity, connection):
@@ -306,36 +276,13 @@ class RequestHandler:
 
     def _welcome(self, client: int, hello: wire.Hello) -> None:
         """Answer the hello of a client, which may have said hello before on this connection."""
-        if reason := self._why_refused(hello):
+        if reason := self.greeting.why_refused(hello):
             self._send_to(client, wire.Refused(reason))
             return
         if hello.operator_key:
             self._operators.add(client)
-        config = msgspec.json.encode(self._config)
-        last_death = None if self._predecessor is None else self._predecessor.last_death(hello.token)
         why_dropped = self._clients.take_why_dropped(hello.token)
-        welcome = wire.welcome(
-            self._incarnation,
-            client,
-            os.getpid(),
-            config,
-            last_death,
-            why_dropped,
-            self._is_paused,
-            self.model_digest,
-        )
-        self._send_to(client, welcome)
-
-    def _why_refused(self, hello: wire.Hello) -> str | None:
-        """Return why a hello is refused, with the remedy; None if it is not."""
-        if reason := wire.mismatch(hello):
-            return reason
-        key = hello.operator_key
-        if not key or (self._operator_key and hmac.compare_digest(key, self._operator_key)):
-            return None
-        if not self._operator_key:
-            return "this core has no operators: start it with --operator-key-file, or connect without an operator key"
-        return "the operator key is not that of this core: copy the core's operator key file again"
+        self._send_to(client, self.greeting.welcome(client, hello.token, why_dropped))
 
     def _turn_away(self, client: int, message: _AddMessage, why: str, cause: Exception) -> None:
         """Answer a request that was never added to the scheduler."""
@@ -344,7 +291,7 @@ class RequestHandler:
             message.slot,
             num_output_tokens,
             "error",
-            error=_shortened(why),
+            error=shortened(why),
             needs_operator=isinstance(cause, NotOperatorOfAdapterError),
             invalid_constraint=isinstance(cause, GrammarError) and not isinstance(cause, TooManyConstraintsError),
             too_many_constraints=isinstance(cause, TooManyConstraintsError),
@@ -358,7 +305,8 @@ class RequestHandler:
         Raises _SlotInUse, and ValueError or NotImplementedError for a request that cannot run.
         """
         scheduler = self._scheduler_for_new(client, message.slot)
-        isolate_until = self._isolate_until(client, message)
+        token = self._clients.token_of(client)
+        isolate_until = self._suspects.isolate_until(token, message.slot, message.isolate_until_num_tokens)
         with self._alone() if isolate_until else contextlib.nullcontext(), self._handling(client, message):
             self._admit(client, message, num_bytes, scheduler, isolate_until)
 
@@ -429,98 +377,21 @@ class RequestHandler:
         if (grammar := self.grammars.request(constrained.constraint, waiter)) is not None:
             constrained.begin(grammar)
 
-    def _isolate_until(self, client: int, message: _AddMessage) -> int:
-        """Return the number of output tokens up to which a new request must run isolated; 0: not at all.
-
-        Isolation costs the other clients steps. So a client of a shared core gets it only for requests that an earlier
-        core was computing when it died, once for each, and only past the step of that death.
-        """
-        wanted = message.isolate_until_num_tokens
-        if not wanted or not self.is_shared:
-            return wanted
-        progress = self._suspects.pop((self._clients.token_of(client), message.slot), None)
-        return 0 if progress is None else max(1, min(wanted, progress + 1))
-
     def _note_convicted(self, client: int, deaths: list[int]) -> None:
         """Tell the parent that a request of this client is to blame for `deaths`, if it was in their steps."""
-        if self._page is not None and self._predecessor is not None:
-            token = self._clients.token_of(client)
-            own = {incarnation for incarnation, tokens in self._predecessor.deaths if token in tokens}
+        if self._page is not None:
+            own = self._suspects.deaths_of(self._clients.token_of(client))
             self._page.note_convicted(own.intersection(deaths))
+
+    def _carry_out(self, client: int, call: wire.Call) -> None:
+        token = self._clients.token_of(client)
+        is_suspect = call.is_suspect and self._suspects.may_be_alone(token, call.call_id)
+        is_completed = self._running_calls().handle(client, call, client in self._operators, is_suspect)
+        self._is_held_up = not is_completed
 
     def _abort(self, client: int, slots: list[int]) -> None:
         ends = [self._running_scheduler().abort(client, slot) for slot in slots]
         self._send_ends(client, [end for end in ends if end is not None])
-
-    def _call(self, client: int, message: wire.Call) -> None:
-        call = self._calls.get(message.name)
-        try:
-            if call is None:
-                known = ", ".join(sorted(self._calls))
-                raise ValueError(f"the core has no operation {message.name[:100]!r}; it has {known}")
-            if isinstance(call, OperatorCall) and client not in self._operators:
-                self._refuse_operation(client, message)
-                return
-            run, record = call if isinstance(call, OperatorCall) else OperatorCall(call)
-            try:
-                inspect.signature(run).bind(*message.args)
-            except TypeError as error:
-                raise ValueError(f"operation {message.name}: {error}") from error
-            result = self._carry_out(client, message, run, record)
-        except ValueError as error:
-            self._reply(client, message.call_id, error=str(error))
-            return
-        if isinstance(result, Future):
-            self._is_held_up = not result.done()
-            result.add_done_callback(lambda done: self._reply_with(client, message.call_id, done))
-        else:
-            self._reply(client, message.call_id, result)
-
-    def _carry_out(
-        self, client: int, message: wire.Call, run: Callable[..., Any], record: SuspensionRecord | None
-    ) -> Any:
-        """Return the result of a call, which is on the status page until it, or its future, is done.
-
-        A call during which an earlier core died is alone until this returns; so is what threads do for it after that.
-        """
-        is_suspect = message.is_suspect and (
-            not self.is_shared or (self._clients.token_of(client), message.call_id) in self._suspect_calls
-        )
-        is_known = -_MAX_CALL_ID <= message.call_id < _MAX_CALL_ID  # else the page has no room for the id
-        with self._alone() if is_suspect else contextlib.nullcontext():
-            number = self.outside.begin([OutsideTask(client, message.call_id)] if is_known else [], is_suspect)
-            try:
-                result = self._run_call(message, run, record)
-            except (zmq.ZMQError, WorkerFailedError):
-                raise  # they end the core, whose page then says what it was doing
-            except BaseException:
-                self.outside.end(number)
-                raise
-        if isinstance(result, Future):
-            result.add_done_callback(lambda _: self.outside.end(number))
-        else:
-            self.outside.end(number)
-        return result
-
-    def _run_call(self, message: wire.Call, run: Callable[..., Any], record: SuspensionRecord | None) -> Any:
-        return record.carry_out(message.call_id, run, *message.args) if record else run(*message.args)
-
-    def _refuse_operation(self, client: int, message: wire.Call) -> None:
-        error = (
-            f"{message.name} is for operators, because it affects all clients of this core: give the core's operator "
-            "key file to AsyncLLM.connect(operator_key_file=FILE); `vllm-mp engine --operator-key-file FILE` makes it"
-        )
-        self._send_to(client, wire.Reply(self._incarnation, message.call_id, None, error, needs_operator=True))
-
-    def _reply_with(self, client: int, call_id: int, done: "Future[Any]") -> None:
-        error = done.exception()
-        if error is None:
-            self._reply(client, call_id, done.result())
-        else:
-            self._reply(client, call_id, error=str(error))
-
-    def _reply(self, client: int, call_id: int, result: Any = None, error: str | None = None) -> None:
-        self._send_to(client, wire.Reply(self._incarnation, call_id, result, error and _shortened(error)))
 
     def _send_ends(self, client: int, ends: list[wire.Finished]) -> None:
         if ends:
@@ -557,12 +428,12 @@ class RequestHandler:
             raise _SlotInUse(f"slot {slot} of client {client} is not free")
         return scheduler
 
+    def _running_calls(self) -> CallHandler:
+        if self._calls is None:
+            raise RuntimeError("the core does not serve yet")
+        return self._calls
+
     def _running_scheduler(self) -> Scheduler:
         if self._scheduler is None:
             raise RuntimeError("the core does not serve yet")
         return self._scheduler
-
-
-def _shortened(error: str) -> str:
-    """Return `error` without most of a value that fills megabytes."""
-    return error if len(error) <= _MAX_ERROR_CHARACTERS else error[:_MAX_ERROR_CHARACTERS] + "..."

@@ -32,7 +32,7 @@ _RECORD_BYTES = 64
 
 
 class NotOperatorOfAdapterError(ValueError):
-    """A client that is no operator names an adapter that the core does not know, or a folder."""
+    """A client that is not an operator names an adapter that the core does not know, or a folder."""
 
 
 class _Loaded(NamedTuple):

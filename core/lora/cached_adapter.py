@@ -1,54 +1,34 @@
 """An adapter as the core keeps it."""
 
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from vllm_mp.core_link.core_status import OutsideTask
 
 if TYPE_CHECKING:
     from vllm_mp.core.lora.adapter import Adapter
-    from vllm_mp.core.scheduler.request import Request, RequestKey
 
 NO_SLOT = -1
 
 
-class AdapterQueue:
-    """Requests of one adapter that wait, with the number of requests of each priority."""
+class AdapterUser(Protocol):
+    """A live request, as far as the adapter that it uses needs to know it."""
 
-    def __init__(self) -> None:
-        self._requests: dict[RequestKey, Request] = {}
-        self._priorities: Counter[int] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, key: "RequestKey") -> bool:
-        return key in self._requests
-
-    def requests(self) -> "list[Request]":
-        """Return all requests, in the order in which they were added."""
-        return list(self._requests.values())
+    isolate_until_num_tokens: int
+    """Not 0: the request is a suspect."""
 
     @property
-    def best_priority(self) -> int:
-        """The lowest priority number; 0 if the queue is empty."""
-        return min(self._priorities, default=0)
-
-    def add(self, request: "Request") -> None:
-        """Add a request that is not here."""
-        self._requests[request.key] = request
-        self._priorities[request.order[0]] += 1
-
-    def remove(self, request: "Request") -> None:
-        """Remove a request that is here."""
-        del self._requests[request.key]
-        self._priorities[request.order[0]] -= 1
-        if not self._priorities[request.order[0]]:
-            del self._priorities[request.order[0]]
+    def task(self) -> OutsideTask:
+        """The request as the status page names it while its adapter is read or copied."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
 class CachedAdapter:
-    """The weights of an adapter, and who uses them. Other weights under the same id are another `CachedAdapter`."""
+    """The weights of an adapter, and who uses them. Other weights under the same id are another `CachedAdapter`.
+
+    `AdapterCache` writes what concerns host memory, `AdapterTurns` what concerns slots and requests.
+    """
 
     id: int
     name: str
@@ -74,18 +54,16 @@ class CachedAdapter:
     """Its slot is given to another adapter when no running request uses it; requests that wait stay parked."""
     num_rows: int = 0
     """Number of running requests that use it."""
+    num_waiting: int = 0
+    """Number of its requests that wait for a row, while it has a slot."""
     num_admitted: int = 0
     """Number of its requests that began to run since another adapter was ready for its slot."""
     given_at: int = 0
     """When this adapter got its slot, on a clock that counts uses of slots."""
     used_at: int = 0
     """When a request with this adapter last began to run, on the same clock."""
-    requests: "dict[RequestKey, Request]" = field(default_factory=dict)
-    """All live requests that use it."""
-    waiting: AdapterQueue = field(default_factory=AdapterQueue)
-    """Its requests that wait for a row, while it has a slot."""
-    parked: AdapterQueue = field(default_factory=AdapterQueue)
-    """Its requests that wait until it gets a slot."""
+    requests: dict[tuple[int, int], AdapterUser] = field(default_factory=dict)
+    """All live requests that use it, by (client, slot)."""
 
     def __str__(self) -> str:
         return f"adapter {self.name!r} (id {self.id})"
@@ -98,4 +76,4 @@ class CachedAdapter:
     @property
     def is_idle(self) -> bool:
         """Whether no request runs or waits in its slot."""
-        return not self.num_rows and not len(self.waiting)
+        return not self.num_rows and not self.num_waiting

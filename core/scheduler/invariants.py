@@ -39,13 +39,13 @@ def _check_requests(scheduler: Scheduler) -> None:
     queued, suspects = queue.turns.requests(), queue.isolated.requests()
     waiting = [request.key for request in queued + suspects]
     held = list(queue._held)
-    parked = [key for key, request in scheduler._requests.items() if request.adapter and key in request.adapter.parked]
+    parked = [] if queue.adapters is None else [request.key for request in queue.adapters.parked.all()]
     parked += queue._uncompiled
-    places = [*running, *waiting, *held, *parked]
-    _require("a live request has one place: a row, the waiting queue, parked, or held back", _repeated(places))
+    found = [*running, *waiting, *held, *parked]
+    _require("a live request is found once: in a row, the waiting queue, parked, or held back", _repeated(found))
     _require("parked requests are counted", [] if len(parked) == queue.num_parked else [queue.num_parked])
-    _require("a request with a place is live", set(places) - set(scheduler._requests))
-    _require("a live request has a place", set(scheduler._requests) - set(places))
+    _require("a request that is found is live", set(found) - set(scheduler._requests))
+    _require("a live request is found", set(scheduler._requests) - set(found))
     _require(
         "a request is found under its own client and slot",
         [key for key, request in [*scheduler._requests.items(), *queue._held.items()] if request.key != key],
@@ -61,7 +61,7 @@ def _check_requests(scheduler: Scheduler) -> None:
     ]
     _require(
         "a suspect has a row only while its group runs",
-        [suspect.key for suspect in running_suspects if suspect.isolation != scheduler._group],
+        [suspect.key for suspect in running_suspects if suspect.isolation != scheduler.isolation.group],
     )
     _require(
         "the rows of suspects are isolated",
@@ -101,6 +101,10 @@ def _check_adapters(scheduler: Scheduler) -> None:
     _require("a running request has its adapter in a slot", [row for row in rows if by_row[row] and slots[row] < 0])
     holders = [] if scheduler.adapters is None else scheduler.adapters.holders
     _require("a slot has one adapter", _repeated([holder.slot for holder in holders]))
+    if scheduler.adapters is not None:
+        selected = scheduler.adapters.selected
+        idle = [str(adapter) for adapter in selected if not scheduler.adapters.parked.of(adapter)]
+        _require("an adapter is selected for its parked requests", idle)
     used = Counter(adapter for adapter in by_row.values() if adapter is not None)
     adapters = {request.adapter for request in scheduler._requests.values() if request.adapter is not None}
     _require("only adapters with a slot run", [str(adapter) for adapter in used if adapter not in holders])
@@ -109,8 +113,13 @@ def _check_adapters(scheduler: Scheduler) -> None:
         [str(adapter) for adapter in {*adapters, *holders} if adapter.num_rows != used[adapter]],
     )
     waiting = {request.key for request in scheduler.waiting.turns.requests() if request.adapter is not None}
-    known = {request.key for adapter in adapters for request in adapter.waiting.requests()}
-    _require("requests that wait for their turn have an adapter with a slot", waiting ^ known)
+    known = [] if scheduler.adapters is None else scheduler.adapters.waiting.all()
+    _require("requests that wait for their turn have an adapter with a slot", waiting ^ {r.key for r in known})
+    num_waiting = Counter(request.adapter for request in known)
+    _require(
+        "the waiting requests of an adapter are counted",
+        [str(adapter) for adapter in {*adapters, *holders} if adapter.num_waiting != num_waiting[adapter]],
+    )
 
 
 def _check_counters(scheduler: Scheduler) -> None:
@@ -185,17 +194,17 @@ def _check_hashes(scheduler: Scheduler) -> None:
     is_awaited = scheduler.pending_steps.awaited_rows()
     for row in batch.order.tolist():
         hashes, num_full = batch.request(row).hashes, int(batch.num_computed_tokens[row]) // size
-        for place, block in enumerate(batch.block_table[row, : batch.num_blocks[row]].tolist()):
+        for index, block in enumerate(batch.block_table[row, : batch.num_blocks[row]].tolist()):
             digest = pool._hash_of.get(block)
-            is_right = place < num_full and hashes[place + 1 : place + 2] == [digest]
+            is_right = index < num_full and hashes[index + 1 : index + 2] == [digest]
             _require(
-                f"block {block} is found under the hash of row {row} at place {place}, of computed tokens",
+                f"block {block} is found under the hash of row {row} at index {index}, of computed tokens",
                 [] if digest is None or is_right else [digest],
             )
             num_known = batch.num_tokens[row] - int(is_awaited[row])
             _require(
                 f"block {block} of row {row} is found by tokens that are known",
-                [] if digest is None or (place + 1) * size <= num_known else [digest],
+                [] if digest is None or (index + 1) * size <= num_known else [digest],
             )
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from vllm_mp.core.scheduler.logits_processors import LogitsProcessors
+from vllm_mp.core.scheduler.processed_request import ProcessedRequest
 from vllm_mp.core_link.core_status import OutsideTask
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.prompt_embeds import PromptEmbeds
@@ -14,8 +16,6 @@ from vllm_mp.requests.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from vllm_mp.core.lora.cached_adapter import CachedAdapter
     from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
-    from vllm_mp.core.worker.sampling.logits_processors import LogitsProcessors
-    from vllm_mp.core.worker.sampling.registered_processors import ProcessedRequest
 
 NO_ROW = -1
 
@@ -64,10 +64,10 @@ class Request:
     """Time from `queued_at` until the request was first admitted; None before."""
     prompt_embeds: PromptEmbeds | None = None
     """The prompt, if it is given as embeddings."""
-    logits_processors: "LogitsProcessors | None" = None
+    logits_processors: LogitsProcessors | None = None
     constrained: "ConstrainedOutput | None" = None
     """Where the output stands in the grammar that it must match; None if it must match none."""
-    processed: "ProcessedRequest | None" = None
+    processed: ProcessedRequest | None = None
     """What registered logits processors know of the request; None if none is for it."""
     num_logprobs: int = -1
     """Number of most likely tokens whose log-probabilities are sent at each output position; -1: send none at all."""

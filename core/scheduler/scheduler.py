@@ -16,10 +16,7 @@ In a pipeline as many steps are under way as there are stages. A token cannot be
 a row is in one step at a time, except that the chunks of a prompt may follow one another. Rows that decode are shared
 out among the steps, or all stages but one would wait.
 
-Any request in the step during which a core died may have caused the death. A client that searches for the culprit
-among these suspects divides them into groups. A group runs isolated: its suspects share steps with one another and with
-no other request until they are past that step. So a group with a culprit dies alone, and the status page names it. The
-groups run one after the other, in at most every second step as long as other requests can run.
+Suspects of the death of an earlier core run isolated, in steps without other requests (`Isolation`).
 
 The last output token of a request is computed by a decode, also when the tokens before it are computed again by a
 prefill. So a successor repeats the step during which a core died. Only forced tokens are computed together with the
@@ -34,13 +31,14 @@ import numpy as np
 
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
-from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Mask, Rows
+from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.scheduler.endings import Ending, find_endings
 from vllm_mp.core.scheduler.forced_tokens import ForcedTokens
+from vllm_mp.core.scheduler.isolation import Isolation
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
-from vllm_mp.core.scheduler.preemption import next_to_preempt
 from vllm_mp.core.scheduler.prefill_pace import PrefillPace
 from vllm_mp.core.scheduler.request import NO_ROW, GroupKey, Request, RequestKey
+from vllm_mp.core.scheduler.room import Room
 from vllm_mp.core.scheduler.step import (
     ModelOutput,
     OutputHandle,
@@ -85,6 +83,8 @@ class Scheduler:
         self.waiting = WaitingQueue(adapters)
         self.adapters = adapters
         self.pending_steps = PendingSteps(len(batch.requests))
+        self.isolation = Isolation(batch, self.waiting.isolated)
+        self.room = Room(batch, cache, self.waiting, self.pending_steps)
         self._num_stages = num_stages
         self._forced = ForcedTokens(batch, self.pending_steps, config.num_cheap_tokens)
         self._pace = PrefillPace(config.max_prefill_slowdown, clock)
@@ -93,15 +93,8 @@ class Scheduler:
         self.memory = MemoryQuota()
         self.grammars: Grammars | None = None
         """Where the requests wait whose constraints are being compiled; None: no request is constrained."""
-        self.num_preemptions = 0
         self._requests: dict[RequestKey, Request] = {}
         self._num_arrivals = 0
-        self._refused: tuple[tuple[int, int], int] | None = None
-        """(order of the next request, `pool.num_returned`) when that request last had no room."""
-        self._group: GroupKey | None = None
-        """The isolated group that runs: the only group whose suspects have rows."""
-        self._latest_is_isolated = False
-        """The latest scheduled step is a step of an isolated group."""
         self.num_returning: int | None = None
         """Requests from before an inherited pause that lets them run, which clients have not sent to this core yet.
 
@@ -109,6 +102,10 @@ class Scheduler:
         self._is_frozen = False
         """True: a pause has stopped all requests."""
         self._is_asleep = False
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.room.num_preemptions
 
     @property
     def num_running(self) -> int:
@@ -186,7 +183,7 @@ class Scheduler:
         """End the requests whose adapter cannot be loaded, with an error; return (client, end) of each."""
         return [
             (request.client, self._end(request, Ending(request.num_output_tokens, "error", error=why)))
-            for request in list(adapter.requests.values())
+            for request in [self._requests[key] for key in adapter.requests]
         ]
 
     def note_compiled(self, keys: Iterable[RequestKey], grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
@@ -231,8 +228,7 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Preempt every running request; no step may be pending."""
-        for row in self.batch.order[::-1].tolist():
-            self._preempt(self.batch.request(row))
+        self.room.preempt_all()
 
     def schedule(self) -> ScheduledStep | None:
         """Choose the tokens of the next step, preempt if blocks run out, and admit requests as the budget allows.
@@ -243,25 +239,25 @@ class Scheduler:
         self.assign_adapters()
         if not self.has_work:
             return None
-        if self.pending_steps and self._latest_is_isolated:
+        if self.pending_steps and self.isolation.latest_is_isolated:
             return None  # A group is alone on the device, too.
-        if not self._has_group():
-            self._latest_is_isolated = False
-            return self._schedule_others()
+        if not self.isolation.has_group():
+            self.isolation.latest_is_isolated = False
+            return self._schedule_normal_step()
         if self.pending_steps:
             return None
-        step = self._schedule_others() if self._latest_is_isolated else None
-        self._latest_is_isolated = step is None
-        return step or self._schedule_group()
+        step = self._schedule_normal_step() if self.isolation.latest_is_isolated else None
+        self.isolation.latest_is_isolated = step is None
+        return step or self._schedule_isolated_step()
 
     def assign_adapters(self) -> None:
         """Let requests run whose adapters can get slots now."""
         if self.adapters is not None and self.has_parked:
             self.adapters.assign()
 
-    def _schedule_others(self) -> ScheduledStep | None:
+    def _schedule_normal_step(self) -> ScheduledStep | None:
         """Choose a step of requests that are not isolated."""
-        batch = self.batch
+        batch, group = self.batch, self.isolation.group
         is_awaited = is_excluded = None
         if self.pending_steps:
             if self._num_stages == 1:
@@ -270,13 +266,13 @@ class Scheduler:
             if self._num_stages == 1:
                 # The token that these rows await is their last.
                 is_excluded = is_awaited & (batch.num_tokens >= batch.max_total_tokens)
-        if not self._give_blocks_to_growing_rows(is_excluded if self._group is None else batch.is_isolated):
+        if not self.room.give_blocks_to_growing_rows(is_excluded if group is None else batch.is_isolated):
             return None
-        rows = batch.order if self._group is None else batch.order[~batch.is_isolated[batch.order]]
+        rows = batch.order if group is None else batch.order[~batch.is_isolated[batch.order]]
         wanted = batch.num_tokens[rows] - batch.num_computed_tokens[rows]
         decodes = rows[wanted == 1]
         # Of all rows that decode, also in pending steps; while a group runs, there is one step at a time.
-        share = -(-len(decodes) // self._num_stages) if self._group is None else len(decodes)
+        share = -(-len(decodes) // self._num_stages) if group is None else len(decodes)
         if is_excluded is not None:
             decodes = decodes[~is_excluded[decodes]]
         decodes = decodes[:share]
@@ -319,11 +315,11 @@ class Scheduler:
         endings = find_endings(batch, live)
         rows, ends, tokens = live.rows, live.ends, live.tokens
         if any(ending.error for ending in endings.values()):
-            is_sampled = tokens >= 0  # A negative token is no token.
+            is_sampled = tokens >= 0  # A negative number stands for a token that could not be sampled.
             rows, ends, tokens = rows[is_sampled], ends[is_sampled], tokens[is_sampled]
         batch.token_ids[rows, ends] = tokens
         rows, ends, tokens = self._forced.follow(rows, ends, tokens, set(endings), pending.forced)
-        self._release_suspects()
+        self.isolation.release_suspects()
         # Read before the requests below leave their rows.
         slots, clients, positions = batch.slot[rows], batch.client[rows], ends - batch.num_prompt_tokens[rows]
         pooled = [batch.request(row) for row in live.pooled_rows.tolist()]
@@ -354,13 +350,13 @@ class Scheduler:
         """End a live request; return the message that tells its client.
 
         Every live request ends here, for whatever reason. It gives back everything that it has in the core: its row and
-        blocks or its place in the waiting queue, and its share of the memory quota. (A request that is refused before
+        blocks or its entry in the waiting queue, and its share of the memory quota. (A request that is refused before
         `add` has nothing to give back: `RequestHandler` answers it.)
         """
         if request.row == NO_ROW:
             self.waiting.remove(request)
         else:
-            self._vacate(request)
+            self.room.vacate(request)
         del self._requests[request.key]
         if self.adapters is not None:
             self.adapters.note_end(request)
@@ -369,39 +365,17 @@ class Scheduler:
         self.memory.give_back(request)
         return Finished(request.slot, *ending)
 
-    def _has_group(self) -> bool:
-        """Return whether an isolated group runs; the next group begins when the last is past the death."""
-        isolated = self.waiting.isolated
-        if self._group is not None and self._group not in isolated and not self.batch.is_isolated.any():
-            self._group = None
-        if self._group is None:
-            self._group = isolated.next_group()
-        return self._group is not None
-
-    def _schedule_group(self) -> ScheduledStep | None:
+    def _schedule_isolated_step(self) -> ScheduledStep | None:
         """Choose a step of the isolated group that runs; other requests may be preempted for it."""
         batch = self.batch
-        self._give_blocks_to_growing_rows(~batch.is_isolated, spared=batch.is_isolated)
+        self.room.give_blocks_to_growing_rows(~batch.is_isolated, spared=batch.is_isolated)
         rows = batch.order[batch.is_isolated[batch.order]]
         wanted = batch.num_tokens[rows] - batch.num_computed_tokens[rows]
         decodes = rows[wanted == 1]
         self.cache.register_decodes(decodes, NO_ROWS)
         prefills = self._continue_prefills(rows[wanted > 1], len(decodes))
-        self._admit(prefills, self._group)
+        self._admit(prefills, self.isolation.group)
         return self._step_of(decodes, prefills)
-
-    def _release_suspects(self) -> None:
-        """Let suspects that are past the step of the death run with other requests."""
-        if self._group is None:
-            return
-        batch = self.batch
-        rows = batch.order[batch.is_isolated[batch.order]]
-        counts = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
-        for row, num_output_tokens in zip(rows.tolist(), counts.tolist(), strict=True):
-            request = batch.request(row)
-            if num_output_tokens >= max(1, request.isolate_until_num_tokens):
-                request.isolate_until_num_tokens = 0
-                batch.is_isolated[row] = False
 
     def _note_time(self, pending: PendingStep) -> None:
         """Note how long a step has taken whose output is processed now; steps that overlap begin one after another."""
@@ -459,7 +433,7 @@ class Scheduler:
             request = self.waiting.first() if group is None else self.waiting.isolated.first(group)
             if request is None:
                 return
-            found = self._find_room(request) if group is None else self._make_room(request)
+            found = self.room.find(request) if group is None else self.room.make(request)
             if found is None:
                 return
             num_cached = len(found) * cache.block_size
@@ -473,66 +447,3 @@ class Scheduler:
             row = batch.add(request, cache.allocate(request, found), num_cached)
             cache.register(row, num_cached + count)
             prefills.add(row, count, wanted)
-
-    def _find_room(self, request: Request) -> list[int] | None:
-        """Return the cached blocks of `request`'s prefix; None if there is no row or no block for the request."""
-        batch, cache = self.batch, self.cache
-        if batch.is_full or self._refused == (request.order, cache.pool.num_returned):
-            return None  # Looking up its prefix in every step would make steps as long as prompts.
-        # A block for each row that grows stays free, or the next few tokens would preempt the request admitted now.
-        num_growing = int((~batch.is_pooled[batch.order]).sum())
-        found = cache.find_prefix(request)
-        if len(batch) and not cache.has_room(request, found, num_growing):
-            self._refused = (request.order, cache.pool.num_returned)
-            return None
-        return found
-
-    def _make_room(self, suspect: Request) -> list[int] | None:
-        """Preempt requests that are not isolated until there is room for `suspect`; return as `_find_room` does."""
-        batch, cache = self.batch, self.cache
-        if self.adapters is not None and not self.adapters.make_slot(suspect, batch, self._preempt):
-            return None
-        found = cache.find_prefix(suspect)
-        while batch.is_full or not cache.has_room(suspect, found):
-            if batch.is_isolated[batch.order].all():
-                return None
-            self._preempt_next(batch.is_isolated)
-        return found
-
-    def _give_blocks_to_growing_rows(self, excluded: Mask | None = None, spared: Mask | None = None) -> bool:
-        """Give a block to every row whose last token needs it; preempt requests if blocks run out.
-
-        Rows in `excluded` [max_num_seqs] need no block. `spared` is as for `_preempt_next`. Return False, and change
-        nothing, if a request would have to be preempted while a step is pending: processing that step may free blocks,
-        and its tokens must not be lost.
-        """
-        while len(growing := self.cache.growing_rows(excluded)):
-            if len(growing) <= self.cache.pool.num_free:
-                self.cache.grow(growing)  # by one block each, so a row with several new tokens may need another turn
-            elif self.pending_steps:
-                return False
-            else:
-                self._preempt_next(spared)
-        return True
-
-    def _preempt_next(self, spared: Mask | None = None) -> None:
-        """Preempt a running request; if possible none in `spared` [max_num_seqs]."""
-        rows = self.batch.order
-        others = rows if spared is None else rows[~spared[rows]]
-        self._preempt(next_to_preempt(self.batch, others if len(others) else rows))
-
-    def _preempt(self, request: Request) -> None:
-        """Put a running request back into the waiting queue; raise RuntimeError while a step is pending."""
-        if self.pending_steps:
-            raise RuntimeError("a request must not be preempted while a step is pending: its tokens would be lost")
-        self._vacate(request)
-        self.num_preemptions += 1
-        self.waiting.add(request, may_hold=False)
-
-    def _vacate(self, request: Request) -> None:
-        """Take the row and the blocks of a running request."""
-        self.pending_steps.leave(request)
-        if self.adapters is not None:
-            self.adapters.note_vacancy(request)
-        self.waiting.turns.count(request, int(self.batch.num_tokens[request.row]) - len(request.tokens))
-        self.cache.remove_row(request.row)

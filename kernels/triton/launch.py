@@ -1,8 +1,8 @@
 """Launch options: how the kernels are cut into programs, for each generation of GPU.
 
-The engine does not tune when it starts. The results of tools/tune_kernels.py on a GPU lie beside this file (sm_90.json
-for compute capability 9.0) and take precedence, key by key, over the tables here. The values of the tables are
-reasoned: a tile of queries fills the tensor cores, and tiles of keys with their prefetched successors fit into the
+The engine does not tune when it starts. The results of tools/gpu/tune_kernels.py on a GPU lie beside this file
+(sm_90.json for compute capability 9.0) and take precedence, key by key, over the tables here. The values of the tables
+are reasoned: a tile of queries fills the tensor cores, and tiles of keys with their prefetched successors fit into the
 shared memory, 227 KiB per multiprocessor on Hopper and 99 KiB on the smallest supported GPU.
 """
 

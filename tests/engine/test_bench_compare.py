@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from vllm_mp.cli.bench.load_generator import LoadRequest, Timeline, uniform_load
 from vllm_mp.core.models import build_model
 from vllm_mp.model_config.families.registry import read_architecture
+from vllm_mp.testing.measuring import peers
 from vllm_mp.testing.random_models import SIZES
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -22,14 +23,12 @@ CONFIG = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).to_dict()
 @pytest.fixture(scope="module")
 def bench():
     """The program `tools/bench` as a module, imported as if it were run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(TOOLS)
-        yield load_bench()
+    return load_bench()
 
 
 def mixed_gap_name():
     """Return the name of a workload whose figures are times."""
-    return sys.modules["shared.peers"].MIXED_GAP_MS
+    return peers.MIXED_GAP_MS
 
 
 def load_bench():
@@ -96,13 +95,11 @@ def test_a_gguf_file_is_compared_in_place_and_must_exist(bench, tmp_path, monkey
     assert "missing.gguf does not exist" in capsys.readouterr().err
 
 
-def test_mixed_load_is_measured_from_its_start_to_its_last_token(bench):
-    from shared.peers import MIXED_RATE, mixed_figures
-
+def test_mixed_load_is_measured_from_its_start_to_its_last_token():
     requests = [LoadRequest([1] * 10, 3), LoadRequest([1] * 20, 2, arrival=1.0)]
     timelines = [Timeline(0.0, [0.5, 0.6, 0.8]), Timeline(1.0, [4.0, 5.0])]
     gap = pytest.approx(984)  # interpolated between gaps of 0.1, 0.2 and 1 s
-    assert mixed_figures(requests, timelines) == {MIXED_RATE: 35 / 5, mixed_gap_name(): gap}
+    assert peers.mixed_figures(requests, timelines) == {peers.MIXED_RATE: 35 / 5, mixed_gap_name(): gap}
 
 
 def test_load_is_the_same_for_every_engine_and_within_its_bounds():
@@ -142,13 +139,11 @@ class StandInPeer:
         pass
 
     def measure(self, workloads):
-        from shared.peers import run
-
         self._round += 1
         self._observe()
         if self._round == self._crashes_in:
             crash = "import os, signal, sys; print('no such instruction', file=sys.stderr, flush=True); "
-            run([sys.executable, "-c", crash + "os.kill(os.getpid(), signal.SIGILL)"])
+            peers.run([sys.executable, "-c", crash + "os.kill(os.getpid(), signal.SIGILL)"])
         return {"decode, batch 1": self._value}
 
 
@@ -156,8 +151,8 @@ class StandInPeer:
 def compare(bench, monkeypatch, tmp_path):
     """Run `tools/bench compare` with stand-in peers and cheap ceilings; return its exit code and its JSON."""
 
-    def run(*peers, rounds=2):
-        monkeypatch.setattr(bench, "_engines", lambda *_: {peer.name: [peer] for peer in peers})
+    def run(*compared, rounds=2):
+        monkeypatch.setattr(bench, "_engines", lambda *_: {peer.name: [peer] for peer in compared})
         monkeypatch.setattr(bench, "measure_ceilings", lambda: bench.Ceilings(1e9, 1e9))
         out = tmp_path / "out.json"
         monkeypatch.setattr("sys.argv", ["bench", "compare", "--rounds", str(rounds), "--json", str(out)])
@@ -167,8 +162,8 @@ def compare(bench, monkeypatch, tmp_path):
 
 
 def test_peer_that_crashes_is_reported_and_the_others_are_measured(compare, capsys):
-    peers = StandInPeer("good", 2.0), StandInPeer("crashing", crashes_in=1), StandInPeer("late", crashes_in=2)
-    code, found = compare(*peers, StandInPeer("last", 4.0))
+    given = StandInPeer("good", 2.0), StandInPeer("crashing", crashes_in=1), StandInPeer("late", crashes_in=2)
+    code, found = compare(*given, StandInPeer("last", 4.0))
     assert code == 0
     assert found["figures"] == {"decode, batch 1": {"good": [2.0, 2.0], "late": [1.0], "last": [4.0, 4.0]}}
     error = f"no such instruction ({Path(sys.executable).name} ended with SIGILL)"

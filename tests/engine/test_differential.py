@@ -1,4 +1,4 @@
-"""The output of a request depends on that request alone; `tools/differential.py` tries more random requests."""
+"""The output of a request depends on that request alone; `tools/quality/differential.py` tries more random requests."""
 
 import pytest
 from transformers import AutoTokenizer

@@ -16,7 +16,7 @@ from vllm_mp.testing.random_models import save_config
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "perplexity.py"
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "quality" / "perplexity.py"
 
 
 def test_int8_answers_are_batch_invariant_and_name_the_capital_of_france(make_engine):

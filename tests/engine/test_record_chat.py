@@ -1,4 +1,4 @@
-"""tools/record_chat.py as a user runs it."""
+"""tools/recordings/record_chat.py as a user runs it."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "record_chat.py"
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "recordings" / "record_chat.py"
 SVG = "{http://www.w3.org/2000/svg}"
 
 

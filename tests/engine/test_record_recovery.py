@@ -1,4 +1,4 @@
-"""tools/record_recovery.py as a user runs it, with a short story."""
+"""tools/recordings/record_recovery.py as a user runs it, with a short story."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "record_recovery.py"
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "recordings" / "record_recovery.py"
 SVG = "{http://www.w3.org/2000/svg}"
 
 

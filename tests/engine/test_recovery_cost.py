@@ -1,4 +1,4 @@
-"""tools/recovery_cost.py, run as a user runs it, with few requests."""
+"""tools/speed/recovery_cost.py, run as a user runs it, with few requests."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "recovery_cost.py"
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "speed" / "recovery_cost.py"
 
 
 @pytest.mark.slow

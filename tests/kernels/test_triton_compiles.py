@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parents[1]
-REPORT = TESTS.parent / "tools" / "kernel_report.py"
-ESTIMATE = TESTS.parent / "tools" / "decode_estimate.py"
+REPORT = TESTS.parent / "tools" / "gpu" / "kernel_report.py"
+ESTIMATE = TESTS.parent / "tools" / "gpu" / "decode_estimate.py"
 
 SHARED_BYTES = {(9, 0): 227 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024}
 """The shared memory of one program: on Hopper, on the smallest supported GPU, and on the smallest with 8-bit floats."""
@@ -80,7 +80,7 @@ BOUNDS = {
     ("sample", "_sample_kernel"): Bound(registers=128, loop=240, programs=2),
     ("step", "_copy_step_kernel"): Bound(registers=64, loop=0, programs=8),
 }
-"""By launch of tools/kernel_report.py and kernel. Triton 3.6 and 3.9 both stay within them."""
+"""By launch of tools/gpu/kernel_report.py and kernel. Triton 3.6 and 3.9 both stay within them."""
 
 
 def run_compiler(*arguments):

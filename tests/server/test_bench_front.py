@@ -2,21 +2,10 @@
 
 import asyncio
 import os
-from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
-
-
-@pytest.fixture(scope="module")
-def http_front():
-    """The module `shared.http_front` of the tools."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(TOOLS)
-        from shared import http_front
-
-        yield http_front
+from vllm_mp.testing.measuring import http_front
 
 
 @pytest.fixture
@@ -25,14 +14,14 @@ def model(server):
     return server.get("/v1/models")[1]["data"][0]["id"]
 
 
-def test_every_token_and_event_of_the_streams_is_counted(server, model, http_front):
+def test_every_token_and_event_of_the_streams_is_counted(server, model):
     counts = asyncio.run(http_front.stream_load(server.url, model, streams=3, output_len=8))
     assert counts.tokens == 3 * 8
     assert 3 <= counts.events <= counts.tokens
     assert counts.num_bytes > 100 * counts.events
 
 
-def test_server_uses_processor_time_for_its_streams(server, model, http_front, monkeypatch):
+def test_server_uses_processor_time_for_its_streams(server, model, monkeypatch):
     monkeypatch.setattr(http_front, "SERVED_NAME", model)
     monkeypatch.setattr(http_front, "_MIN_EVENTS", 0.0)
     figures = http_front.measure_front(server.url, server.pid, streams=2, output_len=16)
@@ -40,19 +29,19 @@ def test_server_uses_processor_time_for_its_streams(server, model, http_front, m
     assert 0 < figures[http_front.front_name(2)] < 1e7
 
 
-def test_merged_tokens_are_an_error(server, model, http_front, monkeypatch):
+def test_merged_tokens_are_an_error(server, model, monkeypatch):
     monkeypatch.setattr(http_front, "SERVED_NAME", model)
     monkeypatch.setattr(http_front, "_MIN_EVENTS", 1.5)
     with pytest.raises(RuntimeError, match="lower --rate"):
         http_front.measure_front(server.url, server.pid, streams=2, output_len=4)
 
 
-def test_response_that_is_not_a_complete_stream_is_an_error(server, http_front):
+def test_response_that_is_not_a_complete_stream_is_an_error(server):
     with pytest.raises(RuntimeError, match=r"not a complete stream.*404"):
         asyncio.run(http_front.stream_load(server.url, "no-such-model", streams=1, output_len=4))
 
 
-def test_processors_are_given_back_after_a_measurement(http_front):
+def test_processors_are_given_back_after_a_measurement():
     available = os.sched_getaffinity(0)
     with http_front._pinned(os.getppid()):
         assert len(os.sched_getaffinity(0)) == max(1, len(available) - 1)

@@ -9,11 +9,11 @@ from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.invariants import check_invariants
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
+from vllm_mp.core.scheduler.logits_processors import LogitsProcessors
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.worker.device import choose_step_size
 from vllm_mp.core.worker.model_runner import ModelRunner
-from vllm_mp.core.worker.sampling.logits_processors import LogitsProcessors
 from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.requests.prompt_embeds import PromptEmbeds
 

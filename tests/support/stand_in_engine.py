@@ -10,13 +10,13 @@ from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.block_pool import root_hash
 from vllm_mp.core.scheduler.invariants import check_invariants
 from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
+from vllm_mp.core.scheduler.logits_processors import LogitsProcessors
 from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput
 from vllm_mp.core.scheduler.waiting.memory_quota import REQUEST_BYTES
 from vllm_mp.core.worker.memory.sleep import Sleep
-from vllm_mp.core.worker.sampling.logits_processors import LogitsProcessors
 from vllm_mp.core.worker.sampling.sampler import NO_TOKEN
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import SamplingParams

@@ -160,7 +160,7 @@ _CHECKS: dict[str, Callable[[CodeBlock], object]] = {
 @functools.cache
 def _source_of(tool: Path) -> str:
     """Return the text of a tool and of the modules that only tools and tests use, where its flags may be."""
-    modules = [*(ROOT / "tools/shared").glob("*.py"), *(ROOT / "vllm_mp/testing").rglob("*.py")]
+    modules = (ROOT / "vllm_mp/testing").rglob("*.py")
     return "\n".join(path.read_text() for path in (tool, *modules))
 
 
@@ -184,8 +184,8 @@ def _known_flags() -> set[str]:
             flags.update(action.option_strings)
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
-    for tool in (ROOT / "tools").iterdir():
-        if tool.is_file():
+    for tool in (ROOT / "tools").rglob("*"):
+        if tool.is_file() and tool.suffix != ".pyc":
             flags.update(_FLAG.findall(_source_of(tool)))
     return flags
 

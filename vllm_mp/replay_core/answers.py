@@ -10,7 +10,7 @@ import numpy.typing as npt
 from vllm_mp.requests.sampling_params import SamplingParams
 
 _FILE = Path(__file__).parent / "answers.npy"
-"""Written by `tools/record_answers.py`."""
+"""Written by `tools/recordings/record_answers.py`."""
 
 
 class Answer(NamedTuple):

@@ -20,6 +20,7 @@ from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.waiting.fair_turns import FairTurns
+from vllm_mp.core.scheduler.waiting.requests_by_adapter import RequestsByAdapter
 
 if TYPE_CHECKING:
     from vllm_mp.core.lora.adapter import Adapter
@@ -64,44 +65,54 @@ class AdapterTurns:
         self._slots: list[CachedAdapter | None] = [None] * num_slots
         self.turns = FairTurns()
         """The waiting requests that may run, also requests of the base model."""
+        self.waiting = RequestsByAdapter()
+        """The requests in `turns` that have adapters."""
+        self.parked = RequestsByAdapter()
+        """The requests that wait until their adapters get slots."""
         self._memory = memory
         self._load_slot = load_slot
         self._unselected = FairTurns()
         """The parked requests whose adapter is not selected. Clients take turns by the adapters that they select."""
         self._selected: dict[CachedAdapter, None] = {}
-        """The next adapters that get slots, in order."""
         self._is_contended = False
         """An adapter is ready and waits for a slot."""
         self._clock = 0
         """Number of uses of slots."""
-        self.num_parked = 0
 
     @property
     def holders(self) -> list[CachedAdapter]:
         """The adapters that have slots."""
         return [adapter for adapter in self._slots if adapter is not None]
 
+    @property
+    def selected(self) -> list[CachedAdapter]:
+        """The next adapters that get slots, in order."""
+        return list(self._selected)
+
+    @property
+    def num_parked(self) -> int:
+        """Number of parked requests of all adapters."""
+        return len(self.parked)
+
     def place(self, adapter: CachedAdapter, request: Request) -> bool:
         """Return True if a waiting request may run, because its adapter has a slot; else park it."""
         if adapter.slot != NO_SLOT and not adapter.is_closing:
-            adapter.waiting.add(request)
+            self._add_waiting(adapter, request)
             return True
-        adapter.parked.add(request)
-        self.num_parked += 1
+        self.parked.add(adapter, request)
         if not adapter.is_selected:
             self._unselected.add(request)
         return False
 
     def remove(self, adapter: CachedAdapter, request: Request) -> bool:
         """Remove a request that `place` was given; return True if it was parked."""
-        if request.key not in adapter.parked:
-            adapter.waiting.remove(request)
+        if request not in self.parked:
+            self._remove_waiting(adapter, request)
             return False
-        adapter.parked.remove(request)
-        self.num_parked -= 1
+        self.parked.remove(adapter, request)
         if not adapter.is_selected:
             self._unselected.remove(request)
-        elif not len(adapter.parked):
+        elif self.parked.best_priority(adapter) is None:
             self._deselect(adapter)
         return True
 
@@ -123,8 +134,8 @@ class AdapterTurns:
 
     def note_admission(self, adapter: CachedAdapter, request: Request) -> None:
         """Note that a request has got a row."""
-        if request.key in adapter.waiting:  # not so for suspects
-            adapter.waiting.remove(request)
+        if request in self.waiting:  # not so for suspects
+            self._remove_waiting(adapter, request)
             adapter.num_admitted += self._is_contended
         adapter.num_rows += 1
         adapter.used_at = self._tick()
@@ -188,9 +199,9 @@ class AdapterTurns:
     def close(self, adapter: CachedAdapter) -> None:
         """Park the waiting requests of an adapter that has a slot, which is free once its running requests end."""
         adapter.is_closing = True
-        for request in adapter.waiting.requests():
+        for request in self.waiting.of(adapter):
             self.turns.remove(request)
-            adapter.waiting.remove(request)
+            self._remove_waiting(adapter, request)
             self.place(adapter, request)
 
     def forget_client(self, client: int) -> None:
@@ -201,7 +212,7 @@ class AdapterTurns:
         """Return the selected adapters that are ready, in the order in which they get slots."""
         self._select()
         ready = (adapter for adapter in self._selected if adapter.is_at_hand)
-        return sorted(ready, key=lambda adapter: adapter.parked.best_priority)
+        return sorted(ready, key=self._parked_priority)
 
     def _admit(self, adapter: CachedAdapter) -> bool:
         """Let the parked requests of an adapter that is ready run; return False if there is no slot for it."""
@@ -223,7 +234,7 @@ class AdapterTurns:
             if num_ready >= self._memory.num_ahead or (not adapter.is_at_hand and self._memory.is_busy):
                 return
             self._unselected.take_turn(request, 1)
-            for other in adapter.parked.requests():
+            for other in self.parked.of(adapter):
                 if other is not request:
                     self._unselected.remove(other)
             adapter.is_selected = True
@@ -240,12 +251,11 @@ class AdapterTurns:
         adapter.is_closing = False
         is_selected = adapter.is_selected
         self._deselect(adapter)
-        for request in adapter.parked.requests():
+        for request in self.parked.of(adapter):
             if not is_selected:
                 self._unselected.remove(request)
-            adapter.parked.remove(request)
-            self.num_parked -= 1
-            adapter.waiting.add(request)
+            self.parked.remove(adapter, request)
+            self._add_waiting(adapter, request)
             self.turns.add(request)
 
     def _close_for(self, ready: list[CachedAdapter]) -> bool:
@@ -271,9 +281,24 @@ class AdapterTurns:
     def _may_close(self, holder: CachedAdapter, other: CachedAdapter) -> bool:
         if holder.is_pinned or holder.is_closing:
             return False
-        if not len(holder.waiting) or holder.waiting.best_priority > other.parked.best_priority:
+        priority, other_priority = self.waiting.best_priority(holder), self._parked_priority(other)
+        if priority is None or priority > other_priority:
             return True
-        return holder.num_admitted >= _MAX_OVERTAKING and holder.waiting.best_priority == other.parked.best_priority
+        return holder.num_admitted >= _MAX_OVERTAKING and priority == other_priority
+
+    def _parked_priority(self, adapter: CachedAdapter) -> int:
+        """Return the lowest priority number of the parked requests of a selected adapter."""
+        priority = self.parked.best_priority(adapter)
+        assert priority is not None, "an adapter without parked requests is not selected"
+        return priority
+
+    def _add_waiting(self, adapter: CachedAdapter, request: Request) -> None:
+        self.waiting.add(adapter, request)
+        adapter.num_waiting += 1
+
+    def _remove_waiting(self, adapter: CachedAdapter, request: Request) -> None:
+        self.waiting.remove(adapter, request)
+        adapter.num_waiting -= 1
 
     def _tick(self) -> int:
         self._clock += 1

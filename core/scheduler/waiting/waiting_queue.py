@@ -55,7 +55,7 @@ class WaitingQueue:
             self.turns.add(request)
 
     def first(self) -> Request | None:
-        """Return the next request that is no suspect, which stays in the queue; None if there is none."""
+        """Return the next request that is not a suspect, which stays in the queue; None if there is none."""
         return self.turns.first()
 
     def pop(self, request: Request, num_tokens: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
+from vllm_mp.core.scheduler.processed_request import ProcessedRequest
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.sampling.host_copies import to_device
 from vllm_mp.kernels.ops import DrawParams
@@ -31,30 +32,6 @@ from vllm_mp.requests.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 _METHODS = ("apply", "is_argmax_invariant", "update_state")
-
-
-class ProcessedRequest:
-    """A request as registered processors know it."""
-
-    __slots__ = ("error", "output", "params", "processors", "prompt")
-
-    def __init__(self, params: SamplingParams, processors: frozenset[str]) -> None:
-        """`processors` are the names of those that are for the request."""
-        self.params = params
-        self.processors = processors
-        self.prompt: list[int] | None = None
-        """Its token ids; None before the first step, and for embeddings."""
-        self.output: list[int] = []
-        """The token ids of the output, which processors hold."""
-        self.error: str | None = None
-        """Why a processor has failed the request."""
-
-    def catch_up(self, request: Request, batch: Batch, num_tokens: int) -> None:
-        """Read the tokens that the request has got since the last call; `num_tokens` are known, prompt included."""
-        row, start = request.row, request.num_prompt_tokens
-        if self.prompt is None and request.prompt_embeds is None:
-            self.prompt = batch.token_ids[row, :start].tolist()
-        self.output += batch.token_ids[row, start + len(self.output) : num_tokens].tolist()
 
 
 class RegisteredProcessors:
@@ -89,20 +66,21 @@ class RegisteredProcessors:
             processor.validate(request.sampling)
         if own:
             names = frozenset(processor.registration.name for processor in own)
-            request.processed = ProcessedRequest(request.sampling, names)
+            is_embedded = request.prompt_embeds is not None
+            request.processed = ProcessedRequest(request.sampling, names, is_embedded)
 
     def apply(self, logits: Tensor, batch: Batch, rows: Rows, num_tokens: Counts) -> None:
         """Change `logits` float32 [n, vocab] of the batch's `rows` [n] in place, as processors of all draws do.
 
         Rows of requests that a processor fails become NaN.
         """
-        places = {}
+        row_of = {}
         for i in np.flatnonzero(batch.is_processed[rows]).tolist():
             request = batch.request(int(rows[i]))
             assert request.processed is not None
-            request.processed.catch_up(request, batch, int(num_tokens[i]))
-            places[request.processed] = i
-        self._run(logits, places, is_argmax_invariant=False)
+            request.processed.catch_up(batch.token_ids[request.row, : num_tokens[i]], request.num_prompt_tokens)
+            row_of[request.processed] = i
+        self._run(logits, row_of, is_argmax_invariant=False)
 
     def apply_to_random(self, logits: Tensor, batch: Batch, rows: Rows, params: DrawParams) -> DrawParams:
         """Divide `logits` by the temperature and change them in place, as processors of random draws alone do.
@@ -112,27 +90,27 @@ class RegisteredProcessors:
         """
         if not any(processor.is_argmax_invariant for processor in self._processors):
             return params
-        places = {}
+        row_of = {}
         for i in np.flatnonzero(batch.is_processed[rows] & (batch.sampling["temperature"][rows] > 0)).tolist():
             processed = batch.request(int(rows[i])).processed
             assert processed is not None
             if any(p.is_argmax_invariant and p.registration.name in processed.processors for p in self._processors):
-                places[processed] = i
-        if not places:
+                row_of[processed] = i
+        if not row_of:
             return params
-        index = to_device(np.array([*places.values()]), logits.device)
+        index = to_device(np.array([*row_of.values()]), logits.device)
         own, temperature = logits[index], params.temperature.clone()
         # The highest logit becomes 0, so that the lowest temperatures do not overflow.
         logits[index] = (own - own.amax(dim=-1, keepdim=True)) / temperature[index].unsqueeze(-1)
         temperature[index] = 1.0
-        self._run(logits, places, is_argmax_invariant=True)
+        self._run(logits, row_of, is_argmax_invariant=True)
         return params._replace(temperature=temperature)
 
-    def _run(self, logits: Tensor, places: Mapping[ProcessedRequest, int], is_argmax_invariant: bool) -> None:
+    def _run(self, logits: Tensor, row_of: Mapping[ProcessedRequest, int], is_argmax_invariant: bool) -> None:
         for processor in self._processors:
             if processor.is_argmax_invariant == is_argmax_invariant:
                 name = processor.registration.name
-                own = {r: i for r, i in places.items() if name in r.processors and r.error is None}
+                own = {r: i for r, i in row_of.items() if name in r.processors and r.error is None}
                 if own:
                     processor.run(logits, own)
 
@@ -165,25 +143,25 @@ class _Processor:
             why = str(error) if isinstance(error, ValueError) else repr(error)
             raise ValueError(f"logits processor {self.registration.name!r} refuses the request: {why:.500}") from error
 
-    def run(self, logits: Tensor, places: Mapping[ProcessedRequest, int]) -> None:
-        """Change the rows of `logits` float32 [n, vocab] at `places`, by request, in place."""
+    def run(self, logits: Tensor, row_of: Mapping[ProcessedRequest, int]) -> None:
+        """Change `logits` float32 [n, vocab] in place, in the row `row_of[request]` of each request."""
         try:
             if self._instance is None:
                 self._instance, self._members = self._make(), []
-            self._instance.update_state(self._update(places))
-            index = to_device(np.array([places[member] for member in self._members]), logits.device)
+            self._instance.update_state(self._update(row_of))
+            index = to_device(np.array([row_of[member] for member in self._members]), logits.device)
             changed = _checked(self._instance.apply(logits.index_select(0, index)), len(index), logits)
         except Exception as error:
             logger.warning("logits processor %s failed in a step: %.500r", self.registration.name, error)
             self._instance = None
-            for request, place in places.items():
-                self._run_alone(logits, request, place)
+            for request, row in row_of.items():
+                self._run_alone(logits, request, row)
             return
         self._store(logits, self._members, index, changed)
 
-    def _run_alone(self, logits: Tensor, request: ProcessedRequest, place: int) -> None:
-        """Change a row of `logits` with an instance of its own, or fail the request."""
-        index = to_device(np.array([place]), logits.device)
+    def _run_alone(self, logits: Tensor, request: ProcessedRequest, row: int) -> None:
+        """Change `row` of `logits` with an instance of its own, or fail the request."""
+        index = to_device(np.array([row]), logits.device)
         try:
             instance = self._make()
             added = [(0, request.params, request.prompt, request.output)]
@@ -191,7 +169,7 @@ class _Processor:
             changed = _checked(instance.apply(logits.index_select(0, index)), 1, logits)
         except Exception as error:
             self._fail(request, f"failed: {error!r:.500}")
-            logits[place] = torch.nan
+            logits[row] = torch.nan
             return
         self._store(logits, [request], index, changed)
 
@@ -208,9 +186,10 @@ class _Processor:
         request.error = f"logits processor {self.registration.name!r} {why}; correct it, or change the request"
 
     def _update(self, wanted: Mapping[ProcessedRequest, int]) -> BatchUpdate | None:
-        """Make `wanted` the batch, and return what has changed. Requests that enter take the places of those that left.
+        """Make `wanted` the batch, and return what has changed.
 
-        The last requests then move to the places that are left, so that none is free.
+        Requests that enter take the indices of requests that left. The last requests then move to indices that are
+        still free, so that no index stays free.
         """
         members: list[ProcessedRequest | None] = [m if m in wanted else None for m in self._members]
         free = [i for i, member in enumerate(members) if member is None]
@@ -239,7 +218,7 @@ class _Processor:
 
 
 def _load(registration: Registration) -> Any:
-    """Return the class that is registered. Raises ValueError if there is none, or if it is no logits processor."""
+    """Return the class that is registered. Raises ValueError if there is none, or if it is not a logits processor."""
     target = registration.target
     try:
         if ":" in target:
@@ -259,8 +238,8 @@ def _load(registration: Registration) -> Any:
     lacking = [name for name in _METHODS if not callable(getattr(kind, name, None))]
     if not isinstance(kind, type) or lacking:
         raise ValueError(
-            f"logits_processors: {target} is no logits processor, a class with {', '.join(_METHODS)}; derive it from "
-            "vllm_mp.logits_processor.LogitsProcessor"
+            f"logits_processors: {target} is not a logits processor, a class with {', '.join(_METHODS)}; derive it "
+            "from vllm_mp.logits_processor.LogitsProcessor"
         )
     return kind
 

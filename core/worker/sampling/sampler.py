@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
+from vllm_mp.core.scheduler.logits_processors import Ids, as_ids
 from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 from vllm_mp.core.structured_output.grammar import Matcher
 from vllm_mp.core.structured_output.libraries.masks import fill_masks
 from vllm_mp.core.worker.sampling.host_copies import all_to_device, to_device
-from vllm_mp.core.worker.sampling.logits_processors import Ids, as_ids
 from vllm_mp.core.worker.sampling.registered_processors import RegisteredProcessors
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import DrawParams, TokenMasks

@@ -1,6 +1,5 @@
 """tools/gpu_check.py, run as a user runs it, on the CPU with a tiny model."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import torch
 
 from vllm_mp.core.models import build_model
 from vllm_mp.model_config.families.registry import read_architecture
+from vllm_mp.testing.measuring import engine_speed, gpu_stages
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -127,7 +127,7 @@ def test_every_stage_can_be_rehearsed_without_a_device(tmp_path):
     page = tmp_path / "page.html"
     command = [
         sys.executable,
-        str(ROOT / "tools" / "gpu_page.py"),
+        str(ROOT / "tools" / "gpu" / "gpu_page.py"),
         str(tmp_path / "results.json"),
         "--out",
         str(page),
@@ -136,10 +136,8 @@ def test_every_stage_can_be_rehearsed_without_a_device(tmp_path):
     assert page.read_text().count("<svg") == 2, "a plot of the engines and one of the products"
 
 
-def test_every_file_of_tests_belongs_to_a_stage(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    stages = importlib.import_module("shared.gpu_stages")
-    files = [file for name in stages.STAGES for file in stages.test_files(name)]
+def test_every_file_of_tests_belongs_to_a_stage():
+    files = [file for name in gpu_stages.STAGES for file in gpu_stages.test_files(name)]
     assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
 
 
@@ -165,13 +163,7 @@ def test_only_requested_parts_are_run(tmp_path):
     assert len(found["attention"]) == 3
 
 
-@pytest.fixture
-def engine_speed(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    return importlib.import_module("shared.engine_speed")
-
-
-def test_steady_rate_counts_the_time_in_which_all_streams_decode(engine_speed):
+def test_steady_rate_counts_the_time_in_which_all_streams_decode():
     early = [(0.0, 1), (1.0, 1), (3.0, 1), (5.0, 1), (7.0, 1)]
     late = [(3.0, 1), (5.0, 1), (7.0, 1), (8.0, 1), (9.0, 1)]
     assert engine_speed.steady_tokens_per_s([early, late]) == pytest.approx(2 * 2 / 4.0)
@@ -179,7 +171,7 @@ def test_steady_rate_counts_the_time_in_which_all_streams_decode(engine_speed):
         engine_speed.steady_tokens_per_s([early[:2], late])
 
 
-def test_device_is_idle_between_its_events(engine_speed):
+def test_device_is_idle_between_its_events():
     def event(cat, ts, dur):
         return {"ph": "X", "cat": cat, "ts": ts, "dur": dur}
 
@@ -190,7 +182,7 @@ def test_device_is_idle_between_its_events(engine_speed):
 
 
 @pytest.mark.parametrize("name", ["Qwen3-0.6B", "Llama-3.1-8B"])
-def test_decode_step_reads_every_matrix_once(engine_speed, name):
+def test_decode_step_reads_every_matrix_once(name):
     arch = read_architecture(engine_speed.FULL.models[name].config)
     model = build_model(arch, torch.bfloat16, "meta")
     matrices = {id(weight): weight.numel() for weight in model.parameters() if weight.dim() == 2}

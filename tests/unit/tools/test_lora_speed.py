@@ -1,4 +1,4 @@
-"""tools/lora_speed.py, run as a user runs it, with a tiny model."""
+"""tools/speed/lora_speed.py, run as a user runs it, with a tiny model."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "lora_speed.py"
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "speed" / "lora_speed.py"
 
 
 @pytest.mark.extended

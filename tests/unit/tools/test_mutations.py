@@ -31,9 +31,8 @@ BROKEN_TEST = "def test_broken():\n    assert False, 'broken'\n"
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Return a function that imports a module of the tool."""
-    monkeypatch.syspath_prepend(ROOT / "tools")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins take seconds to load
-    return lambda name: importlib.import_module(f"shared.mutations.{name}")
+    return lambda name: importlib.import_module(f"vllm_mp.testing.mutations.{name}")
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""tools/perplexity.py: its formats and its table. tests/engine/test_quantization.py runs it."""
+"""tools/quality/perplexity.py: its formats and its table. tests/engine/test_quantization.py runs it."""
 
 import runpy
 from pathlib import Path
 
 from vllm_mp import AsyncEngineArgs
 
-TOOL = runpy.run_path(str(Path(__file__).resolve().parents[3] / "tools" / "perplexity.py"))
+TOOL = runpy.run_path(str(Path(__file__).resolve().parents[3] / "tools" / "quality" / "perplexity.py"))
 
 
 def test_format_sets_dtype_quantization_cache_and_model(tmp_path):

@@ -1,4 +1,4 @@
-"""tools/random_gguf.py: an engine computes with its file in place."""
+"""tools/quality/random_gguf.py: an engine computes with its file in place."""
 
 import runpy
 from pathlib import Path
@@ -10,7 +10,7 @@ from support.tiny_gguf import write_tiny_gguf
 
 from vllm_mp.model_store.gguf import mapped_gguf
 
-TOOL = runpy.run_path(str(Path(__file__).resolve().parents[3] / "tools" / "random_gguf.py"))
+TOOL = runpy.run_path(str(Path(__file__).resolve().parents[3] / "tools" / "quality" / "random_gguf.py"))
 
 
 @pytest.mark.extended

@@ -1,4 +1,4 @@
-"""tools/scheduler_speed.py, run as a user runs it, in its short form."""
+"""tools/speed/scheduler_speed.py, run as a user runs it, in its short form."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "scheduler_speed.py"
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "speed" / "scheduler_speed.py"
 
 
 def run_tool(*arguments):

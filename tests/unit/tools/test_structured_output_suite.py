@@ -1,4 +1,4 @@
-"""tools/structured_output_suite.py on a small suite."""
+"""tools/quality/structured_output_suite.py on a small suite."""
 
 import json
 import runpy
@@ -20,7 +20,7 @@ SUITE = [
 
 def test_schemas_and_instances_are_counted(tmp_path, default_model, capsys):
     (tmp_path / "suite.json").write_text(json.dumps(SUITE))
-    main = runpy.run_path("tools/structured_output_suite.py")["main"]
+    main = runpy.run_path("tools/quality/structured_output_suite.py")["main"]
     assert main([str(tmp_path), "--model", str(default_model), "--backend", "llguidance", "--show", "5"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "schemas accepted 2 of 3 (66.7 %)" in printed

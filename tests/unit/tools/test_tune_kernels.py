@@ -1,4 +1,4 @@
-"""tools/tune_kernels.py, run in Triton's interpreter, and the effect of its file on the kernels."""
+"""tools/gpu/tune_kernels.py, run in Triton's interpreter, and the effect of its file on the kernels."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from vllm_mp.kernels.triton import launch
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "tune_kernels.py"
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "gpu" / "tune_kernels.py"
 
 
 @pytest.mark.slow

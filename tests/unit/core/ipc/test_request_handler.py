@@ -21,8 +21,9 @@ from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.client.cores.sources.held_address import HeldAddress
 from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
+from vllm_mp.core.ipc.call_handler import OperatorCall, StepFailedError
 from vllm_mp.core.ipc.client_places import ClientPlaces
-from vllm_mp.core.ipc.request_handler import OperatorCall, RequestHandler, StepFailedError
+from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.ipc.unread_output import UnreadOutput
 from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
@@ -59,11 +60,11 @@ sys.stdin.read()
 class Core:
     """A request handler at a real socket, with a scheduler that runs no step."""
 
-    def __init__(self, address, config, is_shared=True, public=None):
+    def __init__(self, address, config, is_shared=True, public=None, predecessor=PREDECESSOR):
         """`public` is the address for clients, if it is not `address`."""
         self.address = address if public is None else public.address
         self.bound = BoundSocket(address, public)
-        self.request_handler = RequestHandler(self.bound.socket, config, 1, KEY, PREDECESSOR, is_shared)
+        self.request_handler = RequestHandler(self.bound.socket, config, 1, KEY, predecessor, is_shared)
         self.engine = Engine()
         self.page = StatusPage.create(None, 1)
         self.serve(
@@ -160,8 +161,8 @@ def test_call_that_ends_the_core_stays_on_the_page(core):
 
 
 def test_call_is_alone_if_the_predecessor_died_in_it_and_only_then(config, tmp_path, monkeypatch):
-    core = Core(f"ipc://{tmp_path}/core.sock", config)
-    core.request_handler._suspect_calls = {(TOKENS[0], 77)}
+    predecessor = msgspec.structs.replace(PREDECESSOR, calls=[(TOKENS[0], 77)])
+    core = Core(f"ipc://{tmp_path}/core.sock", config, predecessor=predecessor)
     drained = []
     core.request_handler.process_pending = lambda: drained.append(True)
     client = core.connect(hello=wire.encode(wire.hello(token=TOKENS[0])))

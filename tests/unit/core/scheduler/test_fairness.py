@@ -8,7 +8,7 @@ from support.stand_in_engine import BLOCK, Engine
 
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import NO_ROW
-from vllm_mp.core.scheduler.scheduler import Scheduler
+from vllm_mp.core.scheduler.room import Room
 
 BUDGET, MAX_SEQS, LENGTH = 16, 6, 64
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(1, 4))]
@@ -29,20 +29,21 @@ class Load:
         """Number of the step that computed the first token, by slot."""
         self.num_preempted = Counter()
         self.step = None
-        load, preempt, add = self, Scheduler._preempt, Batch.add
+        load, preempt, add = self, Room.preempt, Batch.add
 
-        def watch_preempt(scheduler, request):
-            running = [scheduler.batch.request(row).order for row in scheduler.batch.order.tolist()]
+        def watch_preempt(room, request):
+            batch = load.engine.batch
+            running = [batch.request(row).order for row in batch.order.tolist()]
             assert request.order == max(running), "the last in order is preempted"
             load.num_preempted[request.slot] += 1
-            preempt(scheduler, request)
+            preempt(room, request)
 
         def watch_add(batch, request, *blocks):
             waiting = [other.order for other in load.requests if other.row == NO_ROW and not load.has_ended(other)]
             assert request.order == min(waiting), "the first in order is admitted"
             return add(batch, request, *blocks)
 
-        monkeypatch.setattr(Scheduler, "_preempt", watch_preempt)
+        monkeypatch.setattr(Room, "preempt", watch_preempt)
         monkeypatch.setattr(Batch, "add", watch_add)
 
     def has_ended(self, request):
@@ -323,14 +324,14 @@ def test_client_that_has_most_is_preempted_and_the_only_request_of_another_is_no
     engine.step()
     engine.add(1000, client=1, num_prompt_tokens=4, max_tokens=30)
     engine.step()
-    preempted, preempt = [], engine.scheduler._preempt
+    preempted, preempt = [], engine.scheduler.room.preempt
 
     def watch(request):
         preempted.append(request.key)
         assert request.client == 0 or len(engine.batch) == 2, "the other client has several requests"
         preempt(request)
 
-    engine.scheduler._preempt = watch
+    engine.scheduler.room.preempt = watch
     engine.run()
     assert preempted[:2] == [(0, 4), (0, 3)], "the newest of the client with most blocks"
     assert len(engine.ends) == 6
@@ -378,7 +379,7 @@ def test_early_arrival_time_does_not_save_a_running_request_from_its_preemption(
     engine.step()
     engine.add(5, num_prompt_tokens=4, max_tokens=30, arrival_time=-100.0)
     engine.step()
-    preempted, preempt = [], engine.scheduler._preempt
+    preempted, preempt = [], engine.scheduler.room.preempt
 
     def watch(request):
         running = [engine.batch.request(row).order for row in engine.batch.order.tolist()]
@@ -386,7 +387,7 @@ def test_early_arrival_time_does_not_save_a_running_request_from_its_preemption(
         preempted.append(request.slot)
         preempt(request)
 
-    engine.scheduler._preempt = watch
+    engine.scheduler.room.preempt = watch
     engine.run()
     assert 5 in preempted
     assert len(engine.ends) == 6

@@ -237,11 +237,11 @@ def leave_a_hash_behind(engine):
         (forget_a_user, "the users of a block are the rows that have it"),
         (use_the_padding_block, "row 0 has no padding among its blocks"),
         (free_a_row_twice, "every row is either in use or free, once; broken by .0"),
-        (lose_a_row, r"a live request has a place; broken by \[\(0, 1\)\]"),
+        (lose_a_row, r"a live request is found; broken by \[\(0, 1\)\]"),
         (disorder_the_rows, "rows are in the order of their requests"),
         (let_a_request_wait_twice, "waiting requests are counted"),
-        (let_a_running_request_wait, r"a live request has one place.*\(0, 0\)"),
-        (lose_a_waiting_request, r"a live request has a place; broken by \[\(0, 3\)\]"),
+        (let_a_running_request_wait, r"a live request is found once.*\(0, 0\)"),
+        (lose_a_waiting_request, r"a live request is found; broken by \[\(0, 3\)\]"),
         (miscount_the_waiting, "waiting requests are counted"),
         (run_while_asleep, r"no request has a row while the scheduler sleeps; broken by \[\(0, 0\), \(0, 1\)\]"),
         (hold_back_without_a_pause, r"only a paused scheduler holds requests back; broken by \[\(0, 3\)\]"),
@@ -250,8 +250,8 @@ def leave_a_hash_behind(engine):
         (let_a_suspect_wait_without_its_group, r"a suspect waits with its group; broken by \[\(0, 2\)\]"),
         (let_a_request_wait_with_a_group, r"that waits with a group is a suspect; broken by \[\(0, 2\)\]"),
         (compute_more_tokens_than_are_known, "the last token is not computed, .*; broken by .0"),
-        (register_a_block_under_another_hash, "found under the hash of row 0 at place 0"),
-        (register_a_block_too_early, "found under the hash of row 0 at place 2, of computed tokens"),
+        (register_a_block_under_another_hash, "found under the hash of row 0 at index 0"),
+        (register_a_block_too_early, "found under the hash of row 0 at index 2, of computed tokens"),
         (leave_a_hash_behind, "a block and its hash lead to each other"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -279,7 +279,7 @@ def let_a_suspect_share_a_step(engine):
     request = engine.batch.request(0)
     request.isolate_until_num_tokens = 1
     engine.batch.is_isolated[0] = True
-    engine.scheduler._group = request.isolation
+    engine.scheduler.isolation.group = request.isolation
 
 
 @pytest.mark.parametrize(

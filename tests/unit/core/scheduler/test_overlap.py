@@ -15,10 +15,10 @@ from vllm_mp import AsyncEngineArgs, SamplingParams, wire
 from vllm_mp.core import engine_core
 from vllm_mp.core.engine_core import EngineCore
 from vllm_mp.core.ipc.step_messages import step_outputs
+from vllm_mp.core.scheduler.logits_processors import LogitsProcessors
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
 from vllm_mp.core.stop_signal import StopSignal
-from vllm_mp.core.worker.sampling.logits_processors import LogitsProcessors
 from vllm_mp.core_link.core_status import SleepState
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.testing.random_models import CONFIGS, save_config

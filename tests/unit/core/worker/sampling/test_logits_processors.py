@@ -15,8 +15,8 @@ from transformers.generation.logits_process import (
 )
 
 from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.logits_processors import LogitsProcessors, TokenCounts
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.worker.sampling.logits_processors import LogitsProcessors, TokenCounts
 from vllm_mp.core.worker.sampling.sampler import NO_TOKEN, Sampler, apply_logits_processors
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.testing.sampling_cases import FILTERS

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from vllm_mp import wire
 from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.logits_processors import LogitsProcessors
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ScheduledStep
-from vllm_mp.core.worker.sampling.logits_processors import LogitsProcessors
 from vllm_mp.core.worker.sampling.logprobs import Logprobs, StepLogprobs, prompt_logprobs
 from vllm_mp.core.worker.sampling.sampler import NO_TOKEN, Sampler
 from vllm_mp.requests.sampling_params import SamplingParams

@@ -11,8 +11,8 @@ from support.logits_processors import CountUp, Narrow, Target
 
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.logits_processors import LogitsProcessors
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.worker.sampling.logits_processors import LogitsProcessors
 from vllm_mp.core.worker.sampling.registered_processors import RegisteredProcessors
 from vllm_mp.core.worker.sampling.sampler import NO_TOKEN, Sampler
 from vllm_mp.logits_processor import BatchUpdate, MoveDirectionality, process_dict_updates
@@ -203,8 +203,8 @@ def test_requests_without_processors_take_the_path_of_engines_without_any():
         (f"{MODULE}:Absent", "cannot be loaded.*Absent"),
         ("no_such_module:X", "no_such_module:X cannot be loaded.*PYTHONPATH or beside"),
         ("no_such_entry_point", r"cannot be loaded.*group vllm\.logits_processors: none"),
-        ("builtins:dict", "is no logits processor, a class with apply"),
-        (f"{MODULE}:process_dict_updates", "is no logits processor"),
+        ("builtins:dict", "is not a logits processor, a class with apply"),
+        (f"{MODULE}:process_dict_updates", "is not a logits processor"),
         (f"{MODULE}:Broken", r"cannot be constructed \(OSError\('no table'\)\)"),
     ],
 )

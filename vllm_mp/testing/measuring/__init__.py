@@ -1,0 +1,1 @@
+"""Measurements that several tools share: loads, peers, reports."""
