@@ -6,7 +6,7 @@ from vllm_mp.config import VllmConfig
 
 
 class Launch(msgspec.Struct, kw_only=True):
-    """The first line to the driver."""
+    """The first message to the driver."""
 
     config: VllmConfig
     folder: str
