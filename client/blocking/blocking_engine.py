@@ -46,11 +46,11 @@ _REFUSED = {
         "weights come from files: change the files of the model's folder, then call sleep(level=2) and wake_up()",
     ),
 }
-"""Names that vLLM's class has and this class has not, and what to use instead."""
+"""Names of vLLM's class that this class lacks, and what to use instead."""
 
 
 class LLMEngine:
-    """What programs read of the inner engine of vLLM's `LLM`."""
+    """The attributes of the inner engine of vLLM's `LLM` that programs read."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -109,7 +109,7 @@ class BlockingEngine:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """What programs read of vLLM's inner engine: `vllm_config`, `model_config` and the tokenizer."""
+        """The attributes of vLLM's inner engine that programs read: `vllm_config`, `model_config` and the tokenizer."""
         return LLMEngine(self._engine)
 
     def get_tokenizer(self) -> Any:

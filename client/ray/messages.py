@@ -1,4 +1,4 @@
-"""What the client and its driver process tell each other: lines of JSON, on the driver's standard input and output."""
+"""Messages between the client and its driver process: lines of JSON, on the driver's standard input and output."""
 
 import msgspec
 

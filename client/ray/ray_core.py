@@ -20,7 +20,7 @@ from vllm_mp.errors import EngineStartError
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 30.0
-"""Time that a core which serves on its node gets to answer this client."""
+"""Time within which a core that serves on its node must answer this client."""
 _LOOK_S = 0.05
 _RETRY_S = 1.0
 """Pause before the next attempt to reach a core that refused, such as one that could not load again."""
@@ -37,7 +37,7 @@ class RayCore:
 
     def __init__(self, driver: DriverProcess, slot: int) -> None:
         self.node: str | None = None
-        """The nodes and what is reserved there, in words; None before there are any."""
+        """The names of the nodes and the resources reserved there; None before there are any."""
         self.trouble = "Ray has not started it"
         """Why there is no core."""
         self._driver = driver
