@@ -216,8 +216,9 @@ def _load(
     try:
         group, pipeline, followers = (ALONE, None, None) if ranks is None else lead(config, ranks, device, stop)
         with memory_to_start(config):
+            leader = None if followers is None else followers.leader
             runner = ModelRunner(
-                config, device, dtype, progress, page.beat, group=group, leader=followers, pipeline=pipeline
+                config, device, dtype, progress, page.beat, group=group, leader=leader, pipeline=pipeline
             )
         if ranks is not None:
             ranks.wait_until_ready(config.model_config, stop.raise_if_set)

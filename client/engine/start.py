@@ -1,4 +1,4 @@
-"""The ways to get an engine: start a core of its own, or attach to a core that runs."""
+"""The ways to get an engine: start cores of its own, or attach to cores that run."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,10 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_mp.arguments.usage_context import UsageContext
 from vllm_mp.client.cores.endpoint import endpoint
 from vllm_mp.client.cores.placement import config_of_place
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
@@ -19,7 +18,7 @@ from vllm_mp.client.cores.sources.core_source import Core
 from vllm_mp.client.cores.sources.launcher import CoreLauncher
 from vllm_mp.client.cores.sources.remote_core import RemoteCore
 from vllm_mp.client.cores.supervisor import CoreSupervisor
-from vllm_mp.client.engine.lifecycle import EngineLifecycle
+from vllm_mp.client.engine.engine import Engine
 from vllm_mp.client.engine.tokenizer_data import tokenizer_of_connected
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.prompts.tokenizer import load_awaitable_tokenizer
@@ -38,207 +37,150 @@ MakeSource = Callable[[int], "CoreLauncher | RayCore"]
 """Makes the source of the core at a place of an engine."""
 
 
-class EngineStart(EngineLifecycle):
-    """The part of `AsyncLLM` that makes engines."""
+def start_engine(
+    vllm_config: VllmConfig,
+    start_engine_loop: bool,
+    stat_loggers: StatLoggerArgument,
+    *,
+    disable_log_stats: bool | None,
+    disable_log_requests: bool | None,
+) -> Engine:
+    """Start the cores of a configuration, which stays unchanged, and return their engine when all are ready.
 
-    @classmethod
-    def from_engine_args(
-        cls,
-        engine_args: EngineArgs,
-        start_engine_loop: bool = True,
-        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: StatLoggerArgument = None,
-    ) -> Self:
-        """Start a core, or `data_parallel_size` of them, and return when all are ready; with or without a running loop.
+    Unless they are None, `disable_log_stats` and `disable_log_requests` take precedence over the configuration. Raises
+    what `AsyncLLM.from_vllm_config` raises.
+    """
+    makers = requested_loggers(stat_loggers)
+    given = {"disable_log_requests": disable_log_requests, "disable_log_stats": disable_log_stats}
+    changes = {name: value for name, value in given.items() if value is not None}
+    observability = msgspec.structs.replace(vllm_config.observability_config, **changes)
+    engine = launch_cores(msgspec.structs.replace(vllm_config, observability_config=observability), lambda: None)
+    engine.stat_loggers.add_all(makers)
+    if not start_engine_loop:
+        engine.shutdown_background_loop()
+    return engine
 
-        With `start_engine_loop=False` the core starts too, but requests are refused until `start_background_loop` is
-        called. `usage_context` is accepted for callers of vLLM and has no effect. `stat_loggers` is a list of factories
-        (classes, as a rule) that are called with the configuration and 0, or a dict of loggers by name. They are called
-        beside the logger "logging", which `disable_log_stats` leaves out. Raises ValueError or TypeError for options
-        that cannot work and EngineStartError, with the cause, if the core does not start.
-        """
-        config = engine_args.create_engine_config(usage_context)
-        return cls.from_vllm_config(config, start_engine_loop, usage_context, stat_loggers)
 
-    @classmethod
-    def from_vllm_config(
-        cls,
-        vllm_config: VllmConfig,
-        start_engine_loop: bool = True,
-        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: StatLoggerArgument = None,
-        enable_log_requests: bool | None = None,
-        aggregate_engine_logging: bool = False,
-        disable_log_stats: bool | None = None,
-        *,
-        disable_log_requests: bool | None = None,
-    ) -> Self:
-        """Start a core from a resolved configuration, as `from_engine_args` does.
+async def start_engine_in_thread(engine_args: EngineArgs, stat_loggers: StatLoggerArgument) -> Engine:
+    """Start an engine without blocking the running loop; cancelling the call ends its cores.
 
-        `disable_log_stats` and `disable_log_requests` take precedence over the configuration, which stays unchanged;
-        `enable_log_requests` is the opposite of the latter and takes precedence over it. `aggregate_engine_logging` has
-        no effect, because there is one core.
-        """
-        makers = requested_loggers(stat_loggers)
-        if enable_log_requests is not None:
-            disable_log_requests = not enable_log_requests
-        given = {"disable_log_requests": disable_log_requests, "disable_log_stats": disable_log_stats}
-        changes = {name: value for name, value in given.items() if value is not None}
-        observability = msgspec.structs.replace(vllm_config.observability_config, **changes)
-        engine = cls._launch(msgspec.structs.replace(vllm_config, observability_config=observability), lambda: None)
-        engine._stat_loggers.add_all(makers)
-        engine._accepts = start_engine_loop
+    Raises what `AsyncLLM.from_engine_args` raises.
+    """
+    makers = requested_loggers(stat_loggers)
+    is_cancelled = threading.Event()
+
+    def check() -> None:
+        if is_cancelled.is_set():
+            raise _Cancelled
+
+    def launch() -> Engine:
+        config = engine_args.create_engine_config()
+        check()
+        return launch_cores(config, check)
+
+    starting = call_in_thread(launch)
+    try:
+        engine = await asyncio.shield(starting)
+        engine.stat_loggers.add_all(makers)
         return engine
+    except asyncio.CancelledError:
+        is_cancelled.set()
+        with contextlib.suppress(Exception):  # the start has failed, because of the cancellation or on its own
+            await (await starting).aclose()
+        raise
 
-    @classmethod
-    async def start(cls, engine_args: EngineArgs, stat_loggers: StatLoggerArgument = None) -> Self:
-        """Start a core as `from_engine_args` does, without blocking the running loop; cancelling the call ends it.
 
-        Raises what `from_engine_args` raises.
-        """
-        makers = requested_loggers(stat_loggers)
-        is_cancelled = threading.Event()
-
-        def check() -> None:
-            if is_cancelled.is_set():
-                raise _Cancelled
-
-        def launch() -> Any:
-            config = engine_args.create_engine_config()
-            check()
-            return cls._launch(config, check)
-
-        starting = call_in_thread(launch)
-        try:
-            engine: Self = await asyncio.shield(starting)
-            engine._stat_loggers.add_all(makers)
-            return engine
-        except asyncio.CancelledError:
-            is_cancelled.set()
-            with contextlib.suppress(Exception):  # the start has failed, because of the cancellation or on its own
-                await (await starting).aclose()
-            raise
-
-    @classmethod
-    def _launch(cls, vllm_config: VllmConfig, check: Callable[[], None]) -> Self:
-        """Start the cores and return the engine when all are ready; `check` is called meanwhile, and may raise."""
-        tracer = _tracer(vllm_config, vllm_config.observability_config.otlp_traces_endpoint)
-        size = vllm_config.parallel_config.data_parallel_size
-        sources: list[CoreLauncher | RayCore] = []
-        cores: list[Core] = []
-        try:
-            make_source = _source_maker(vllm_config)
-            for rank in range(size):
-                sources.append(make_source(rank))
-                sources[rank].begin()
-            # The tokenizer loads while the cores start.
-            prompt_tokenizer = _load_prompt_tokenizer(vllm_config.model_config)
-            cores.extend(source.finish(check) for source in sources)
-            supervisors = [
-                CoreSupervisor(source, core, _restart_limit(vllm_config))
-                for source, core in zip(sources, cores, strict=True)
-            ]
-            return cls(supervisors, prompt_tokenizer, tracer, functools.partial(_start_core, make_source, vllm_config))
-        except BaseException:
-            for source, core in itertools.zip_longest(sources, cores):
-                source.close(None, core)
-            if tracer is not None:
-                tracer.close()
-            raise
-
-    @classmethod
-    def connect(
-        cls,
-        address: str | Sequence[str],
-        *,
-        key_file: str | Sequence[str] | None = None,
-        core_owner: str | None = None,
-        operator_key_file: str | Sequence[str] | None = None,
-        timeout: float = 30.0,
-        tokenizer: str | None = None,
-        trust_remote_code: bool = False,
-        reconnect_timeout: float = 300.0,
-        disable_log_requests: bool = True,
-        max_log_len: int | None = None,
-        otlp_traces_endpoint: str | None = None,
-        seed: int | None = None,
-    ) -> Self:
-        """Attach to a core that `vllm-mp engine --listen ADDRESS` serves, waiting `timeout` seconds for it.
-
-        `address` may be several addresses, a list or separated by commas, of cores that serve the same model: requests
-        go where they wait least, and go on with another core when theirs dies. `key_file` and `operator_key_file` then
-        name one file for all cores, or one for each. Over a Unix socket, time in which the core gets on with its load
-        does not count.
-
-        `key_file`, made by `vllm-mp keys client`, is needed for TCP. A Unix socket must belong to this user, to root or
-        to `core_owner`, and its folder must not be writable by others, unless it is sticky. `operator_key_file`, a copy
-        of the core's, makes this client an operator, which may pause the core and make other calls that affect all its
-        clients; without it such a call raises NotOperatorError. Several clients may share a core; `shutdown` leaves it
-        running. After its death, streams wait up to `reconnect_timeout` seconds for another core of the same model at
-        the address, and continue there.
-
-        `tokenizer` names a folder or hub id of this client's own, whose code runs only with `trust_remote_code`.
-        Without it, the core sends its tokenizer, of which no code runs. `disable_log_requests`, `max_log_len` and
-        `otlp_traces_endpoint` are the engine's options of these names; the core's options do not apply to this client.
-        Requests without a seed draw theirs from `seed`; None: from a seed that this client alone draws from the core's,
-        so that equal requests of several clients have different answers.
-
-        Raises EngineStartError if the core does not serve, and ValueError for arguments that cannot work or a tokenizer
-        that cannot be used.
-        """
-        addresses = [each.strip() for each in address.split(",")] if isinstance(address, str) else list(address)
-        if not addresses or len(set(map(endpoint, addresses))) < len(addresses):
-            raise ValueError(f"address={address!r} must name at least one core, and each core once")
-        key_files = _one_for_each(addresses, "key_file", key_file)
-        operator_key_files = _one_for_each(addresses, "operator_key_file", operator_key_file)
-        sources = [
-            RemoteCore(
-                each,
-                key_file,
-                timeout,
-                b"" if operator_key_file is None else read_operator_key(operator_key_file),
-                core_owner,
-                reconnect_timeout,
-            )
-            for each, key_file, operator_key_file in zip(addresses, key_files, operator_key_files, strict=True)
+def launch_cores(vllm_config: VllmConfig, check: Callable[[], None]) -> Engine:
+    """Start the cores and return their engine when all are ready; `check` is called meanwhile, and may raise."""
+    tracer = _tracer(vllm_config, vllm_config.observability_config.otlp_traces_endpoint)
+    size = vllm_config.parallel_config.data_parallel_size
+    sources: list[CoreLauncher | RayCore] = []
+    cores: list[Core] = []
+    try:
+        make_source = _source_maker(vllm_config)
+        for rank in range(size):
+            sources.append(make_source(rank))
+            sources[rank].begin()
+        # The tokenizer loads while the cores start.
+        prompt_tokenizer = _load_prompt_tokenizer(vllm_config.model_config)
+        cores.extend(source.finish(check) for source in sources)
+        supervisors = [
+            CoreSupervisor(source, core, _restart_limit(vllm_config))
+            for source, core in zip(sources, cores, strict=True)
         ]
-        cores: list[Core] = []
-        try:
-            cores.extend(source.finish(lambda: None) for source in sources)
-            for source in sources[1:]:
-                source.check_same_model(sources[0])
-        except BaseException:
-            for core in cores:
-                core.connection.close()
-            raise
-        core = cores[0]
-        core.config.observability_config.disable_log_requests = disable_log_requests
-        core.config.observability_config.max_log_len = max_log_len
-        model = core.config.model_config
-        if seed is None and model.seed is not None:
-            seed = random.Random(f"{model.seed} {core.client}").getrandbits(63)
-        model.seed = seed
-        try:
-            loaded = tokenizer_of_connected(core, timeout, tokenizer, trust_remote_code)
-            prompt_tokenizer = PromptTokenizer(loaded) if loaded is not None else None
-            tracer = _tracer(core.config, otlp_traces_endpoint)
-            supervisors = [CoreSupervisor(source, core, None) for source, core in zip(sources, cores, strict=True)]
-            open_core = functools.partial(
-                _connect_core, sources[0], key_files[0], operator_key_files[0], timeout, core_owner, reconnect_timeout
-            )
-            return cls(supervisors, prompt_tokenizer, tracer, open_core)
-        except BaseException:
-            for core in cores:
-                core.connection.close()
-            raise
+        return Engine(supervisors, prompt_tokenizer, tracer, functools.partial(_start_core, make_source, vllm_config))
+    except BaseException:
+        for source, core in itertools.zip_longest(sources, cores):
+            source.close(None, core)
+        if tracer is not None:
+            tracer.close()
+        raise
 
-    @classmethod
-    async def aconnect(cls, address: str | Sequence[str], **options: Any) -> Self:
-        """Do what `connect` does, with its `options`, without blocking the running loop.
 
-        Cancelling the call ends it at once. A connection that is made later is closed by the garbage collector.
-        """
-        return await call_in_thread(lambda: cls.connect(address, **options))
+def connect_engine(
+    address: str | Sequence[str],
+    *,
+    key_file: str | Sequence[str] | None,
+    core_owner: str | None,
+    operator_key_file: str | Sequence[str] | None,
+    timeout: float,
+    tokenizer: str | None,
+    trust_remote_code: bool,
+    reconnect_timeout: float,
+    disable_log_requests: bool,
+    max_log_len: int | None,
+    otlp_traces_endpoint: str | None,
+    seed: int | None,
+) -> Engine:
+    """Attach to cores that run, and return their engine; `AsyncLLM.connect` documents the arguments.
+
+    Raises what `AsyncLLM.connect` raises.
+    """
+    addresses = [each.strip() for each in address.split(",")] if isinstance(address, str) else list(address)
+    if not addresses or len(set(map(endpoint, addresses))) < len(addresses):
+        raise ValueError(f"address={address!r} must name at least one core, and each core once")
+    key_files = _one_for_each(addresses, "key_file", key_file)
+    operator_key_files = _one_for_each(addresses, "operator_key_file", operator_key_file)
+    sources = [
+        RemoteCore(
+            each,
+            key_file,
+            timeout,
+            b"" if operator_key_file is None else read_operator_key(operator_key_file),
+            core_owner,
+            reconnect_timeout,
+        )
+        for each, key_file, operator_key_file in zip(addresses, key_files, operator_key_files, strict=True)
+    ]
+    cores: list[Core] = []
+    try:
+        cores.extend(source.finish(lambda: None) for source in sources)
+        for source in sources[1:]:
+            source.check_same_model(sources[0])
+    except BaseException:
+        for core in cores:
+            core.connection.close()
+        raise
+    core = cores[0]
+    core.config.observability_config.disable_log_requests = disable_log_requests
+    core.config.observability_config.max_log_len = max_log_len
+    model = core.config.model_config
+    if seed is None and model.seed is not None:
+        seed = random.Random(f"{model.seed} {core.client}").getrandbits(63)
+    model.seed = seed
+    try:
+        loaded = tokenizer_of_connected(core, timeout, tokenizer, trust_remote_code)
+        prompt_tokenizer = PromptTokenizer(loaded) if loaded is not None else None
+        tracer = _tracer(core.config, otlp_traces_endpoint)
+        supervisors = [CoreSupervisor(source, core, None) for source, core in zip(sources, cores, strict=True)]
+        open_core = functools.partial(
+            _connect_core, sources[0], key_files[0], operator_key_files[0], timeout, core_owner, reconnect_timeout
+        )
+        return Engine(supervisors, prompt_tokenizer, tracer, open_core)
+    except BaseException:
+        for core in cores:
+            core.connection.close()
+        raise
 
 
 def _source_maker(config: VllmConfig) -> MakeSource:

@@ -1,89 +1,53 @@
 """The tokenizer of an engine: token ids of a text, and the text of token ids, beside the event loop."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-from vllm_mp.client.engine.adapters import checked_adapter
-from vllm_mp.client.engine.input_preprocessor import InputPreprocessor
-from vllm_mp.client.engine.lifecycle import EngineLifecycle
-from vllm_mp.client.outputs.detokenizer import token_bytes
-from vllm_mp.client.prompts.chat_template import ChatTemplate
+from vllm_mp.client.engine.engine import Engine
 from vllm_mp.client.prompts.prompt import TooManyTokensError, parse_prompt
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 
 
-class EngineTokenizer(EngineLifecycle):
-    """The part of `AsyncLLM` that turns text into token ids, and back, without a request."""
+class EngineTokenizer:
+    """Turns text into token ids, and back, without a request. Its calls are those of `AsyncLLM`, which documents them.
 
-    def get_tokenizer(self, lora_request: Any = None) -> Any:
-        """Return the Hugging Face tokenizer; `await` on the result gives the same object.
+    All raise ValueError if the engine has no tokenizer, and RuntimeError in a forked child.
+    """
 
-        Adapters use the model's tokenizer, so a `lora_request` changes nothing. Raises ValueError for one without LoRA,
-        and if the engine has no tokenizer.
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def required(self) -> PromptTokenizer:
+        """Return the tokenizer."""
+        self._engine.check_process()
+        if self._engine.prompt_tokenizer is None:
+            raise ValueError("the engine has no tokenizer, because of skip_tokenizer_init=True; leave it False")
+        return self._engine.prompt_tokenizer
+
+    async def tokenize(self, text: str, options: dict[str, Any], max_tokens: int | None = None) -> list[int]:
+        """Return the token ids of `text`.
+
+        Raises ValueError for text that is not valid Unicode, and TooManyTokensError for one with more than `max_tokens`
+        tokens, without tokenizing it if its size tells.
         """
-        checked_adapter(lora_request, self.vllm_config)
-        return self._tokenizes().tokenizer
-
-    @property
-    def tokenizer(self) -> Any:
-        """The Hugging Face tokenizer; None with skip_tokenizer_init."""
-        return None if self._prompt_tokenizer is None else self._prompt_tokenizer.tokenizer
-
-    async def get_input_preprocessor(self) -> InputPreprocessor:
-        """Return what turns a prompt into token ids as `generate` does."""
-        self._check_process()
-        return InputPreprocessor(self.vllm_config, self._prompt_tokenizer)
-
-    @functools.cached_property
-    def chat_template(self) -> ChatTemplate:
-        """The model's chat template, which is rendered beside the event loop."""
-        return ChatTemplate(None if self._prompt_tokenizer is None else self._prompt_tokenizer.tokenizer)
-
-    @functools.cached_property
-    def token_bytes(self) -> Callable[[int], bytes] | None:
-        """What returns the bytes of a single token, which may be a part of a character; None without a tokenizer."""
-        return None if self.tokenizer is None else token_bytes(self.tokenizer)
-
-    async def tokenize(self, text: str, **options: Any) -> list[int]:
-        """Return the token ids of `text`, as the tokenizer called with `options` gives them.
-
-        Raises ValueError for text that is not valid Unicode, and if the engine has no tokenizer.
-        """
-        prompt_tokenizer = self._tokenizes()
+        prompt_tokenizer = self.required()
         parsed = parse_prompt(text).text
         assert parsed is not None
-        return await prompt_tokenizer.ids(parsed, options)
+        return await prompt_tokenizer.ids(parsed, options, max_tokens)
 
-    async def has_room(self, text: str, num_output_tokens: int, **options: Any) -> bool:
-        """Return whether the context has room for `text`, tokenized with `options`, and for that many output tokens.
-
-        A text that cannot fit, by its size, is not tokenized. Raises what `tokenize` raises.
-        """
-        prompt_tokenizer = self._tokenizes()
-        parsed = parse_prompt(text).text
-        assert parsed is not None
+    async def has_room(self, text: str, num_output_tokens: int, options: dict[str, Any]) -> bool:
+        """Return whether the context has room for `text` and for that many output tokens."""
+        max_tokens = self._engine.vllm_config.model_config.max_model_len - num_output_tokens
         try:
-            await prompt_tokenizer.ids(parsed, options, self.model_config.max_model_len - num_output_tokens)
+            await self.tokenize(text, options, max_tokens)
         except TooManyTokensError:
             return False
         return True
 
-    async def detokenize(self, token_ids: list[int], **options: Any) -> str:
-        """Return the text of `token_ids`, as the tokenizer's `decode` with `options` gives it.
-
-        Raises ValueError for ids outside the vocabulary, and if the engine has no tokenizer.
-        """
-        prompt_tokenizer = self._tokenizes()
+    async def detokenize(self, token_ids: list[int], options: dict[str, Any]) -> str:
+        """Return the text of `token_ids`. Raises ValueError for ids outside the vocabulary."""
+        prompt_tokenizer = self.required()
         vocab_size = len(prompt_tokenizer.tokenizer)
         for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"token ids must be in [0, {vocab_size}), the tokenizer's vocabulary, got {token_id}")
         return await prompt_tokenizer.decode(token_ids, options)
-
-    def _tokenizes(self) -> PromptTokenizer:
-        """Return the tokenizer. Raises ValueError if the engine has none, and RuntimeError in a forked child."""
-        self._check_process()
-        if self._prompt_tokenizer is None:
-            raise ValueError("the engine has no tokenizer, because of skip_tokenizer_init=True; leave it False")
-        return self._prompt_tokenizer

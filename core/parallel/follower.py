@@ -10,7 +10,8 @@ from torch import Tensor
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.lora.adapter import Adapter
-from vllm_mp.core.parallel.messages import MAX_REPLY_BYTES, AdapterTable, Call, Kind, Reply
+from vllm_mp.core.parallel.messages import MAX_REPLY_BYTES, Call, Reply
+from vllm_mp.core.worker.leader import AdapterTable, Kind
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.profiler import Profiler
 from vllm_mp.core.worker.step_message import MessageError, RowMirror, decode_step

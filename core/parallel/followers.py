@@ -4,36 +4,30 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.collectives.group import RankGroup
 from vllm_mp.core.collectives.pipeline import Pipeline
-from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.parallel.make_group import make_group
-from vllm_mp.core.parallel.messages import AdapterTable, Call, Kind
+from vllm_mp.core.parallel.messages import Call
 from vllm_mp.core.parallel.rank_watch import watch_ranks
 from vllm_mp.core.parallel.ranks import Ranks
-from vllm_mp.core.scheduler.batch import Batch
-from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.stop_signal import StopSignal
+from vllm_mp.core.worker.leader import Kind, Leader
 from vllm_mp.core.worker.memory.sleep import Memory, MemoryLostError
 from vllm_mp.core.worker.profiler import Profiler
-from vllm_mp.core.worker.step_embeds import StepEmbeds
-from vllm_mp.core.worker.step_message import StepEncoder
 
 _KINDS = {kind: int(kind).to_bytes(8, "little") for kind in Kind}
 
 
 class Followers:
-    """Tells the ranks 1 and up what to compute; it is a `vllm_mp.core.worker.leader.Leader`."""
+    """The ranks 1 and up, as rank 0 calls them; `leader` tells them what to compute of each step."""
 
     def __init__(self, ranks: Ranks, max_num_seqs: int) -> None:
         self._ranks = ranks
-        self._encoder = StepEncoder(max_num_seqs)
         self._num_calls = 0
+        self.leader = Leader(self._write, self.call, max_num_seqs)
 
     @property
     def pids(self) -> list[int]:
@@ -54,42 +48,11 @@ class Followers:
         """Raise WorkerFailedError if a rank has ended or failed."""
         self._ranks.look()
 
-    def step(
-        self,
-        step: ScheduledStep,
-        batch: Batch,
-        sampling: int,
-        isolates: bool,
-        embeds: StepEmbeds | None,
-        returns_all: bool = False,
-    ) -> None:
-        """Send a step, with what to compute of the logits of its sampled rows; see `StepMessage`."""
-        embedded = None if embeds is None else embeds.places.cpu().numpy()
-        self._write(Kind.STEP, *self._encoder.encode(step, batch, sampling, isolates, embedded, returns_all))
-
-    def take(self, indices: npt.NDArray[np.int64]) -> None:
-        """Have the first stage of a pipeline take the last stage's next hidden states, and keep those at `indices`."""
-        self._write(Kind.TAKE, indices.tobytes())
-
-    def logits(self, sampling: int, indices: npt.NDArray[np.int64]) -> None:
-        """Ask for logits of the tokens at `indices` of the latest step, in a pipeline of those that were kept."""
-        self._write(Kind.LOGITS, np.array([sampling, *indices.tolist()], np.int64).tobytes())
-
-    def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Announce an adapter whose factors are broadcast next."""
-        factors = list(adapter.factors.values())
-        table = AdapterTable(
-            parts=list(adapter.factors),
-            shapes=[(*of_part.a.shape, *of_part.b.shape) for of_part in factors],
-            dtype=str(factors[0].a.dtype).removeprefix("torch."),
-        )
-        self.call("load_adapter", slot, msgspec.to_builtins(table))
-
     def call(self, method: str, *arguments: Any) -> int:
         """Have the other ranks run a method of `core.parallel.follower`; return the number of the call."""
         self._num_calls += 1
         call = Call(number=self._num_calls, method=method, arguments=list(arguments))
-        self._write(Kind.CALL, msgspec.msgpack.encode(call))
+        self._write(Kind.CALL, [msgspec.msgpack.encode(call)])
         return self._num_calls
 
     def results(self, number: int) -> list[Any]:
@@ -107,7 +70,7 @@ class Followers:
         except RuntimeError as error:
             raise ValueError(str(error)) from error
 
-    def _write(self, kind: Kind, *parts: bytes) -> None:
+    def _write(self, kind: Kind, parts: list[bytes]) -> None:
         self._ranks.write([_KINDS[kind], *parts])
 
 

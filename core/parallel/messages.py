@@ -4,7 +4,6 @@ The launch goes to a rank's standard input, calls go through the ring, and every
 pair of Unix sockets that it has inherited. So no other process can join or answer.
 """
 
-import enum
 import hashlib
 import reprlib
 from typing import Any, Final
@@ -19,15 +18,6 @@ from vllm_mp.wire import SCHEMA
 PROTOCOL: Final = 2
 """Version of the messages between the ranks of a core."""
 MAX_REPLY_BYTES: Final = 2**16
-
-
-class Kind(enum.IntEnum):
-    """The first 8 bytes of a message in the ring."""
-
-    STEP = 1
-    LOGITS = 2
-    CALL = 3
-    TAKE = 4
 
 
 class WorkerLaunch(msgspec.Struct, kw_only=True):
@@ -90,15 +80,6 @@ class Call(msgspec.Struct, kw_only=True):
     number: int
     method: str
     arguments: list[Any]
-
-
-class AdapterTable(msgspec.Struct, kw_only=True):
-    """The shapes of the factors of an adapter, which are broadcast in this order."""
-
-    parts: list[str]
-    shapes: list[tuple[int, int, int, int]]
-    """[rank, inputs] and [outputs, rank] of each part."""
-    dtype: str
 
 
 FromRank = Joined | Ready | Reply | Failed

@@ -168,7 +168,7 @@ def test_core_refuses_requests_that_a_client_should_have_refused(llm):
         (wire.pack_ids([1]), SamplingParams(seed=1, logit_bias={50_000: 1.0}), "logit_bias"),
         (wire.pack_ids([1]), SamplingParams(seed=1, logprobs=21), "logprobs"),
     ]
-    with contextlib.closing(CoreConnection(llm._supervisor.core.connection.address)) as client:
+    with contextlib.closing(CoreConnection(llm.cores.first.supervisor.core.connection.address)) as client:
         welcome, _ = client.greet(10, lambda: None)
         for slot, (ids, params, words) in enumerate(bad):
             client.send(wire.AddRequest(welcome.incarnation, slot, "bad", ids, params))
@@ -187,12 +187,12 @@ def test_garbage_frames_are_counted_and_dropped(llm):
         return (await llm.core_status())["num_dropped_messages"]
 
     before = asyncio.run(status())
-    stranger = CoreConnection(llm._supervisor.core.connection.address)
+    stranger = CoreConnection(llm.cores.first.supervisor.core.connection.address)
     frames = [
         [b""],
         [b"garbage"],
         [b"\x93\x02\x00\x00"],
-        [wire.encode(wire.Call(llm._supervisor.core.connection.incarnation, 1, "status"))],  # without hello
+        [wire.encode(wire.Call(llm.cores.first.supervisor.core.connection.incarnation, 1, "status"))],  # without hello
         [b"a", b"b", b"c"],
         [b"\x91" * 100_000],
         [wire.encode(wire.Hello(1))[:-1]],

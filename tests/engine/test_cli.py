@@ -114,7 +114,7 @@ def core(options, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(core):
-    return core._supervisor.core.connection.address
+    return core.cores.first.supervisor.core.connection.address
 
 
 def greedy_text(client, prompt, max_tokens=None):

@@ -39,7 +39,7 @@ def kill(client, signum=signal.SIGKILL):
 
 
 async def is_serving(engine):
-    return all(client.has_core for client in engine._cores.clients)
+    return all(client.has_core for client in engine.cores.clients)
 
 
 async def tokens_of(engine, prompt, params, **options):
@@ -113,7 +113,7 @@ def test_streams_of_a_killed_core_go_on_with_the_same_tokens(engine, rank):
     async def run():
         expected = await asyncio.gather(*(tokens_of(engine, *case) for case in cases()))
         tasks = [asyncio.create_task(tokens_of(engine, *case, request_id=str(i))) for i, case in enumerate(cases())]
-        client = engine._cores.client(rank)
+        client = engine.cores.client(rank)
 
         async def have_begun():
             streams = client.requests.streams()
@@ -133,10 +133,10 @@ def test_streams_of_a_killed_core_go_on_with_the_same_tokens(engine, rank):
 def test_core_that_rejoins_is_in_the_pause_that_began_while_it_was_away(engine):
     async def run():
         await engine.check_health()
-        kill(engine._cores.client(1))
+        kill(engine.cores.client(1))
 
         async def is_noticed():
-            return not engine._cores.client(1).has_core
+            return not engine.cores.client(1).has_core
 
         await eventually(is_noticed)
         await engine.pause_generation("keep")
@@ -178,7 +178,7 @@ def test_cores_are_drained_added_and_removed_while_streams_run(engine):
         tasks = [asyncio.create_task(tokens_of(engine, *case, request_id=str(i))) for i, case in enumerate(cases())]
 
         async def have_begun():
-            return len(engine._cores.client(rank).requests.streams()) >= 2
+            return len(engine.cores.client(rank).requests.streams()) >= 2
 
         await eventually(have_begun)
         pid = (await engine.core_status())["cores"][2]["pid"]
@@ -217,7 +217,7 @@ def test_engine_goes_on_with_the_other_core_if_one_is_gone_for_good_and_ends_wit
     async def run(engine):
         expected = await asyncio.gather(*(tokens_of(engine, *case) for case in cases()))
         tasks = [asyncio.create_task(tokens_of(engine, *case)) for case in cases()]
-        client = engine._cores.client(0)
+        client = engine.cores.client(0)
 
         async def have_begun():
             return len(client.requests.streams()) >= 4
@@ -234,7 +234,7 @@ def test_engine_goes_on_with_the_other_core_if_one_is_gone_for_good_and_ends_wit
         await engine.remove_core(added)
         endless = asyncio.create_task(tokens_of(engine, PROMPTS[0], sampled(900, 1)))
         await eventually(is_running_on(engine, 1))
-        kill(engine._cores.client(1))
+        kill(engine.cores.client(1))
         with pytest.raises(EngineDeadError, match="max_core_restarts=0"):
             await endless
         assert engine.errored
@@ -247,7 +247,7 @@ def test_engine_goes_on_with_the_other_core_if_one_is_gone_for_good_and_ends_wit
 
 def is_running_on(engine, rank):
     async def condition():
-        return bool(engine._cores.client(rank).requests.streams())
+        return bool(engine.cores.client(rank).requests.streams())
 
     return condition
 
@@ -277,7 +277,7 @@ def test_poison_request_ends_at_most_two_cores_for_good(small_model, max_restart
         with pytest.raises(EngineGenerateError, match=r"in the step of each of .* alone in the last"):
             await tokens_of(engine, "The end", greedy(5), request_id="poison")
         assert await asyncio.gather(*tasks) == expected
-        assert sum(client.dead_error is not None for client in engine._cores.clients) <= 2
+        assert sum(client.dead_error is not None for client in engine.cores.clients) <= 2
 
     faults = f"{SLOW_STEPS};segv@request=poison"
     options = {"data_parallel_size": 3, "max_core_restarts": max_restarts, "num_threads": 1}
@@ -286,9 +286,9 @@ def test_poison_request_ends_at_most_two_cores_for_good(small_model, max_restart
 
 
 def test_cpus_are_divided_among_the_cores(engine):
-    cpus = [client.supervisor.core.config.device_config.cpus for client in engine._cores.clients]
+    cpus = [client.supervisor.core.config.device_config.cpus for client in engine.cores.clients]
     usable = os.sched_getaffinity(0)
-    bound = [os.sched_getaffinity(client.supervisor.core.process.pid) for client in engine._cores.clients]
+    bound = [os.sched_getaffinity(client.supervisor.core.process.pid) for client in engine.cores.clients]
     assert all(cpus)
     assert all(each < usable or len(usable) == 1 for each in bound)
     if len(usable) >= 2:

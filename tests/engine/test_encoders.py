@@ -124,7 +124,7 @@ def test_generate_is_refused_by_an_encoder(encoder):
 
 def test_core_of_an_encoder_validates_requests_that_no_client_validated(encoder):
     ids = wire.pack_ids([101, 102])
-    connection = CoreConnection(encoder._supervisor.core.connection.address)
+    connection = CoreConnection(encoder.cores.first.supervisor.core.connection.address)
     try:
         welcome, _ = connection.greet(10, lambda: None)
         for message in (

@@ -102,7 +102,7 @@ def test_core_survives_hostile_values_from_a_client(llm):
     ]
 
     def attack():
-        with contextlib.closing(CoreConnection(llm._supervisor.core.connection.address)) as client:
+        with contextlib.closing(CoreConnection(llm.cores.first.supervisor.core.connection.address)) as client:
             welcome, _ = client.greet(10, lambda: None)
             for slot, change in enumerate(changes):
                 params = SamplingParams(seed=1)
@@ -126,9 +126,11 @@ def test_core_survives_hostile_values_from_a_client(llm):
 
 def test_message_that_is_too_large_is_refused_before_it_is_sent(llm):
     too_long = bytes(wire.MAX_MESSAGE_BYTES)
-    message = wire.AddRequest(llm._supervisor.core.connection.incarnation, 0, "long", too_long, SamplingParams(seed=1))
+    message = wire.AddRequest(
+        llm.cores.first.supervisor.core.connection.incarnation, 0, "long", too_long, SamplingParams(seed=1)
+    )
     with pytest.raises(ValueError, match="shorten"):
-        llm._supervisor.core.connection.send(message)
+        llm.cores.first.supervisor.core.connection.send(message)
     assert asyncio.run(answer(llm, PROMPT, greedy(3))).finished
 
 
@@ -140,7 +142,7 @@ def test_broken_connection_counts_as_death_of_the_core_even_if_its_process_lives
         stream = engine.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
         await anext(stream)
         # The core's socket closes the connection on a message above its limit.
-        engine._supervisor.core.connection._socket.send(b"\0" * (wire.MAX_MESSAGE_BYTES + 1))
+        engine.cores.first.supervisor.core.connection._socket.send(b"\0" * (wire.MAX_MESSAGE_BYTES + 1))
         if recovery:
             assert len([output async for output in stream][-1].outputs[0].token_ids) == 100
         else:
@@ -206,7 +208,7 @@ def test_shutdown_from_another_thread_ends_every_stream(make_small_engine):
         tasks = [asyncio.create_task(request()) for _ in range(20)]
 
         async def all_sent():
-            return engine._requests.num_slots_in_use == 20
+            return engine.output_processor.num_slots_in_use == 20
 
         await eventually(all_sent)
         sent.set()
@@ -241,7 +243,7 @@ def test_shutdown_is_quick_although_the_app_has_forked(make_small_engine):
 
 def test_each_call_after_a_death_raises_an_error_object_of_its_own(make_small_engine):
     engine = make_small_engine(max_model_len=512, recovery=False)
-    os.kill(engine._supervisor.core.process.pid, 9)
+    os.kill(engine.cores.first.supervisor.core.process.pid, 9)
 
     async def run():
         errors = []

@@ -201,7 +201,7 @@ def test_64_streams_with_random_aborts_leave_nothing_behind(make_small_engine):
         gc.collect()
         await asyncio.sleep(0)
         assert await engine.get_num_unfinished_requests() == 0
-        assert engine._requests.num_slots_in_use == 0
+        assert engine.output_processor.num_slots_in_use == 0
         await eventually(lambda: _has_settled(process, core, before))
 
     asyncio.run(run())
@@ -454,7 +454,7 @@ def test_other_tasks_progress_while_an_engine_closes_and_a_second_call_waits_for
 
 def test_core_ends_although_the_call_that_closes_its_engine_is_cancelled(make_small_engine):
     engine = make_small_engine(max_model_len=256)
-    folder = engine._supervisor._source.folder
+    folder = engine.cores.first.supervisor._source.folder
 
     async def run():
         pid = stopped_core(engine)

@@ -53,18 +53,18 @@ def texts(outputs):
 
 def num_live(llm):
     async def count():
-        return llm._engine.get_num_unfinished_requests()
+        return llm.async_llm.get_num_unfinished_requests()
 
-    return llm._thread.run(count())
+    return llm.thread.run(count())
 
 
 def is_idle(llm):
     """Return once the core has no request."""
-    llm._thread.run(eventually(functools.partial(is_empty, llm._engine)))
+    llm.thread.run(eventually(functools.partial(is_empty, llm.async_llm)))
 
 
 def pid(llm):
-    return llm._thread.run(llm._engine.core_status())["pid"]
+    return llm.thread.run(llm.async_llm.core_status())["pid"]
 
 
 def in_thread(function, *args):
@@ -298,7 +298,7 @@ def test_results_are_complete_after_the_core_was_killed(small_llm):
             yield [number]
 
     assert texts(small_llm.generate(prompts(), GREEDY)) == expected
-    assert small_llm._thread.run(small_llm._engine.core_status())["restarts"] == 1
+    assert small_llm.thread.run(small_llm.async_llm.core_status())["restarts"] == 1
 
 
 def test_outputs_so_far_are_in_the_error_when_the_core_is_gone_for_good(small_model):
@@ -326,7 +326,9 @@ def test_outputs_so_far_are_in_the_error_when_the_core_is_gone_for_good(small_mo
 
 
 def test_shutdown_frees_callers_that_wait_or_make_prompts_and_ends_all_processes(small_model):
+    before = set(threading.enumerate())
     llm = LLM(str(small_model), **ENGINE, num_threads=1)
+    (loop_thread,) = (each for each in set(threading.enumerate()) - before if each.name == "vllm-mp-loop")
     core = psutil.Process(pid(llm))
     is_first_done, is_shut_down = threading.Event(), threading.Event()
 
@@ -356,7 +358,7 @@ def test_shutdown_frees_callers_that_wait_or_make_prompts_and_ends_all_processes
         assert isinstance(error, BatchDeadError)
         assert [isinstance(output, RequestFailure) for output in error.outputs] == failed
     assert not core.is_running()
-    assert not llm._thread._thread.is_alive()
+    assert not loop_thread.is_alive()
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate(PROMPTS)
 

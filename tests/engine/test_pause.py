@@ -175,13 +175,13 @@ def test_invalid_argument_is_refused_by_name_and_pauses_nothing(engine):
 )
 def test_core_answers_a_call_with_wrong_arguments_with_an_error(engine, name, args, words):
     async def run():
+        engine.cores.attach()
         if words is None:
-            engine._supervisor.core.connection.send(
-                wire.Call(engine._supervisor.core.connection.incarnation, 2**40, name, args)
-            )
+            connection = engine.cores.first.supervisor.core.connection
+            connection.send(wire.Call(connection.incarnation, 2**40, name, args))
         else:
             with pytest.raises(EngineError, match=re.escape(words)):
-                await engine._ask(name, *args)
+                await engine.cores.call(name, None, *args)
         assert not await engine.is_paused()
 
     asyncio.run(run())

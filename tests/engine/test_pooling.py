@@ -253,7 +253,7 @@ def test_request_that_is_left_frees_its_slot_and_blocks(llm, end):
                 await task
         elif end == "cancel":
             task = asyncio.create_task(vector(llm, LONG))
-            while not llm._requests.num_slots_in_use:  # for some milliseconds only
+            while not llm.output_processor.num_slots_in_use:  # for some milliseconds only
                 assert not task.done()
                 await asyncio.sleep(0)
             task.cancel()
@@ -281,16 +281,16 @@ def test_requests_are_pooled_in_order_of_priority(small):
         done.append(name)
 
     async def run():
-        os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
+        os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGSTOP)
         try:
             tasks = [asyncio.create_task(pool(f"{priority}", priority)) for priority in (5, 1, 3)]
 
             async def all_sent():
-                return engine._requests.num_slots_in_use == 3
+                return engine.output_processor.num_slots_in_use == 3
 
             await eventually(all_sent)
         finally:
-            os.kill(engine._supervisor.core.process.pid, signal.SIGCONT)
+            os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGCONT)
         await asyncio.gather(*tasks)
 
     asyncio.run(run())
@@ -301,15 +301,15 @@ def test_death_of_the_core_fails_pooling_requests_with_its_cause(make_engine):
     engine = make_engine(max_model_len=512, recovery=False)
 
     async def run():
-        os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
+        os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGSTOP)
         tasks = [asyncio.create_task(vector(engine, [1] * (i + 1), params_of("mean"))) for i in range(8)]
 
         async def all_sent():
-            return engine._requests.num_slots_in_use == 8
+            return engine.output_processor.num_slots_in_use == 8
 
         await eventually(all_sent)
         assert await engine.get_num_unfinished_requests() == 8
-        os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
+        os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGKILL)
         for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20):
             assert isinstance(result, EngineDeadError)
             assert "SIGKILL" in str(result)

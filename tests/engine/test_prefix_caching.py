@@ -106,7 +106,7 @@ def test_without_a_prefix_cache_only_requests_of_one_group_share_their_prompt(wi
 
     def ask_together(groups):
         """Send a request for each group; return how many tokens each found in the cache, and the answers."""
-        with contextlib.closing(CoreConnection(without_cache._supervisor.core.connection.address)) as client:
+        with contextlib.closing(CoreConnection(without_cache.cores.first.supervisor.core.connection.address)) as client:
             welcome, _ = client.greet(10, lambda: None)
             params = greedy(4, ignore_eos=True, seed=1)
             for slot, group in enumerate(groups):

@@ -73,7 +73,7 @@ def add_node(cluster, tmp_path):
 
 def kill_node_of(cluster, engine, rank):
     """Kill the node of a core, and return the names of the nodes of all cores before."""
-    nodes = [client.supervisor.node for client in engine._cores.clients]
+    nodes = [client.supervisor.node for client in engine.cores.clients]
     victim = next(node for node in cluster.nodes if node.node_id[:8] in nodes[rank])
     cluster.nodes.remove(victim)
     cluster.remove_node(victim, allow_graceful=False)
@@ -86,7 +86,7 @@ def test_streams_go_on_when_a_node_is_killed_and_another_node_replaces_it(cluste
         before = (await engine.core_status())["cores"]
         assert len({core["node"] for core in before}) == 2
         streams = start_streams(engine, 100)
-        client = engine._cores.client(0)
+        client = engine.cores.client(0)
 
         async def has_begun():
             return any(stream.awaited[0].num_tokens for stream in client.requests.streams())
@@ -116,7 +116,7 @@ def test_killed_core_is_restarted_on_its_node_and_a_killed_driver_gets_a_success
     async def run():
         [expected] = await asyncio.gather(*start_streams(engine, 60)[:1])
         await engine.pause_generation(mode="keep")
-        client = engine._cores.first
+        client = engine.cores.first
         for num_restarts in (1, 0):  # the core is killed, then the driver, with which Ray ends the actor
             paused = start_streams(engine, 60)[0]
             (core, driver), incarnation = await pids_of(engine), client.incarnation
@@ -126,7 +126,7 @@ def test_killed_core_is_restarted_on_its_node_and_a_killed_driver_gets_a_success
                 return client.has_core and client.incarnation != before
 
             await eventually(is_another_core)
-            assert engine._supervisor.num_restarts == num_restarts
+            assert engine.cores.first.supervisor.num_restarts == num_restarts
             assert await engine.is_paused()
             await engine.resume_generation()
             assert await paused == expected
@@ -175,7 +175,7 @@ def test_cluster_without_room_is_an_error_that_says_what_was_asked_and_what_ther
 @pytest.mark.slow
 def test_core_on_another_node_with_other_weights_is_refused(cluster, small_model, tmp_path):
     async def run():
-        client = engine._cores.first
+        client = engine.cores.first
         weights = load_file(folder / "model.safetensors")
         save_file({name: 2 * weight for name, weight in weights.items()}, folder / "other", {"format": "pt"})
         os.replace(folder / "other", folder / "model.safetensors")

@@ -37,7 +37,7 @@ async def tokens_after(engine, strike, max_tokens):
     streams = start_streams(engine, max_tokens)
 
     async def has_begun():
-        return any(stream.awaited[0].num_tokens for stream in engine._cores.first.requests.streams())
+        return any(stream.awaited[0].num_tokens for stream in engine.cores.first.requests.streams())
 
     await eventually(has_begun)
     strike()
@@ -66,7 +66,7 @@ def test_ranks_on_two_nodes_stream_the_tokens_of_one_process(cluster, small_mode
 @pytest.mark.slow
 def test_streams_go_on_when_either_node_of_a_core_with_two_is_killed(cluster, small_model):
     async def run():
-        client = engine._cores.first
+        client = engine.cores.first
         expected = await all_tokens(engine, 100)
         for index in (1, 0):
             add_nodes(cluster, up_to=3)
@@ -99,11 +99,13 @@ def test_killed_process_is_replaced_and_so_are_those_that_depend_on_it(cluster, 
             victims = dict(zip(("rank", "rank host", "actor"), (rank, *rank.parents()), strict=False))
             victims["driver"] = psutil.Process(driver_of(engine))
             pids = [process.pid for process in victims.values()][: 1 + list(victims).index(what)]
-            before = engine._supervisor.num_restarts
+            before = engine.cores.first.supervisor.num_restarts
             assert await tokens_after(engine, victims[what].kill, 60) == expected, what
             await eventually(functools.partial(have_ended, pids))
             # A new actor or driver starts a core of its own, with no restarts.
-            assert engine._supervisor.num_restarts == (before + 1 if what in ("rank", "rank host") else 0), what
+            assert engine.cores.first.supervisor.num_restarts == (before + 1 if what in ("rank", "rank host") else 0), (
+                what
+            )
 
     with on_ray(small_model, worker_use_ray=True, nnodes=2, tensor_parallel_size=2) as engine:
         asyncio.run(run())
@@ -135,9 +137,9 @@ def test_each_of_several_cores_has_two_nodes_and_a_removed_core_frees_them(clust
             if added:
                 await engine.remove_core(0)
                 assert await engine.add_core() == added
-            for client in engine._cores.clients:
+            for client in engine.cores.clients:
                 assert len(set(nodes_of(client))) == 2
-            assert len({node for client in engine._cores.clients for node in nodes_of(client)}) == 4
+            assert len({node for client in engine.cores.clients for node in nodes_of(client)}) == 4
             tokens = [await tokens_of(engine, PROMPTS[0], greedy(9), data_parallel_rank=i) for i in (1, added or 0)]
             assert tokens[0] == tokens[1]
             assert len(tokens[0]) == 9

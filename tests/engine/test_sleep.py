@@ -159,8 +159,9 @@ def test_wrong_arguments_are_refused_by_name_and_change_nothing(engine, call, wo
 )
 def test_core_answers_a_call_with_wrong_arguments_with_an_error(engine, name, args, words):
     async def run():
+        engine.cores.attach()
         with pytest.raises(EngineError, match=re.escape(words)):
-            await engine._ask(name, *args)
+            await engine.cores.call(name, None, *args)
         assert not await engine.is_sleeping()
 
     asyncio.run(run())

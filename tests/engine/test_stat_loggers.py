@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest, start_h
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, LoggingStatLogger, PrometheusStatLogger, SamplingParams, StatLoggerBase
+from vllm_mp.client.engine import start
 from vllm_mp.client.stat_loggers import prometheus
 from vllm_mp.client.stat_loggers import readings as engine_readings
 from vllm_mp.server.app import build_app
@@ -282,8 +283,15 @@ def test_a_logger_is_told_of_sleep_and_of_its_end(quiet_engine):
 @pytest.mark.parametrize(
     ("way", "kind"), [("from_engine_args", "list"), ("from_vllm_config", "dict"), ("start", "list")]
 )
-def test_every_way_to_start_an_engine_takes_loggers(way, kind, connect, monkeypatch):
-    monkeypatch.setattr(AsyncLLM, "_launch", lambda *arguments: connect())
+def test_every_way_to_start_an_engine_takes_loggers(way, kind, address, monkeypatch):
+    engines = []
+
+    class Recorder(AsyncLLM):
+        def __init__(self, engine):
+            engines.append(engine)
+
+    Recorder.connect(address)
+    monkeypatch.setattr(start, "launch_cores", lambda *arguments: engines[0])
     totals = Totals()
     given = {"mine": totals} if kind == "dict" else [lambda config, index: totals, LoggingStatLogger]
     args = AsyncEngineArgs(skip_tokenizer_init=True)
@@ -298,13 +306,14 @@ def test_every_way_to_start_an_engine_takes_loggers(way, kind, connect, monkeypa
         await answer(engine, PROMPT, PARAMS)
         await engine.do_log_stats()
         engine.remove_logger("logging")
+        await engine.aclose()
 
     asyncio.run(run())
     assert (totals.num_generation_tokens, totals.num_logs) == (4, 1)
 
 
 def test_stat_loggers_of_another_kind_are_refused_before_a_core_is_started(monkeypatch):
-    monkeypatch.setattr(AsyncLLM, "_launch", None)
+    monkeypatch.setattr(start, "launch_cores", None)
     args = AsyncEngineArgs(skip_tokenizer_init=True)
     with pytest.raises(TypeError, match="stat_loggers must be a list of factories"):
         AsyncLLM.from_engine_args(args, stat_loggers=[Totals()])

@@ -123,7 +123,7 @@ def test_constrained_streams_continue_after_the_core_is_killed(engine):
         killed = asyncio.ensure_future(all_answers())
 
         async def is_under_way():
-            live = engine._core_client.requests.live()
+            live = engine.cores.first.requests.live()
             return len(live) == len(seeds) and all(len(completion.token_ids) > 2 for _, completion in live)
 
         await eventually(is_under_way)

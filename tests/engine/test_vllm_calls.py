@@ -206,7 +206,7 @@ def test_only_names_and_plain_data_reach_the_worker(llm):
             await llm.collective_rpc("check_health", 0.0)
         for packed in ("", "{}", "[[]]", "[[], []]", '[[], {"a": ' + "[" * 60_000, 3, None, pack_arguments((), {}) * 2):
             with pytest.raises(EngineError, match="the arguments must be JSON"):
-                await llm._ask("collective_rpc", "check_health", packed)
+                await llm.cores.call("collective_rpc", None, "check_health", packed)
         assert await llm.collective_rpc("check_health") == [None]
 
     asyncio.run(run())

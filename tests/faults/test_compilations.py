@@ -54,7 +54,7 @@ def test_the_next_core_needs_no_trial_of_what_its_predecessor_has_compiled(make_
     params = constrained(40, regex="x[a-z]{30}")
 
     def trials_of_core():
-        children = psutil.Process(engine._supervisor.core.process.pid).children()
+        children = psutil.Process(engine.cores.first.supervisor.core.process.pid).children()
         return [child for child in children if any("structured_output.trial" in part for part in child.cmdline())]
 
     async def run():

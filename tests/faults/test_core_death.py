@@ -67,7 +67,7 @@ def test_death_is_noticed_on_a_system_without_pidfd_open(make_small_engine, monk
 
     async def run():
         (stream,) = await start_streams(engine, 1)
-        os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
+        os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await asyncio.wait_for(drain(stream), 20)
 
@@ -86,16 +86,16 @@ def test_error_contains_the_end_of_the_log_and_its_path(make_small_engine):
 
     message = asyncio.run(run())
     assert "ready after" in message
-    assert str(engine._supervisor.core.process.log_path) in message
-    assert engine._supervisor.core.process.log_path.exists()
+    assert str(engine.cores.first.supervisor.core.process.log_path) in message
+    assert engine.cores.first.supervisor.core.process.log_path.exists()
     engine.shutdown()
-    assert not engine._supervisor.core.process.log_path.parent.exists()
+    assert not engine.cores.first.supervisor.core.process.log_path.parent.exists()
 
 
 def test_death_between_two_event_loops_fails_the_next_request(make_small_engine):
     engine = make_small_engine(recovery=False)
     assert asyncio.run(answer(engine, "Hello", greedy(2))).finished
-    os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
+    os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         asyncio.run(answer(engine, "Hello", greedy(2)))
 
@@ -106,12 +106,12 @@ def test_health_check_of_a_stopped_core_fails_in_bounded_time(make_small_engine,
 
     async def run():
         await engine.check_health()
-        os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
+        os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGSTOP)
         try:
             with pytest.raises(EngineError, match="not answered"):
                 await engine.check_health()
         finally:
-            os.kill(engine._supervisor.core.process.pid, signal.SIGCONT)
+            os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGCONT)
         await engine.check_health()
 
     asyncio.run(run())
@@ -122,13 +122,13 @@ def test_core_without_progress_is_ended_after_the_timeout(make_small_engine):
 
     async def run():
         streams = await start_streams(engine, 2)
-        os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
+        os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGSTOP)
         for stream in streams:
             with pytest.raises(EngineDeadError, match=r"no progress for 0\.5 s"):
                 await asyncio.wait_for(drain(stream), 20)
 
     asyncio.run(run())
-    assert not psutil.pid_exists(engine._supervisor.core.process.pid)
+    assert not psutil.pid_exists(engine.cores.first.supervisor.core.process.pid)
 
 
 def test_health_check_fails_in_bounded_time_while_the_core_restarts(make_small_engine, monkeypatch):
@@ -137,7 +137,7 @@ def test_health_check_fails_in_bounded_time_while_the_core_restarts(make_small_e
 
     async def run():
         await engine.core_status()
-        os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
+        os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGKILL)
 
         async def next_core_is_awaited():
             try:
@@ -163,10 +163,10 @@ def test_health_check_fails_in_bounded_time_while_the_core_restarts(make_small_e
 
 def test_stopped_core_can_be_shut_down(make_small_engine):
     engine = make_small_engine(recovery=False)
-    os.kill(engine._supervisor.core.process.pid, signal.SIGSTOP)
+    os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGSTOP)
     started = time.monotonic()
     engine.shutdown(timeout=0.5)
-    assert not psutil.pid_exists(engine._supervisor.core.process.pid)
+    assert not psutil.pid_exists(engine.cores.first.supervisor.core.process.pid)
     assert time.monotonic() - started < 30
 
 
@@ -175,7 +175,7 @@ def test_status_page_outlives_the_core_and_names_the_requests_of_the_step(make_s
 
     async def run():
         streams = await start_streams(engine, 3)
-        page = engine._supervisor.core.process.status_page()
+        page = engine.cores.first.supervisor.core.process.status_page()
 
         async def is_in_a_step_of_three():
             return len(page.read().step_requests) == 3
@@ -184,10 +184,10 @@ def test_status_page_outlives_the_core_and_names_the_requests_of_the_step(make_s
             return engine.errored
 
         await eventually(is_in_a_step_of_three)
-        os.kill(engine._supervisor.core.process.pid, signal.SIGKILL)
+        os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGKILL)
         await eventually(is_dead)
         status = page.read()
-        assert status.pid == engine._supervisor.core.process.pid
+        assert status.pid == engine.cores.first.supervisor.core.process.pid
         assert status.incarnation == 1
         assert status.step > 1
         assert {slot for _, slot, _ in status.step_requests} <= {0, 1, 2}

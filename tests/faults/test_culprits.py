@@ -52,7 +52,7 @@ def play(engine, num_innocents, num_copies):
 def test_copies_of_a_culprit_fail_together_and_do_not_end_the_engine(make_small_engine):
     engine = make_small_engine(fault_injection=f"exit@request={POISON}")
     assert play(engine, num_innocents=3, num_copies=6) <= 2 + math.ceil(math.log2(9))
-    assert not engine._supervisor._restarts._deaths, "the deaths of the search are forgiven"
+    assert not engine.cores.first.supervisor._restarts._deaths, "the deaths of the search are forgiven"
 
 
 @pytest.mark.slow
@@ -71,19 +71,19 @@ def test_signals_that_other_processes_send_blame_no_request(make_small_engine, s
         pytest.importorskip("vllm_mp.core._signal_sender", reason="the signal handler is not compiled")
     engine = make_small_engine(fault_injection="slow@step=*,seconds=0.1")
     deaths = []
-    record = engine._core_client._suspects.record
-    engine._core_client._suspects.record = lambda death, live: deaths.append(death) or record(death, live)
+    record = engine.cores.first._suspects.record
+    engine.cores.first._suspects.record = lambda death, live: deaths.append(death) or record(death, live)
 
     async def run():
         tasks = [asyncio.create_task(outcome(engine, name, name, 24)) for name in ("one", "two")]
         for incarnation in (1, 2):
 
             async def is_in_a_step(incarnation=incarnation):
-                status = engine._supervisor.status()
+                status = engine.cores.first.supervisor.status()
                 return status is not None and status.incarnation == incarnation and bool(status.step_requests)
 
             await eventually(is_in_a_step)
-            os.kill(engine._supervisor.core.process.pid, signum)
+            os.kill(engine.cores.first.supervisor.core.process.pid, signum)
         assert await asyncio.gather(*tasks) == [24, 24]
 
     asyncio.run(run())

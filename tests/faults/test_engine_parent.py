@@ -71,7 +71,7 @@ async def answers_of(clients):
 
 def are_under_way(clients):
     async def condition():
-        live = [completion for client in clients for _, completion in client._core_client.requests.live()]
+        live = [completion for client in clients for _, completion in client.cores.first.requests.live()]
         return len(live) == 2 * len(clients) and all(completion.num_tokens > 3 for completion in live)
 
     return condition
@@ -235,8 +235,8 @@ def test_request_during_a_drain_completes_on_the_next_core_and_restarts_are_boun
 
 
 async def _is_sent(client):
-    return bool(client._core_client.requests.live())
+    return bool(client.cores.first.requests.live())
 
 
 async def _has_tokens(client):
-    return any(completion.num_tokens for _, completion in client._core_client.requests.live())
+    return any(completion.num_tokens for _, completion in client.cores.first.requests.live())

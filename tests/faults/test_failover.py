@@ -51,7 +51,7 @@ def test_client_of_three_cores_loses_and_gets_cores_back_while_streams_run(defau
         tasks = [asyncio.create_task(stream(engine, i)) for i in range(9)]
 
         async def all_run():
-            return all(len(client.requests.streams()) == 3 for client in engine._cores.clients)
+            return all(len(client.requests.streams()) == 3 for client in engine.cores.clients)
 
         await eventually(all_run)
         cores = (await engine.core_status())["cores"]
@@ -59,14 +59,14 @@ def test_client_of_three_cores_loses_and_gets_cores_back_while_streams_run(defau
         os.kill(cores[1]["pid"], signal.SIGKILL)
 
         async def is_moved():
-            return [len(client.requests.streams()) for client in engine._cores.clients][1] == 0
+            return [len(client.requests.streams()) for client in engine.cores.clients][1] == 0
 
         await eventually(is_moved)
         again = start_again(addresses[1])
         try:
 
             async def is_back():
-                return engine._cores.client(1).has_core
+                return engine.cores.client(1).has_core
 
             await eventually(is_back)
             assert await asyncio.gather(*tasks) == expected
@@ -114,7 +114,7 @@ def test_client_of_one_core_adds_and_removes_another(tmp_path):
         streams = [asyncio.create_task(rest(engine.generate([7] * 20, params))) for _ in range(4)]
 
         async def both_run():
-            return all(len(client.requests.streams()) == 2 for client in engine._cores.clients)
+            return all(len(client.requests.streams()) == 2 for client in engine.cores.clients)
 
         await eventually(both_run)
         await engine.remove_core(0)

@@ -59,7 +59,7 @@ async def under_way(engine, num_tokens=2):
     """Return once a third of the streams of `engine` have some tokens."""
 
     async def condition():
-        live = engine._core_client.requests.live()
+        live = engine.cores.first.requests.live()
         return 3 * sum(len(completion.token_ids) >= num_tokens for _, completion in live) >= len(live) > 0
 
     await eventually(condition)
@@ -131,7 +131,7 @@ async def has_tokens(engine, name):
     """Return whether a live request with the adapter `name` has tokens."""
     return any(
         completion.token_ids
-        for stream, completion in engine._core_client.requests.live()
+        for stream, completion in engine.cores.first.requests.live()
         if stream._request.lora and stream._request.lora.lora_name == name
     )
 

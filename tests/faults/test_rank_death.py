@@ -64,7 +64,7 @@ def test_call_that_a_rank_does_not_answer_is_answered_by_the_next_core(make_smal
         first = await rank_pids(engine)
         os.kill(first[1], signal.SIGSTOP)
         call = asyncio.ensure_future(engine.collective_rpc("get_num_parameters"))
-        pages = engine._supervisor.core.page
+        pages = engine.cores.first.supervisor.core.page
 
         async def is_waiting():
             return pages.read().heartbeat_age > 1.0
@@ -133,7 +133,7 @@ def test_rank_that_is_stopped_or_dies_in_an_idle_core_is_replaced(ranks, struck,
         pids = []
         for rank in struck:
             before = await rank_pids(engine)
-            log = engine._supervisor.core.process.log_path
+            log = engine.cores.first.supervisor.core.process.log_path
             assert await tokens_after(engine, lambda pids, rank=rank: os.kill(pids[rank], signal.SIGSTOP)) == expected
             assert f"rank {rank} ({place}process {before[rank]}) has made no progress" in log.read_text()
             pids += before

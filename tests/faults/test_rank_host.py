@@ -74,7 +74,7 @@ def test_machine_that_hangs_is_named_and_replaced(small_model, machine):
 
         async def run():
             expected = await expected_tokens(engine)
-            log = engine._supervisor.core.process.log_path
+            log = engine.cores.first.supervisor.core.process.log_path
 
             async def is_named():
                 return "the rank host of node 1" in log.read_text()
@@ -103,7 +103,7 @@ def test_stage_on_another_machine_that_stops_is_named_and_replaced(small_model, 
 
         async def run():
             expected = await expected_tokens(engine)
-            log = engine._supervisor.core.process.log_path
+            log = engine.cores.first.supervisor.core.process.log_path
             assert await tokens_after(engine, lambda pids: os.kill(pids[1], signal.SIGSTOP)) == expected
             assert re.search(r"rank 1 \(stage 1, node 1, .*\) has made no progress", log.read_text())
 

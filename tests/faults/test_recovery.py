@@ -34,7 +34,7 @@ def engine(small_model):
 
 
 def kill(engine, signum=signal.SIGKILL):
-    os.kill(engine._supervisor.core.process.pid, signum)
+    os.kill(engine.cores.first.supervisor.core.process.pid, signum)
 
 
 def sampled(max_tokens, seed=7, **params):
@@ -102,11 +102,11 @@ async def disturbed(engine, requests, moment, strike=kill):
         assert not all(task.done() for task in tasks), "all requests finished before the moment came"
         return moment(consumers)
 
-    restarts = engine._supervisor.num_restarts
+    restarts = engine.cores.first.supervisor.num_restarts
     await eventually(moment_has_come)
     strike(engine)
     await asyncio.gather(*tasks)
-    assert engine._supervisor.num_restarts == restarts + 1
+    assert engine.cores.first.supervisor.num_restarts == restarts + 1
     await eventually(lambda: is_empty(engine))
     return consumers
 
@@ -158,7 +158,7 @@ def test_partially_computed_prompt_is_computed_again(engine):
     def prompt_is_half_computed(consumers):
         streams = [
             stream
-            for stream, _ in engine._core_client.requests.live()
+            for stream, _ in engine.cores.first.requests.live()
             if len(stream.prompt_token_ids) == len(LONG_PROMPT)
         ]
         known = streams[0]._prompt_logprobs if streams else None
@@ -175,7 +175,7 @@ def test_half_matched_stop_string_is_completed_by_the_next_core(engine):
 
     def is_half_matched(consumers):
         shown = consumers[0].seen.get(0, ("",))[0]
-        completions = [completion for _, completion in engine._core_client.requests.live()]
+        completions = [completion for _, completion in engine.cores.first.requests.live()]
         shown_text[:] = [shown]
         return len(shown) == 20 and completions and len(completions[0].token_ids) > 7
 
@@ -189,7 +189,7 @@ def test_half_a_character_is_completed_by_the_next_core(engine):
     tokenizer = engine.get_tokenizer()
 
     def ends_with_half_a_character(consumers):
-        live = engine._core_client.requests.live()
+        live = engine.cores.first.requests.live()
         return live and len(live[0][1].token_ids) > 5 and tokenizer.decode(live[0][1].token_ids).endswith("\ufffd")
 
     check(engine, [(PROMPT, params)], ends_with_half_a_character)
@@ -206,7 +206,7 @@ def test_vector_is_computed_again_after_core_is_killed(engine):
         task = asyncio.create_task(vector(LONG_PROMPT))
 
         async def has_begun():
-            return bool(engine._supervisor.status().step_requests)
+            return bool(engine.cores.first.supervisor.status().step_requests)
 
         await eventually(has_begun)
         kill(engine)
@@ -226,7 +226,7 @@ def test_request_aborted_as_the_core_dies_stays_aborted_and_others_continue(engi
             return aborted.num_tokens() > 3
 
         await eventually(has_begun)
-        (request_id,) = (s.request_id for s, _ in engine._core_client.requests.live() if s.params.max_tokens == 500)
+        (request_id,) = (s.request_id for s, _ in engine.cores.first.requests.live() if s.params.max_tokens == 500)
         await engine.abort(request_id)
         kill(engine)
         await task
@@ -248,10 +248,10 @@ def test_death_between_requests_affects_no_request(engine):
 
 def test_blocked_event_loop_delays_no_restart_and_loses_nothing(engine):
     def block(engine):
-        restarts = engine._supervisor.num_restarts
+        restarts = engine.cores.first.supervisor.num_restarts
         kill(engine)
         deadline = time.monotonic() + 30
-        while engine._supervisor.num_restarts == restarts:
+        while engine.cores.first.supervisor.num_restarts == restarts:
             assert time.monotonic() < deadline
             time.sleep(0.01)  # blocks the event loop on purpose
 
@@ -270,14 +270,14 @@ def test_unanswered_calls_are_answered_by_the_next_core(engine, monkeypatch):
         ]
 
         async def calls_are_sent():
-            return len(engine._core_client._calls) == len(calls)
+            return len(engine.cores.first._calls) == len(calls)
 
         await eventually(calls_are_sent)
-        old = engine._supervisor.core.process.pid
+        old = engine.cores.first.supervisor.core.process.pid
         kill(engine)
         status, *_ = await asyncio.gather(*calls)
         assert status["pid"] != old
-        assert status["restarts"] == engine._supervisor.num_restarts
+        assert status["restarts"] == engine.cores.first.supervisor.num_restarts
 
     asyncio.run(run())
 
@@ -339,7 +339,7 @@ def test_sleep_stays_in_force_after_core_is_killed(engine, level, tags):
         if tags:
             await engine.wake_up(tags)
         (completion,) = (
-            completion for stream, completion in engine._core_client.requests.live() if stream.params.logprobs == 3
+            completion for stream, completion in engine.cores.first.requests.live() if stream.params.logprobs == 3
         )
 
         async def all_tokens_are_consumed():
@@ -380,7 +380,7 @@ def test_unanswered_sleep_or_wake_up_is_carried_out_by_the_next_core(engine, cal
         unanswered = asyncio.create_task(getattr(engine, call)())
 
         async def calls_are_sent():
-            return len(engine._core_client._calls) == 1
+            return len(engine.cores.first._calls) == 1
 
         await eventually(calls_are_sent)
         kill(engine)
@@ -398,7 +398,7 @@ def test_sleep_and_pause_are_inherited_by_a_third_core_if_the_second_dies_first(
         await engine.sleep(1)
         await engine.wake_up(["weights"])
         await engine.pause_generation("keep")
-        source = engine._supervisor._source
+        source = engine.cores.first.supervisor._source
         kill(engine)
 
         async def next_core_loads():
@@ -421,10 +421,10 @@ def test_sleep_and_pause_are_inherited_by_a_third_core_if_the_second_dies_first(
 def test_core_that_dies_while_loading_is_replaced(engine):
     async def run():
         task = asyncio.create_task(answer(engine, PROMPT, greedy(20, ignore_eos=True)))
-        restarts, source = engine._supervisor.num_restarts, engine._supervisor._source
+        restarts, source = engine.cores.first.supervisor.num_restarts, engine.cores.first.supervisor._source
 
         async def is_in_a_step():
-            return bool(engine._supervisor.status().step_requests)
+            return bool(engine.cores.first.supervisor.status().step_requests)
 
         await eventually(is_in_a_step)
         kill(engine)
@@ -435,7 +435,7 @@ def test_core_that_dies_while_loading_is_replaced(engine):
         await eventually(next_core_loads)
         os.kill(source._process.pid, signal.SIGKILL)
         assert len((await task).outputs[0].token_ids) == 20
-        assert engine._supervisor.num_restarts == restarts + 1
+        assert engine.cores.first.supervisor.num_restarts == restarts + 1
         assert (await engine.core_status())["incarnation"] == source._num_started
 
     asyncio.run(run())
@@ -449,11 +449,11 @@ def test_stopped_core_is_replaced_while_it_serves_and_while_it_loads(make_small_
         task = asyncio.create_task(answer(engine, PROMPT, greedy(24, ignore_eos=True)))
 
         async def is_in_a_step():
-            return bool(engine._supervisor.status().step_requests)
+            return bool(engine.cores.first.supervisor.status().step_requests)
 
         await eventually(is_in_a_step)
         kill(engine, signal.SIGSTOP)
-        source = engine._supervisor._source
+        source = engine.cores.first.supervisor._source
 
         async def next_core_loads():
             return source._process is not None
@@ -475,7 +475,7 @@ def test_no_request_is_blamed_for_signals_that_stop_several_cores(make_small_eng
         for incarnation in (1, 2):
 
             async def is_in_a_step(incarnation=incarnation):
-                status = engine._supervisor.status()
+                status = engine.cores.first.supervisor.status()
                 return status is not None and status.incarnation == incarnation and bool(status.step_requests)
 
             await eventually(is_in_a_step)
@@ -492,7 +492,7 @@ def test_stopped_idle_core_is_replaced_when_a_request_arrives(make_small_engine)
     engine = make_small_engine(engine_iteration_timeout_s=0.5)
     kill(engine, signal.SIGSTOP)
     assert len(asyncio.run(answer(engine, PROMPT, greedy(5, ignore_eos=True))).outputs[0].token_ids) == 5
-    assert engine._supervisor.num_restarts == 1
+    assert engine.cores.first.supervisor.num_restarts == 1
 
 
 @pytest.mark.essential
@@ -526,7 +526,7 @@ def test_every_stream_and_call_fails_with_the_cause_beyond_the_restart_limit(mak
 @pytest.mark.slow
 def test_standby_takes_over_and_a_new_standby_is_prepared(make_small_engine):
     engine = make_small_engine(warm_standby=True)
-    source = engine._supervisor._source
+    source = engine.cores.first.supervisor._source
 
     async def standby_is_ready():
         return source._standby is not None
@@ -538,7 +538,7 @@ def test_standby_takes_over_and_a_new_standby_is_prepared(make_small_engine):
             task = asyncio.create_task(answer(engine, PROMPT, greedy(16, ignore_eos=True)))
 
             async def is_in_a_step():
-                return bool(engine._supervisor.status().step_requests)
+                return bool(engine.cores.first.supervisor.status().step_requests)
 
             await eventually(is_in_a_step)
             kill(engine)

@@ -124,10 +124,10 @@ def test_streams_of_a_client_that_was_dropped_for_not_reading_go_on_when_it_read
 
         async def run():
             expected = await asyncio.gather(*(answer(engine, prompt, params) for prompt in prompts))
-            first = engine._supervisor.core
+            first = engine.cores.first.supervisor.core
             tasks = [asyncio.create_task(answer(engine, prompt, params)) for prompt in prompts]
             await eventually(lambda: _all_are_sent(engine, len(prompts)))
-            _block_until(lambda: engine._supervisor.core is not first)
+            _block_until(lambda: engine.cores.first.supervisor.core is not first)
             outputs = await asyncio.gather(*tasks)
             assert tokens_of(outputs) == tokens_of(expected)
             assert all(len(output.outputs[0].logprobs) == 100 for output in outputs)
@@ -147,7 +147,7 @@ def _block_until(condition):
 
 
 async def _all_are_sent(engine, count):
-    return len(engine._core_client.requests.live()) == count
+    return len(engine.cores.first.requests.live()) == count
 
 
 FLAGS = (

@@ -123,7 +123,7 @@ def test_streams_of_all_clients_continue_with_the_next_core_at_the_address(small
             task = asyncio.create_task(outputs_of(clients))
 
             async def all_under_way():
-                live = [completion for client in clients for _, completion in client._core_client.requests.live()]
+                live = [completion for client in clients for _, completion in client.cores.first.requests.live()]
                 return len(live) == 6 and all(len(completion.token_ids) > 3 for completion in live)
 
             await eventually(all_under_way)

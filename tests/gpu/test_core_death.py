@@ -100,7 +100,7 @@ def test_streams_continue_unchanged_on_the_next_core(folder, fault):
             answers = asyncio.gather(*map(answer, [engine] * NUM_STREAMS, prompts, [params] * NUM_STREAMS, ids))
 
             async def all_under_way():
-                live = [answer for _, answer in engine._core_client.requests.live()]
+                live = [answer for _, answer in engine.cores.first.requests.live()]
                 return len(live) == NUM_STREAMS and all(len(answer.token_ids) > 3 for answer in live)
 
             if fault == "kill":

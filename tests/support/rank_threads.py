@@ -118,13 +118,13 @@ class LocalGroup:
         self._make_captures = make_captures or [None] * num_ranks
         for thread in self._threads:
             thread.start()
-        self.leader = Followers(self.processes, options.get("max_num_seqs", 12))
+        self.others = Followers(self.processes, options.get("max_num_seqs", 12))
         try:
             self.engine = LocalEngine(
                 folder,
                 make_capture=self._make_captures[0],
                 group=self.groups[0],
-                leader=self.leader,
+                leader=self.others.leader,
                 pipeline=self.pipelines[0],
                 **options,
             )

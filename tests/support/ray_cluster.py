@@ -54,7 +54,7 @@ def on_ray(model, **options):
 
 def driver_of(engine):
     """Return the pid of the driver process of an engine on Ray."""
-    return engine._supervisor._source._driver._popen.pid
+    return engine.cores.first.supervisor._source._driver._popen.pid
 
 
 async def pids_of(engine):
@@ -101,4 +101,4 @@ async def all_tokens(engine, max_tokens):
 
 
 async def is_serving(engine):
-    return all(client.has_core for client in engine._cores.clients)
+    return all(client.has_core for client in engine.cores.clients)

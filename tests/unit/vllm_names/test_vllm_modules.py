@@ -192,7 +192,7 @@ def test_constructor_of_vllm_s_class_says_what_to_call():
 
 def test_inner_engine_of_llm_has_its_configuration_and_says_what_to_use_for_the_rest():
     llm = object.__new__(vllm_mp.LLM)
-    llm._engine = types.SimpleNamespace(
+    llm.async_llm = types.SimpleNamespace(
         vllm_config=types.SimpleNamespace(model_config="model"),
         tokenizer="tokenizer",
         get_tokenizer=lambda: "tokenizer",

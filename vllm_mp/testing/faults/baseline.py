@@ -101,12 +101,12 @@ def _flags(args: AsyncEngineArgs) -> list[str]:
 
 def core_page(engine: AsyncLLM) -> CoreStatus | None:
     """Return the contents of the status page of the engine's core."""
-    return engine._supervisor.status()
+    return engine.cores.first.supervisor.status()
 
 
 def core_address(engine: AsyncLLM) -> str:
     """Return the address at which the engine's core listens."""
-    return engine._supervisor.core.connection.address
+    return engine.cores.first.supervisor.core.connection.address
 
 
 def children() -> set[int]:

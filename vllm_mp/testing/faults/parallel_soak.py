@@ -127,7 +127,7 @@ class _ParallelSoak:
     async def _kill(self) -> None:
         """Kill a core after a random number of outputs, and wait until it serves again."""
         await self._outputs(self._chance.randint(0, 8 * len(self._baseline.cases)))
-        client = self._chance.choice(self._engine._cores.clients)
+        client = self._chance.choice(self._engine.cores.clients)
         process = client.supervisor.core.process
         assert process is not None
         incarnation, began = client.incarnation, time.monotonic()

@@ -387,7 +387,7 @@ async def client_killed(run: ScenarioRun) -> None:
 
     async def only_own_requests_are_left() -> bool:
         status = await run.engine.core_status()
-        return bool(status["num_running"] + status["num_waiting"] <= run.engine._requests.num_slots_in_use)
+        return bool(status["num_running"] + status["num_waiting"] <= run.engine.output_processor.num_slots_in_use)
 
     await eventually(only_own_requests_are_left, WAIT_S)
     seconds = time.monotonic() - killed

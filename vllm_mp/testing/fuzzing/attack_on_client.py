@@ -202,8 +202,8 @@ def _holdings(engine: AsyncLLM) -> dict[str, int]:
     return {
         "bytes of memory": process.memory_info().rss,
         "descriptors": process.num_fds(),
-        "slots": engine._requests.num_slots_in_use,
-        "messages dropped": engine._core_client._core.connection.num_dropped,
+        "slots": engine.output_processor.num_slots_in_use,
+        "messages dropped": engine.cores.first.supervisor.core.connection.num_dropped,
     }
 
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 import pytest
 
 from vllm_mp import EngineGenerateError, PoolingParams, RequestFailure, RequestOutputKind, SamplingParams
+from vllm_mp.client.prompts.microbatcher import LoopQueues
 from vllm_mp.testing.engines import ENDLESS, eventually, greedy, is_empty
 
 
@@ -314,7 +315,7 @@ def test_text_that_has_no_room_by_its_size_is_not_tokenized(llm, monkeypatch):
         assert await llm.has_room("one two three", max_model_len - 10)
         assert not await llm.has_room("one two three", max_model_len - 1)
         assert not await llm.has_room("", max_model_len + 1)
-        monkeypatch.setattr(llm._prompt_tokenizer, "_lanes", ())
+        monkeypatch.setattr(LoopQueues, "add", None)
         assert not await llm.has_room("x" * 10_000_000, 1)
 
     asyncio.run(run())

@@ -18,7 +18,7 @@ from vllm_mp.requests.sampling_params import SamplingParams
 
 
 class Client:
-    """Statistics and streams as `EngineLifecycle` connects them, with a clock that the test moves."""
+    """Statistics and streams as `Engine` connects them, with a clock that the test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0

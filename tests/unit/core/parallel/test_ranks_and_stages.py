@@ -149,7 +149,7 @@ def test_all_ranks_sleep_and_wake_up_together(model_of):
     folder, layout = model_of("llama"), Layout(2, 2)
     expected = answers_of_one_process(folder)
     with local_group(folder, **layout._asdict()) as group:
-        memory = GroupMemory(group.engine.runner.memory, group.leader)
+        memory = GroupMemory(group.engine.runner.memory, group.others)
         others = [follower._runner.memory for follower in group.followers[1:]]
         memory.drop_cache()
         memory.drop_weights()

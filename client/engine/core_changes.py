@@ -7,7 +7,7 @@ import time
 from vllm_mp.client.cores.endpoint import endpoint
 from vllm_mp.client.cores.placement import free_place
 from vllm_mp.client.cores.supervisor import CoreSupervisor
-from vllm_mp.client.engine.lifecycle import EngineLifecycle
+from vllm_mp.client.engine.engine import Engine
 from vllm_mp.client.threads.background_call import call_in_thread
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.errors import EngineError
@@ -15,26 +15,18 @@ from vllm_mp.errors import EngineError
 _DRAIN_POLL_S = 0.01
 
 
-class EngineCores(EngineLifecycle):
-    """The part of `AsyncLLM` that drains, adds and removes cores.
+class CoreChanges:
+    """Drains, adds and removes cores. Its calls are those of `AsyncLLM`, which documents them."""
 
-    A core is named by its rank: 0, 1 and so on in the order in which cores were given or added. The rank of a core that
-    was removed is not used again.
-    """
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._cores = engine.cores
+        self._opening_places: set[int] = set()
+        """The places of cores that are being added."""
 
-    @property
-    def core_ranks(self) -> list[int]:
-        """The ranks of the engine's cores."""
-        return [client.rank for client in self._cores.clients]
-
-    async def drain_core(self, rank: int, timeout: float = 300.0) -> None:
-        """Send a core no new requests, and return when it has finished the requests of this client.
-
-        The core stays drained until `resume_core`, also if this call is cancelled. If all cores are drained, requests
-        go to them all the same. Raises ValueError if there is no such core, and TimeoutError, which says how many
-        requests are left, after `timeout` seconds.
-        """
-        self._attach()
+    async def drain(self, rank: int, timeout: float) -> None:
+        """Return when a core has finished the requests of this client; see `AsyncLLM.drain_core`."""
+        self._engine.attach()
         client = self._cores.drain(rank)
         deadline = time.monotonic() + timeout
         while client.requests.num_slots_in_use:
@@ -44,26 +36,13 @@ class EngineCores(EngineLifecycle):
                     "left; wait longer, or call remove_core(), with which other cores go on with them"
                 )
             await asyncio.sleep(_DRAIN_POLL_S)
-            self._attach()
+            self._engine.attach()
 
-    async def resume_core(self, rank: int) -> None:
-        """Send a core requests again, after `drain_core`. Raises ValueError if there is no such core."""
-        self._attach()
-        self._cores.resume(rank)
-
-    async def add_core(self, address: str | None = None) -> int:
-        """Use one more core and return its rank: a new process, or with `connect` the core at `address`.
-
-        A new process loads the model while requests run. It gets the CPUs or the GPUs of a core that was removed, or
-        further ones, enters the pause and the sleep that are in force, and has the same adapters.
-
-        Raises ValueError if an address is given for a new process, lacks, or is that of a core of this engine,
-        EngineStartError if the core does not serve the model, and EngineError if no core serves now, or a pause or a
-        sleep begins or ends meanwhile.
-        """
-        self._attach()
+    async def add(self, address: str | None) -> int:
+        """Use one more core and return its rank; see `AsyncLLM.add_core`."""
+        self._engine.attach()
         self._check_is_new(address)
-        open_core = self._open_core
+        open_core = self._engine.open_core
         if open_core is None:
             raise ValueError("this engine cannot open further cores; make an engine with several from the start")
         rank, page = self._cores.reserve_rank(), self._serving_page()
@@ -78,7 +57,7 @@ class EngineCores(EngineLifecycle):
                 opening.add_done_callback(_stop_opened)
                 raise
             try:
-                self._attach()
+                self._engine.attach()
                 page_now = self._serving_page()
                 now = page_now and page_now.read().suspension
                 if before and now and (before.pause, before.sleep) != (now.pause, now.sleep):
@@ -90,26 +69,18 @@ class EngineCores(EngineLifecycle):
             self._cores.add_core(supervisor, rank)
         finally:
             self._opening_places.discard(place)
-        self._attach()
+        self._engine.attach()
         return rank
 
-    async def remove_core(self, rank: int) -> None:
-        """End a core, or leave it running if it is shared. Other cores go on at once with the requests it has.
-
-        Call `drain_core` before to let it finish them. Raises ValueError if there is no such core, or if no other core
-        is left that could go on.
-        """
-        self._attach()
+    async def remove(self, rank: int) -> None:
+        """End a core; see `AsyncLLM.remove_core`."""
+        self._engine.attach()
         supervisor = self._cores.remove(rank)
         await call_in_thread(supervisor.stop)
 
-    def give_up_core(self, address: str, cause: str, is_from_outside: bool) -> None:
-        """Wait no longer for the shared core at `address`, because its parent says that it is gone for good.
-
-        Other cores go on with its requests. `cause` says why the core died, and `is_from_outside` that no request can
-        be to blame. Raises ValueError if this engine has no core at `address`.
-        """
-        self._attach()
+    def give_up(self, address: str, cause: str, is_from_outside: bool) -> None:
+        """Wait no longer for a shared core; see `AsyncLLM.give_up_core`."""
+        self._engine.attach()
         for client in self._cores.clients:
             if client.supervisor.core.connection.address == address:
                 client.supervisor.give_up(cause, is_from_outside)
