@@ -55,7 +55,7 @@ _REFUSED = {
         "weights come from files: change the files of the model's folder, then call sleep(level=2) and wake_up()",
     ),
 }
-"""Names that vLLM's class has and this class has not, and what to use in their place."""
+"""Names of vLLM's class that this class lacks, and what to use instead."""
 
 
 class LLM:
@@ -70,7 +70,7 @@ class LLM:
 
     Prompts may come from any iterable. They are taken while fewer than twice `max_num_seqs` completions are live, so
     the engine needs memory for these, however many prompts there are. Outputs are in the order of the prompts. A prompt
-    that fails has a `RequestFailure` in its place, with the `error`, which reading its `outputs` raises; the others are
+    that fails has a `RequestFailure` with the `error`, which reading its `outputs` raises; the others are
     not affected. If the core is gone for good, `BatchDeadError` has the outputs so far. Ctrl-C aborts all requests.
 
     The arguments that methods share: `prompts` is a prompt (str, token ids, dict) or an iterable of prompts. The
@@ -285,7 +285,7 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput | RequestFailure]:
-        """Return the score of each pair of a text of `data_1` and the text of `data_2` at the same place.
+        """Return the score of each pair of a text of `data_1` and the text of `data_2` with the same index.
 
         A single text of `data_1` belongs to all pairs. A cross-encoder, a model with a single class, reads both texts
         of a pair at once, as str. With other models the score is the cosine similarity of the embeddings.
@@ -321,7 +321,7 @@ class LLM:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """What programs read of vLLM's inner engine: `vllm_config`, `model_config` and the tokenizer."""
+        """The attributes of vLLM's inner engine that programs read: `vllm_config`, `model_config` and the tokenizer."""
         return LLMEngine(self.async_llm)
 
     def get_tokenizer(self) -> Any:

@@ -11,7 +11,7 @@ class AttentionMetadata(NamedTuple):
 
     Rows (one per sequence in the step) and their query tokens are laid out consecutively in row order: the
     first `num_decodes` rows have exactly one query token each, the rest are chunks of prefill. Rows may share
-    blocks, also blocks that one of them fills in this very step: in each layer the keys and values of the whole
+    blocks, also blocks that one of them fills in the same step: in each layer the keys and values of the whole
     step are written before attention reads any. The host fields repeat what the tensors hold, so that reading a
     length never waits for the device.
     """

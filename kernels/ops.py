@@ -326,7 +326,7 @@ def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """Quantize the rows of `x` [n, inputs]: return `FLOAT8` [n, inputs], and the scales that restore them.
 
     The scales are float32 [n, num_groups]: one for each row or, for num_groups = ceil(inputs / 128), one for each
-    group of 128 of its elements. They bring the highest magnitude of the group to 448. A row that is not finite gets a
+    group of 128 of its elements. They scale the highest magnitude of the group to 448. A row that is not finite gets a
     NaN.
     """
     quantized: tuple[Tensor, Tensor] = _operations(x).quantize_rows(x, num_groups)

@@ -242,7 +242,7 @@ class ModelDigest(msgspec.Struct, array_like=True, frozen=True):
 
     weights: str = ""
     config: str = ""
-    """Of config.json, without what has no influence on results."""
+    """The digest of config.json, without fields that have no influence on results."""
     tokenizer: str = ""
 
 
@@ -330,9 +330,9 @@ class StepOutput(_Message, tag=18):
     cached: list[tuple[int, int]] = []
     """(slot, prompt tokens found in the cache) of requests with their first token here, if that number is not 0."""
     logprobs: list[TokenLogprobs] = []
-    """Of tokens in the columns, at their positions in the completion."""
+    """Log-probabilities of tokens in the columns, at their positions in the completion."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """Of tokens of prompts, at their positions there, in order; all arrive before the first output token."""
+    """Log-probabilities of prompt tokens, at their positions, in order; all arrive before the first output token."""
     vectors: list[tuple[int, bytes]] = []
     """(slot, vector as little-endian float32); together with its `Finished`, the answer to an `AddPooling`."""
     queued: list[tuple[int, float]] = []

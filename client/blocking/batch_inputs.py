@@ -44,7 +44,7 @@ class BatchInputs:
                 raise ValueError(f"{name} must have an entry for each of the {self.total} prompts, got {len(values)}")
 
     def values(self, name: str) -> Sequence[Any]:
-        """Return what was given as `name`: a value for each prompt, or the one of all prompts."""
+        """Return the argument `name`: a value for each prompt, or one value for all prompts."""
         return self._lists[name] if name in self._lists else [self._same[name]]
 
     def __iter__(self) -> Iterator[BatchInput]:

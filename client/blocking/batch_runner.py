@@ -60,7 +60,7 @@ class BatchRunner:
     def run(
         self, requests: Iterable[BatchRequest[Output]], total: int | None, use_tqdm: UseTqdm
     ) -> list[Output | RequestFailure]:
-        """Run `requests`, of which there are `total` if it is known; return the last output of each."""
+        """Run `requests`, `total` in number if it is known; return the last output of each."""
         self._thread.check()
         max_live = _LIVE_PER_SEQ * self._config.scheduler_config.max_num_seqs
         return Batch[Output](self._thread, max_live, ProgressBar(use_tqdm, total), total).run(requests)

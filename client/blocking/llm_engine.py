@@ -7,7 +7,7 @@ from vllm_mp.client.async_llm import AsyncLLM
 
 
 class LLMEngine:
-    """What programs read of the inner engine of vLLM's `LLM`."""
+    """The attributes of the inner engine of vLLM's `LLM` that programs read."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine

@@ -193,7 +193,7 @@ class RequestManager:
 
 
 class _ManagedRequest:
-    """A request of a manager, and what it has brought so far."""
+    """A request of a manager, and its outputs so far."""
 
     def __init__(self, request: StreamingRequest) -> None:
         self.request = request

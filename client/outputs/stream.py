@@ -20,7 +20,7 @@ AddMessage = wire.AddRequest | wire.AddPooling
 
 
 Awaited = Completion | PooledVector
-"""The result that a slot on the wire brings."""
+"""The result that arrives for a slot on the wire."""
 
 
 class Isolation(NamedTuple):
@@ -89,7 +89,7 @@ class RequestStream(ABC):
     @property
     @abstractmethod
     def awaited(self) -> Sequence[Awaited]:
-        """The completions, or the vector, that the core must bring, each under its own slot."""
+        """The completions, or the vector, that the core must deliver, each under its own slot."""
 
     @abstractmethod
     def add_message(self, index: int, incarnation: int, isolation: Isolation) -> AddMessage:

@@ -38,7 +38,7 @@ class _TokenizerFile(msgspec.Struct):
 
 
 class TokenLength(NamedTuple):
-    """How much text a token of a tokenizer stands for at most."""
+    """The most text that a token of a tokenizer can stand for."""
 
     max_chars: int
     lost: str

@@ -18,12 +18,12 @@ from vllm_mp.keys.curve_keys import make_server_key
 class CoreActor:
     """Keeps a core alive as `vllm-mp engine` does, on a free TCP port of its node.
 
-    The core ends with the actor's process, in whatever way that ends.
+    The core ends with the actor's process, however that ends.
     """
 
     def __init__(self) -> None:
         self._folder = make_folder()
-        """The core's too: it removes the folder if this process is killed."""
+        """The core has it too, and removes it if this process is killed."""
         self._key_file = f"{self._folder}/server.key"
         self._node_key_file = ""
         """The core's key for rank hosts; empty if it has all its ranks."""
@@ -41,8 +41,8 @@ class CoreActor:
     async def prepare_nodes(self) -> tuple[str, int, bytes]:
         """Return the address and the port of this node where rank hosts connect, and the core's public key for them.
 
-        The port stays this actor's: a socket that does not listen keeps others from it, but not its cores, because
-        both have SO_REUSEADDR.
+        The actor keeps the port with a bound socket that does not listen: other programs cannot bind it, but its cores
+        can, because both sockets have SO_REUSEADDR.
         """
         self._node_key_file = f"{self._folder}/nodes.key"
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -41,9 +41,9 @@ class DriverProcess:
         self.config = config
         self.operator_key = new_operator_key()
         self.lasting_calls = LastingCalls()
-        """What a core on another node must carry out before it serves."""
+        """Calls that a core on another node must carry out before it serves."""
         self.model: dict[str, object] | None = None
-        """What the first core served; None before."""
+        """The description of the model that the first core served; None before it serves."""
         self._folder = Path(tempfile.mkdtemp(prefix="vllm_mp-ray-"))
         self._owner = os.getpid()
         self._address = _address_in_use()

@@ -1,4 +1,4 @@
-"""What the client and its driver process tell each other: lines of JSON, on the driver's standard input and output."""
+"""Messages between the client and its driver process: lines of JSON, on the driver's standard input and output."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from vllm_mp.config import VllmConfig
 
 
 class Launch(msgspec.Struct, kw_only=True):
-    """The first line to the driver."""
+    """The first message to the driver."""
 
     config: VllmConfig
     folder: str

@@ -9,7 +9,7 @@ from vllm_mp.model_store import resolve_model
 
 
 def config_on_node(encoded: bytes, node_key_file: str) -> VllmConfig:
-    """Return the configuration in JSON with the model's folder on this node, fetched if need be.
+    """Return the configuration in JSON with the model's folder on this node, fetched if necessary.
 
     Its devices are those that Ray chose, and `node_key_file` is this node's. Raises ValueError if this node cannot have
     the model or the tokenizer, and what `resolve_model` raises.

@@ -21,14 +21,14 @@ from vllm_mp.machine.exit_status import describe_exit
 logger = logging.getLogger(__name__)
 
 _RESTART_S = 1.0
-"""Pause before the next rank host, as when no core has taken the last one for `start_timeout_s`."""
+"""Pause before the next rank host, such as after no core has accepted the last one for `start_timeout_s`."""
 _STOP_TIMEOUT_S = 5.0
 
 
 class RankHostActor:
     """Keeps a rank host alive, which runs the ranks of its node for a core on another.
 
-    The rank host ends with the actor's process, in whatever way that ends.
+    The rank host ends with the actor's process, however that ends.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from vllm_mp.errors import EngineStartError
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 30.0
-"""Time that a core which serves on its node gets to answer this client."""
+"""Time within which a core that serves on its node must answer this client."""
 _LOOK_S = 0.05
 _RETRY_S = 1.0
 """Pause before the next attempt to reach a core that refused, such as one that could not load again."""
@@ -29,7 +29,7 @@ _RETRY_S = 1.0
 class RayCore:
     """A core of an engine: on one node, where its actor restarts it, and on another when that node is lost.
 
-    With `nnodes` its ranks are on several nodes, and it is placed again when one of them is lost.
+    With `nnodes` its ranks are on several nodes, and Ray starts it again on other nodes when one of them is lost.
     """
 
     standby_pid = None
@@ -37,7 +37,7 @@ class RayCore:
 
     def __init__(self, driver: DriverProcess, slot: int) -> None:
         self.node: str | None = None
-        """The nodes and what is reserved there, in words; None before there are any."""
+        """The names of the nodes and the resources reserved there; None before there are any."""
         self.trouble = "Ray has not started it"
         """Why there is no core."""
         self._driver = driver
@@ -58,7 +58,7 @@ class RayCore:
         self._driver.start_core(self._slot)
 
     def finish(self, check: Check) -> Core:
-        """Wait until a core serves: of the same actor, or of another one if that was lost.
+        """Wait until a core serves: that of the same actor, or of another if the actor was lost.
 
         Raises what `check` raises, and EngineStartError if the first core does not start, if the limit of restarts is
         reached, if another attempt would fail too, or if the core has another model.
@@ -93,14 +93,14 @@ class RayCore:
 
     def _wait_for_core(self, check: Check) -> Serves:
         """Return the core once it serves, and ask for another when one is lost. Raises as `finish` does."""
-        told: Waits | None = None
+        reported: Waits | None = None
         while True:
             check()
             state = self._driver.state(self._slot, _LOOK_S)
             if isinstance(state, Serves):
                 return state
-            if isinstance(state, Waits) and state != told:
-                told, self.trouble = state, state.why
+            if isinstance(state, Waits) and state != reported:
+                reported, self.trouble = state, state.why
                 logger.warning("core %d: %s; it starts once there is room", self._slot, state.why)
             elif isinstance(state, Lost):
                 self._replace(state, check)

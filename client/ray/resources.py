@@ -20,7 +20,7 @@ def bundle_of(config: VllmConfig, has_gpus: bool) -> dict[str, float]:
 
 
 def describe_bundle(bundle: dict[str, float]) -> str:
-    """Return resources in words: "2 CPU, 1 GPU"."""
+    """Return resources as text: "2 CPU, 1 GPU"."""
     return ", ".join(f"{amount:g} {name}" for name, amount in bundle.items()) or "nothing"
 
 

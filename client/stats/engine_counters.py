@@ -26,7 +26,7 @@ _COMPLETIONS = (1, 2, 5, 10, 20)
 
 
 class EngineCounters:
-    """What is counted of the requests of a client and of its cores."""
+    """Counters of the requests of a client and of its cores."""
 
     def __init__(self, max_model_len: int) -> None:
         """`max_model_len` is in tokens."""

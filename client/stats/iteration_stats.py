@@ -1,4 +1,4 @@
-"""What a stat logger is told: the load of the core, and what has happened since the logger was told last.
+"""The records for a stat logger: the load of the core, and what has happened since the last record.
 
 Fields have vLLM's names. Times are in seconds; a count that the engine has no part for is 0 or None, as in vLLM without
 that part.

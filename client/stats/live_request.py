@@ -1,4 +1,4 @@
-"""What a client knows of a request until it ends, and what that makes of its end."""
+"""The statistics that a client keeps of a request until it ends, and their summary at the end."""
 
 import time
 from collections.abc import Mapping

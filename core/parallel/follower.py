@@ -34,7 +34,7 @@ class Follower:
         scheduler, model, cache = config.scheduler_config, config.model_config, config.cache_config
         self._rows = RowMirror(scheduler.max_num_seqs, model.max_model_len, cache.block_size)
         self._hidden = torch.empty(0)
-        """Hidden states of the latest step, in a pipeline those that were taken from the last stage."""
+        """Hidden states of the latest step; in a pipeline, those from the last stage."""
         self._has_head = config.parallel_config.tensor_parallel_size > rank
         memory = runner.memory
         self._methods: dict[str, Callable[..., Any]] = {
@@ -52,7 +52,7 @@ class Follower:
         }
 
     def handle(self, message: memoryview) -> None:
-        """Do what one message of the ring says; raises MessageError for what no core says, or what a step raises."""
+        """Carry out one message of the ring. Raises MessageError for an unknown message, and any error of a step."""
         kind, data = int.from_bytes(message[:8], "little"), message[8:]
         if kind == Kind.STEP:
             self._hidden = self._runner.follow(decode_step(data, self._rows), self._rows)

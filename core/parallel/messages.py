@@ -1,4 +1,4 @@
-"""What a core and the processes of its other ranks say to each other, beside steps.
+"""Messages between a core and the processes of its other ranks, except for steps.
 
 The launch goes to a rank's standard input, calls go through the ring, and everything that a rank says comes through a
 pair of Unix sockets that it has inherited. So no other process can join or answer.
@@ -47,7 +47,7 @@ class Joined(msgspec.Struct, tag="joined", kw_only=True):
     package: str
     digest: str
     chosen: dict[str, Any] = {}
-    """As `chosen_options`."""
+    """The options that `chosen_options` returns."""
 
 
 class Ready(msgspec.Struct, tag="ready", kw_only=True):
@@ -135,7 +135,7 @@ def chosen_options(config: VllmConfig) -> dict[str, Any]:
 
 
 def differences(theirs: dict[str, Any], own: dict[str, Any]) -> str:
-    """Say which options of a rank or a rank host differ from the core's; empty if none."""
+    """Return a text that names the options of a rank or rank host that differ from the core's; empty if none do."""
     names = [name for name in {**own, **theirs} if theirs.get(name) != own.get(name)]
     texts = [
         f"{name}={reprlib.repr(theirs.get(name))} instead of {reprlib.repr(own.get(name))}"

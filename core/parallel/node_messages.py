@@ -1,4 +1,4 @@
-"""What a core and the rank hosts of other machines say to each other, over TCP with keys.
+"""Messages between a core and the rank hosts of other machines, over TCP with keys.
 
 A rank host sends single frames. A core sends a frame that names the kind (`ANSWER`, `MESSAGE` or `PROBE`), then the
 answer to a Hello, the parts of a message for the ring, or nothing.
@@ -30,7 +30,7 @@ class Hello(msgspec.Struct, tag="hello", kw_only=True):
     package: _Name
     machine: _Name
     options: dict[_Name, Any]
-    """As `messages.shared_options`."""
+    """The options that `messages.shared_options` returns."""
 
 
 class Started(msgspec.Struct, tag="started", kw_only=True):
@@ -40,7 +40,7 @@ class Started(msgspec.Struct, tag="started", kw_only=True):
 
 
 class Said(msgspec.Struct, tag="said", kw_only=True):
-    """What a rank has said."""
+    """A message of a rank."""
 
     rank: int
     said: FromRank

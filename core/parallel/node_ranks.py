@@ -38,7 +38,7 @@ from vllm_mp.wire import DECODE_ERRORS
 logger = logging.getLogger(__name__)
 
 _SILENCE_S: Final = 10.0
-"""Time without a word after which a rank host is given up, or less with a low `engine_iteration_timeout_s`; it says
+"""Time without a message after which a rank host is given up, or less with a low `engine_iteration_timeout_s`; it says
 something every 0.5 s."""
 _PROBE_S: Final = 1.0
 """Interval in which the core looks whether the connections still exist."""
@@ -96,7 +96,7 @@ class NodeRanks:
         self._deadline = time.monotonic() + self._wait_s
         self._probed = self._read = 0.0
         self._num_refusals = 0
-        """Refusals so far, as far as the log names them."""
+        """Number of refusals that the log has named so far."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a rank host that has gone raises
@@ -192,7 +192,7 @@ class NodeRanks:
             self._socket.send_multipart([identity, ANSWER, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
 
     def _note(self, node: _Node, frames: Sequence[bytes]) -> None:
-        """Note what an admitted rank host says."""
+        """Process a message of an admitted rank host."""
         node.heard = time.monotonic()
         try:
             said = _decode(frames)
@@ -235,7 +235,7 @@ class NodeRanks:
 
 
 def _decode(frames: Sequence[bytes]) -> FromHost:
-    """Return the message that a rank host has sent; raise one of `DECODE_ERRORS` for what is none."""
+    """Return the message that a rank host has sent; raise one of `DECODE_ERRORS` for anything else."""
     if len(frames) != 1:
         raise msgspec.DecodeError(f"{len(frames)} frames instead of one")
     said: FromHost = msgspec.msgpack.decode(frames[0], type=FromHost)

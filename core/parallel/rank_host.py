@@ -186,7 +186,7 @@ class RankHost:
 
 
 class _Messenger:
-    """Tells the core what the ranks say and that they make progress."""
+    """Sends the core the messages and the progress of the ranks."""
 
     def __init__(self, link: "CoreLink", ranks: WorkerProcesses) -> None:
         self._link = link
@@ -194,7 +194,7 @@ class _Messenger:
         self._next_beat = 0.0
 
     def tell(self) -> None:
-        """Tell what is new; raises CoreLostError, and what `WorkerProcesses.receive` raises."""
+        """Send what is new; raises CoreLostError, and what `WorkerProcesses.receive` raises."""
         self._link.follow_connection()
         self._ranks.receive()
         for state in self._ranks.ranks:

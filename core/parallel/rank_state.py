@@ -12,11 +12,11 @@ which of them hangs or is missing."""
 
 
 _MAX_UNREAD: Final = 8
-"""More than a rank says while the core waits for something else."""
+"""More messages than a rank sends while the core waits for something else."""
 
 
 class WorkerFailedError(Exception):
-    """Raised when a rank has ended, hangs or says what no rank says; the core cannot continue.
+    """Raised when a rank has ended, hangs or sends an invalid message; the core cannot continue.
 
     It is not a RuntimeError, because parts of a core go on after one.
     """
@@ -33,16 +33,16 @@ class RankState:
         self.pid = 0
         """The process of the rank on its machine; 0 until it is known."""
         self.unread: list[FromRank] = []
-        """What the rank has said and the core has not dealt with."""
+        """Messages of the rank that the core has not processed."""
         self.num_beats = 0
         """A number that grows while the rank makes progress."""
         self.num_seen = 0
         """The number of beats when the core last looked."""
         self.still_s = 0.0
-        """Seconds without progress, as far as the core has looked."""
+        """Seconds without progress, at the last check by the core."""
 
     def note(self, said: "FromRank") -> None:
-        """Append what the rank has said to `unread`; raise WorkerFailedError if it says too much."""
+        """Append a message of the rank to `unread`; raise WorkerFailedError if there are too many."""
         if len(self.unread) == _MAX_UNREAD:
             raise WorkerFailedError(f"{self.name} says more than it was asked: {type(said).__name__}")
         self.unread.append(said)
@@ -74,7 +74,7 @@ class RankSource(Protocol):
         ...
 
     def receive(self) -> None:
-        """Read what the ranks have said, and their beats, into `ranks`.
+        """Read the messages of the ranks, and their beats, into `ranks`.
 
         Raises WorkerFailedError if a rank has ended or failed, and ValueError for a mistake in the configuration.
         """

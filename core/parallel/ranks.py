@@ -28,7 +28,7 @@ class Ranks:
     """
 
     def __init__(self, config: VllmConfig, folder: Path, beat: Callable[[], None] = lambda: None) -> None:
-        """Start the ranks of this machine, which import and load beside the core, and let rank hosts connect.
+        """Start the ranks of this machine, which import and load while the core does, and let rank hosts connect.
 
         `folder` is private to the core. `beat` is called when a rank makes progress while the core waits. Call this in
         the main thread: the ranks end when the thread that has started them ends. Raises ValueError if rank hosts
@@ -192,7 +192,7 @@ class Ranks:
             )
 
     def _next(self, state: RankState, kind: type[Said], keep_going: Callable[[], None]) -> Said:
-        """Wait for the next thing that a rank says, which must be of this kind."""
+        """Wait for the next message of a rank, which must be of this kind."""
         self.expect_progress()
         poll = select.poll()
         for descriptor in self.descriptors:

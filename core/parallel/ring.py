@@ -31,7 +31,7 @@ class RingError(RuntimeError):
 
 
 class Progress:
-    """What a rank tells of itself in the shared memory: two counters that it alone writes."""
+    """The state of a rank in the shared memory: two counters that it alone writes."""
 
     def __init__(self, address: int) -> None:
         fields = ctypes.c_uint64 * 2

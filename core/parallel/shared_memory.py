@@ -70,17 +70,17 @@ class MemoryLayout(msgspec.Struct, frozen=True, kw_only=True):
         return rank // self.tensor_size if self.num_stages > 1 else None
 
     def group_at(self, stage: int) -> int:
-        """Return where the group of a stage begins."""
+        """Return the offset at which the group of a stage begins."""
         ring = MessageRing.num_bytes(self.num_ranks - 1, self.message_slot, self.num_messages)
         return ring + stage * shared_group.num_bytes(self.tensor_size)
 
     @property
     def all_ranks_at(self) -> int:
-        """Where the group of all ranks begins."""
+        """The offset at which the group of all ranks begins."""
         return self.group_at(self.num_stages)
 
     def queue_at(self, rank: int) -> int:
-        """Return where the queue begins from which `rank` takes hidden states."""
+        """Return the offset of the queue from which `rank` takes hidden states."""
         queues = self.all_ranks_at + shared_group.num_bytes(self.num_ranks)
         return queues + rank * TensorQueue.num_bytes(self.queue_slots, self.hidden_slot)
 

@@ -1,4 +1,4 @@
-"""The processes of ranks on this machine: their start, what they say, and their end."""
+"""The processes of ranks on this machine: their start, their messages, and their end."""
 
 import contextlib
 import fcntl
@@ -33,7 +33,7 @@ _STOP_S: Final = 2.0
 
 
 class _Worker(RankState):
-    """One process, and what is known of it."""
+    """The process of a rank, and its state."""
 
     def __init__(
         self, rank: int, stage: int | None, process: "subprocess.Popen[bytes]", said: socket.socket, event: int
@@ -152,7 +152,7 @@ class WorkerProcesses:
         return worker
 
     def _receive(self, worker: _Worker) -> None:
-        """Read what `worker` has said; raise if it has failed or ended."""
+        """Read the messages of `worker`; raise if it has failed or ended."""
         while True:
             try:
                 data = worker.said.recv(MAX_REPLY_BYTES)

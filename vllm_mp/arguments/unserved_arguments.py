@@ -1,4 +1,4 @@
-"""What happens to arguments that vLLM has and this engine has not: they are dropped, or refused by name."""
+"""Drop arguments of vLLM that this engine does not have, or refuse them by name."""
 
 import functools
 import inspect

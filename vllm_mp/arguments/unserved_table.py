@@ -1,4 +1,4 @@
-"""The arguments that vLLM has and this engine has not, in one table for each call or class that takes them.
+"""The arguments of vLLM that this engine does not have, in one table for each call or class that takes them.
 
 Each is accepted at vLLM's default. A harmless one, which changes no result here, is accepted with any value, and a line
 in the log says why it has no effect. Any other value of the rest raises NotImplementedError, which names it.

@@ -25,7 +25,7 @@ def _accepts_unserved_options(kind: type[Args]) -> type[Args]:
 class EngineArgs(EngineOptions):
     """The options of an engine, each also a flag of the shell commands (`--max-model-len`, ...).
 
-    None stands for an option's default. The options that vLLM has and this engine has not are accepted at their
+    None stands for an option's default. Options of vLLM that this engine does not have are accepted at their
     defaults, and those that change no result with any value (`vllm_mp/arguments/unserved_table.py` lists them).
     Construction raises TypeError for an unknown field or a value of the wrong type, ValueError for a value out of
     range, and NotImplementedError for a value that this version does not serve. The message names the field, the value

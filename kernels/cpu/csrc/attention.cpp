@@ -72,7 +72,7 @@ struct Cache {
     int group_size() const { return 1 << log_group; }
     const T* group_of(int64_t cell) const { return of_head + (cell >> log_group) * stride; }
 
-    // Returns the elements of a cell or, of a group, the part of its memory that has the same place there.
+    // Returns the elements of a cell or, of a group, the part of its memory that has the same offset there.
     const T* at(int64_t cell) const { return group_of(cell) + (cell & (group_size() - 1)) * dim; }
 
     // Points `out` to the rows of a tile's first `count` keys, and to `zeros` for keys that do not exist.

@@ -44,9 +44,9 @@ ALWAYS_INLINE void sum_group(const int8_t* values, int64_t stride, const vf* con
     }
 }
 
-// Adds to `totals` [rows, COLUMNS] the products of COUNT groups, one or two, from the group at `place` on.
+// Adds to `totals` [rows, COLUMNS] the products of COUNT groups, one or two, from the group at `index` on.
 template <int GROUP, bool HAS_MINIMUM, int COLUMNS, int COUNT>
-ALWAYS_INLINE void add_groups(int64_t rows, const vf* const* panels, int64_t place, const RowBlock* x, int64_t x_stride,
+ALWAYS_INLINE void add_groups(int64_t rows, const vf* const* panels, int64_t index, const RowBlock* x, int64_t x_stride,
                               vf* totals) {
     constexpr int VECTORS = GROUP / 4 + 1 + HAS_MINIMUM;
     vi sums[COUNT][TILE_HEIGHT][COLUMNS];
@@ -55,13 +55,13 @@ ALWAYS_INLINE void add_groups(int64_t rows, const vf* const* panels, int64_t pla
     int parts[COUNT];
 #pragma GCC unroll 2
     for (int i = 0; i < COUNT; ++i) {
-        const int64_t group = group_at<GROUP>(place + i);
+        const int64_t group = group_at<GROUP>(index + i);
         blocks[i] = x + group * GROUP / 32;
         parts[i] = GROUP == 32 ? 2 : int(group % 2);
         const vf* words[COLUMNS];
 #pragma GCC unroll 2
         for (int c = 0; c < COLUMNS; ++c) {
-            words[c] = panels[c] + (place + i) * VECTORS;
+            words[c] = panels[c] + (index + i) * VECTORS;
             scales[i][c] = words[c][GROUP / 4];
             minima[i][c] = words[c][VECTORS - 1];
         }
@@ -92,13 +92,13 @@ void multiply_on_tiles(int64_t rows, const vf* const* panels, int64_t inputs, in
     configure_tiles(int(rows), int(rows), GROUP);
     finish_writes(panels);
     std::fill_n(out, rows * COLUMNS, vf{});
-    int64_t place = 0;
-    for (; place + 2 <= groups; place += 2) {
+    int64_t index = 0;
+    for (; index + 2 <= groups; index += 2) {
         soon.ask();
         soon.ask();
-        add_groups<GROUP, HAS_MINIMUM, COLUMNS, 2>(rows, panels, place, x, x_stride, out);
+        add_groups<GROUP, HAS_MINIMUM, COLUMNS, 2>(rows, panels, index, x, x_stride, out);
     }
-    if (place < groups) add_groups<GROUP, HAS_MINIMUM, COLUMNS, 1>(rows, panels, place, x, x_stride, out);
+    if (index < groups) add_groups<GROUP, HAS_MINIMUM, COLUMNS, 1>(rows, panels, index, x, x_stride, out);
 }
 
 #else

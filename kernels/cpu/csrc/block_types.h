@@ -192,7 +192,7 @@ ALWAYS_INLINE void add_fifth_bits(vi bits, vi (&words)[8]) {
         constexpr vi spread = vector_of<vi>([](int n) { return (n * 0x02040810) & 0x10101010; });
         words[i] |= __builtin_shuffle(spread, four);
 #else
-        // The product puts copies of the four bits 7 places apart, so that each byte has its bit in a copy.
+        // The product puts copies of the four bits 7 bits apart, so that each byte has its bit in a copy.
         words[i] |= (four * 0x02040810) & 0x10101010;
 #endif
     }
@@ -453,10 +453,10 @@ struct Q3_K : BlockLayout<256, 110, 16, 3, false> {
     }
 };
 
-// Returns the group that `unpack` takes at `place`; groups are counted from the first of the row.
+// Returns the group that `unpack` takes at `index`; groups are counted from the first of the row.
 template <int GROUP>
-ALWAYS_INLINE int64_t group_at(int64_t place) {
-    return GROUP == 32 ? place : place / 8 * 8 + place % 4 * 2 + place % 8 / 4;
+ALWAYS_INLINE int64_t group_at(int64_t index) {
+    return GROUP == 32 ? index : index / 8 * 8 + index % 4 * 2 + index % 8 / 4;
 }
 
 // Calls `f` with the type whose number in files is `number`, which kernels/cpu/block_linear.py has checked.

@@ -131,11 +131,11 @@ struct Rows {
     // Returns the blocks that hold input 32 * k.
     ALWAYS_INLINE RowsBlock block(int64_t k) const { return {at + 32 * k / Type::WEIGHTS * Type::BYTES, stride}; }
 
-    // Asks for the lines of 256 inputs, around input 32 * k, of an eighth of the rows; `place` is that in the block.
-    ALWAYS_INLINE void ask(int64_t k, int place) const {
+    // Asks for the lines of 256 inputs, around input 32 * k, of an eighth of the rows; `index` is that of the group in the block.
+    ALWAYS_INLINE void ask(int64_t k, int index) const {
         constexpr int BLOCKS = Type::WEIGHTS / 32;
-        if (place * Type::GROUP % 32 != 0) return;
-        const int part = BLOCKS == 1 ? int(k % 8) : place * Type::GROUP / 32;
+        if (index * Type::GROUP % 32 != 0) return;
+        const int part = BLOCKS == 1 ? int(k % 8) : index * Type::GROUP / 32;
         const int64_t bytes = 8 / BLOCKS * Type::BYTES, ahead = k / 8 * bytes + BYTES_AHEAD;
         const uint8_t* from = ahead < row_bytes ? at + ahead : next + (ahead - row_bytes);
         for (int row = W * part / 8; row < W * (part + 1) / 8; ++row)
@@ -155,9 +155,9 @@ struct Strip {
 
     ALWAYS_INLINE StripBlock<Type> block(int64_t k) const { return {at + 32 * k / Type::WEIGHTS * (W * Type::BYTES)}; }
 
-    ALWAYS_INLINE void ask(int64_t k, int place) const {
+    ALWAYS_INLINE void ask(int64_t k, int index) const {
         constexpr int GROUPS = Type::WEIGHTS / Type::GROUP, LINES = (W * Type::BYTES + 63) / 64;
-        for (int line = LINES * place / GROUPS; line < LINES * (place + 1) / GROUPS; ++line)
+        for (int line = LINES * index / GROUPS; line < LINES * (index + 1) / GROUPS; ++line)
             __builtin_prefetch(block(k).at + BYTES_AHEAD + 64 * line, 0, 2);
     }
 };
@@ -170,10 +170,10 @@ void multiply_blocks(const RowBlock* x, int64_t x_stride, vf* out, const uint8_t
     const Source source(at, stride, inputs, next);
     vf totals[ROWS] = {};
     for (int64_t k = 0; k < inputs / 32; k += Type::WEIGHTS / 32) {
-        int place = 0;
+        int index = 0;
         Type::unpack(source.block(k), [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
-            source.ask(k, place);
-            const int group = int(group_at<Type::GROUP>(place++));
+            source.ask(k, index);
+            const int group = int(group_at<Type::GROUP>(index++));
             const int64_t block = k + group * Type::GROUP / 32;
             add_group_to_rows<KindOf<Type>, ROWS>(totals, words, scale, minimum, Type::OFFSET, x + block, x_stride,
                                                   Type::GROUP == 32 ? 2 : group % 2);
@@ -195,10 +195,10 @@ void unpack_blocks(vf* out, const uint8_t* at, int64_t stride, int64_t inputs, c
     using Type = typename Source::Type;
     const Source source(at, stride, inputs, next);
     for (int64_t k = 0; k < inputs / 32; k += Type::WEIGHTS / 32) {
-        int place = 0;
+        int index = 0;
         Type::unpack(source.block(k), [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
             constexpr int WORDS = Type::GROUP / 4;
-            source.ask(k, place++);
+            source.ask(k, index++);
 #pragma GCC unroll 8
             for (int i = 0; i < WORDS; ++i) out[i] = (vf)(HAS_TILES ? less_offset<Type::OFFSET>(words[i]) : words[i]);
             out[WORDS] = scale;
@@ -218,14 +218,14 @@ void multiply_unpacked(int64_t rows, const vf* const* panels, int64_t inputs, in
             return multiply_unpacked<Kind, COLUMNS, ROWS - 1>(rows, panels, inputs, offset, x, x_stride, out, soon);
     constexpr int GROUP = Kind::GROUP;
     vf totals[ROWS][COLUMNS] = {};
-    for (int64_t place = 0; place < inputs / GROUP; ++place) {
+    for (int64_t index = 0; index < inputs / GROUP; ++index) {
         soon.ask();
-        const int64_t group = group_at<GROUP>(place);
+        const int64_t group = group_at<GROUP>(index);
         const RowBlock* block = x + group * GROUP / 32;
         const int part = GROUP == 32 ? 2 : int(group % 2);
         const int8_t* values = block->values + (part == 1 ? 16 : 0);
         const vf* at[COLUMNS];
-        for (int c = 0; c < COLUMNS; ++c) at[c] = panels[c] + place * Kind::VECTORS;
+        for (int c = 0; c < COLUMNS; ++c) at[c] = panels[c] + index * Kind::VECTORS;
         vi sums[ROWS][COLUMNS];
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
@@ -523,8 +523,8 @@ void dequantize(const BlockPart& weight, int64_t row, int64_t inputs, float* out
     for (int64_t k = 0; k < inputs; k += functions.weights, at += functions.bytes) {
         functions.unpack(unpacked, at, 0, functions.weights, at);  // each element of a vector gets the same row
         const vf* group = unpacked;
-        for (int64_t place = 0; place < functions.weights / functions.group; ++place) {
-            float* to = out + k + functions.group * (words == 8 ? group_at<32>(place) : group_at<16>(place));
+        for (int64_t index = 0; index < functions.weights / functions.group; ++index) {
+            float* to = out + k + functions.group * (words == 8 ? group_at<32>(index) : group_at<16>(index));
             const float scale = group[words][0], minimum = has_minimum ? group[words + 1][0] : 0;
             for (int word = 0; word < words; word += 4, to += 16) {
                 typedef int32_t Four __attribute__((vector_size(16)));

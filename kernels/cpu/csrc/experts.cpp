@@ -21,8 +21,8 @@ void compute_experts(Member& member, const Experts<Weight>& experts, const typen
         choices.sort(ids + first * chosen, num_tokens, chosen, experts.num_experts);
 
         // Multiplies the rows of each expert with its matrix, and all tokens with that of the shared expert: calls
-        // `put(place, panel, first, second)` and `put_shared(token, panel, first, second)`.
-        auto multiply = [&](const Weight* weights, const Input& rows, bool are_by_place, const Weight* of_shared,
+        // `put(position, panel, first, second)` and `put_shared(token, panel, first, second)`.
+        auto multiply = [&](const Weight* weights, const Input& rows, bool are_by_position, const Weight* of_shared,
                             const Input& rows_of_shared, auto&& put, auto&& put_shared) {
             const int64_t panels = weights->panels(), active = choices.experts.size();
             const int64_t shared_panels = of_shared ? of_shared->panels() : 0;
@@ -31,10 +31,10 @@ void compute_experts(Member& member, const Experts<Weight>& experts, const typen
                     return products(*of_shared, i, rows_of_shared,
                                     [&](int64_t row, vf v0, vf v1) { put_shared(row, i, v0, v1); });
                 const int64_t which = (i - shared_panels) / panels, panel = (i - shared_panels) % panels;
-                const int64_t place = choices.firsts[which], end = choices.firsts[which + 1];
+                const int64_t position = choices.firsts[which], end = choices.firsts[which + 1];
                 const Weight& w = weights[choices.experts[which]];
-                products(w, panel, w.part(rows, are_by_place ? place : 0, end - place),
-                         [&](int64_t row, vf v0, vf v1) { put(place + row, panel, v0, v1); });
+                products(w, panel, w.part(rows, are_by_position ? position : 0, end - position),
+                         [&](int64_t row, vf v0, vf v1) { put(position + row, panel, v0, v1); });
             });
         };
         auto store_gated = [&](T* row, int64_t size, int64_t panel, vf gate, vf up) {
@@ -50,18 +50,18 @@ void compute_experts(Member& member, const Experts<Weight>& experts, const typen
         // All experts of a single token multiply the same row.
         const bool gathers = num_tokens > 1;
         if (gathers)
-            member.each(count, [&](int64_t place) {
-                const int64_t token = choices.tokens[place];
+            member.each(count, [&](int64_t position) {
+                const int64_t token = choices.tokens[position];
                 if (gate_up.quantizes())
-                    b.gathered_quantized.copy_row(given, token, hidden, place);
+                    b.gathered_quantized.copy_row(given, token, hidden, position);
                 else
-                    std::memcpy(b.gathered.data() + place * hidden, given.values + token * hidden, sizeof(T) * hidden);
+                    std::memcpy(b.gathered.data() + position * hidden, given.values + token * hidden, sizeof(T) * hidden);
             });
         const Input gathered = gathers ? b.gathered_quantized.rows(b.gathered.data(), count) : given;
         multiply(
             experts.gate_up, gathered, gathers, shared.gate_up, given,
-            [&](int64_t place, int64_t panel, vf gate, vf up) {
-                store_gated(b.inner.data() + place * inner, inner, panel, gate, up);
+            [&](int64_t position, int64_t panel, vf gate, vf up) {
+                store_gated(b.inner.data() + position * inner, inner, panel, gate, up);
             },
             [&](int64_t token, int64_t panel, vf gate, vf up) {
                 store_gated(shared_rows + token * shared_inner, shared_inner, panel, gate, up);
@@ -79,15 +79,15 @@ void compute_experts(Member& member, const Experts<Weight>& experts, const typen
         multiply(
             experts.down, b.inner_quantized.rows(b.inner.data(), count), true, shared.down,
             b.shared_quantized.rows(shared_rows, num_tokens),
-            [&](int64_t place, int64_t panel, vf v0, vf v1) {
-                store_panel(b.outputs.data() + place * hidden, panel, v0, v1);
+            [&](int64_t position, int64_t panel, vf v0, vf v1) {
+                store_panel(b.outputs.data() + position * hidden, panel, v0, v1);
             },
             [&](int64_t token, int64_t panel, vf v0, vf v1) {
                 store_panel(shared.out + (first + token) * hidden, panel, v0, v1);
             });
         member.each(num_tokens, [&](int64_t token) {
             const int64_t choice = token * chosen;
-            take(first + token, {b.outputs.data(), hidden, choices.places.data() + choice,
+            take(first + token, {b.outputs.data(), hidden, choices.positions.data() + choice,
                                  router_weights + first * chosen + choice, chosen});
         });
     }

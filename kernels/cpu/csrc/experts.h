@@ -29,12 +29,12 @@ constexpr int64_t MOST_CHOICES = 8192;
 // The number of tokens that are computed together.
 inline int64_t tokens_together(int64_t chosen) { return std::max<int64_t>(1, MOST_CHOICES / chosen); }
 
-// The choices of some tokens, sorted by expert; a place is an index in that order.
+// The choices of some tokens, sorted by expert; a position is an index in that order.
 struct Choices {
-    std::vector<int64_t> experts;  // the experts that have tokens
-    std::vector<int64_t> firsts;   // the first place of each of these, and the number of all places
-    std::vector<int64_t> tokens;   // by place
-    std::vector<int64_t> places;   // by token and choice
+    std::vector<int64_t> experts;    // the experts that have tokens
+    std::vector<int64_t> firsts;     // the first position of each of these, and the number of all positions
+    std::vector<int64_t> tokens;     // by position
+    std::vector<int64_t> positions;  // by token and choice
 
     // Sorts `ids` [num_tokens, chosen], which are below `num_experts`.
     void sort(const int64_t* ids, int64_t num_tokens, int64_t chosen, int64_t num_experts) {
@@ -52,10 +52,10 @@ struct Choices {
         }
         firsts.push_back(count);
         tokens.resize(count);
-        places.resize(count);
+        positions.resize(count);
         for (int64_t i = 0; i < count; ++i) {
-            places[i] = next_[ids[i]]++;
-            tokens[places[i]] = i / chosen;
+            positions[i] = next_[ids[i]]++;
+            tokens[positions[i]] = i / chosen;
         }
     }
 
@@ -79,10 +79,10 @@ template <class Weight>
 struct ExpertBuffers {
     using T = typename Weight::Value;
 
-    std::vector<T> gathered, inner;  // rows by place
+    std::vector<T> gathered, inner;  // rows by position
     typename Weight::Buffer gathered_quantized, inner_quantized;
     typename Weight::Buffer shared_quantized;  // rows by token
-    std::vector<float> outputs;                // by place
+    std::vector<float> outputs;                // by position
 
     void fit(const Experts<Weight>& experts, const Weight* shared_down, int64_t num_tokens, int64_t chosen) {
         const Weight &gate_up = experts.gate_up[0], &down = experts.down[0];
@@ -102,17 +102,17 @@ struct ExpertBuffers {
 
 // The weighted sums of the outputs of one token's experts.
 struct ExpertSums {
-    const float* outputs;   // of all choices, by place
-    int64_t size;           // of an output
-    const int64_t* places;  // of the token's choices
-    const float* weights;   // of the same
+    const float* outputs;      // of all choices, by position
+    int64_t size;              // of an output
+    const int64_t* positions;  // of the token's choices
+    const float* weights;      // of the same
     int64_t chosen;
 
     // Returns `count` sums from `column` on.
     vf at(int64_t column, int count) const {
         vf total = {};
         for (int64_t i = 0; i < chosen; ++i)
-            total += load_some(outputs + places[i] * size + column, count) * weights[i];
+            total += load_some(outputs + positions[i] * size + column, count) * weights[i];
         return total;
     }
 };

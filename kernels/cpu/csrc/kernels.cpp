@@ -65,15 +65,15 @@ void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
 // Writes the index of the highest output of each row, the first of equal outputs; -1 if it is not finite or any is NaN.
 // With `masks`, rows that have a mask have only the outputs that it allows.
 template <class T, class Weight>
-void argmax(const Weight& w, const T* x, int64_t rows, int64_t* places, const TokenMasks* masks, int threads) {
+void argmax(const Weight& w, const T* x, int64_t rows, int64_t* indices, const TokenMasks* masks, int threads) {
     typename Weight::Buffer buffer;
     if (w.quantizes()) buffer.fit(rows, w.inputs);
     std::vector<float> values(rows, -std::numeric_limits<float>::infinity());
-    std::fill_n(places, rows, 0);
+    std::fill_n(indices, rows, 0);
     const std::vector<const uint32_t*> mask_of_row = masks ? masks->of_rows(rows) : std::vector<const uint32_t*>(rows);
     std::mutex mutex;
     team().run(threads, [&](Member& member) {
-        // For each place in a panel, the highest output that this thread has seen, and its column.
+        // For each column of a panel, the highest output that this thread has seen, and its column.
         struct Best {
             vf value[2];
             vi column[2];
@@ -102,14 +102,14 @@ void argmax(const Weight& w, const T* x, int64_t rows, int64_t* places, const To
             for (int i = 0; i < NR; ++i) {
                 const float value = best[row].value[i / W][i % W], known = values[row];
                 const int64_t column = best[row].column[i / W][i % W];
-                if (value > known || value != value || (value == known && column < places[row])) {
+                if (value > known || value != value || (value == known && column < indices[row])) {
                     values[row] = value;
-                    places[row] = column;
+                    indices[row] = column;
                 }
             }
     });
     for (int64_t row = 0; row < rows; ++row)
-        if (!std::isfinite(values[row])) places[row] = -1;
+        if (!std::isfinite(values[row])) indices[row] = -1;
 }
 
 // Writes rows `ids` of a matrix to `out` [count, inputs].
@@ -173,9 +173,9 @@ void vmp_write_strips(const BlockMatrix* w, uint8_t* out, BlockStrip* strips, in
     void vmp_block_logits_##NAME(const BlockLinear<T>* w, const T* x, int64_t rows, float* out, int threads) {        \
         linear(*w, x, rows, out, threads);                                                                            \
     }                                                                                                                 \
-    void vmp_block_argmax_##NAME(const BlockLinear<T>* w, const T* x, int64_t rows, int64_t* places,                  \
+    void vmp_block_argmax_##NAME(const BlockLinear<T>* w, const T* x, int64_t rows, int64_t* indices,                 \
                                  const TokenMasks* masks, int threads) {                                              \
-        argmax(*w, x, rows, places, masks, threads);                                                                  \
+        argmax(*w, x, rows, indices, masks, threads);                                                                 \
     }                                                                                                                 \
     void vmp_block_embedding_##NAME(const BlockPart* weight, int64_t inputs, const int64_t* ids, int64_t count, T* out,\
                                     int threads) {                                                                    \
@@ -206,13 +206,13 @@ void vmp_write_strips(const BlockMatrix* w, uint8_t* out, BlockStrip* strips, in
                                   int threads) {                                                                      \
         run_experts(*experts, x, num_tokens, ids, router_weights, chosen, out, threads);                              \
     }                                                                                                                 \
-    void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* places, const TokenMasks* masks,    \
+    void vmp_argmax_##NAME(const Linear<T>* w, const T* x, int64_t rows, int64_t* indices, const TokenMasks* masks,   \
                            int threads) {                                                                             \
-        argmax(*w, x, rows, places, masks, threads);                                                                  \
+        argmax(*w, x, rows, indices, masks, threads);                                                                 \
     }                                                                                                                 \
-    void vmp_argmax_rows_##NAME(const T* scores, int64_t stride, int64_t size, int64_t count, int64_t* places,        \
+    void vmp_argmax_rows_##NAME(const T* scores, int64_t stride, int64_t size, int64_t count, int64_t* indices,       \
                                 int threads) {                                                                        \
-        argmax_rows(scores, stride, size, count, places, threads);                                                    \
+        argmax_rows(scores, stride, size, count, indices, threads);                                                   \
     }                                                                                                                 \
     void vmp_sample_##NAME(const T* logits, int64_t stride, int64_t size, int64_t count, const Draws* draws,          \
                            int64_t* tokens, int threads) {                                                            \

@@ -102,7 +102,7 @@ struct Linear {
 // The most values that are rotated together.
 constexpr int64_t MOST_ROTATED = 512;
 
-// The last steps of the Hadamard transform of a vector: sums and differences of elements whose places differ by HALF.
+// The last steps of the Hadamard transform of a vector: sums and differences of elements whose indices differ by HALF.
 template <int HALF = 1>
 ALWAYS_INLINE vf hadamard_lanes(vf x) {
     constexpr vi others = vector_of<vi>([](int i) { return i ^ HALF; });

@@ -41,14 +41,14 @@ void AdapterRows::group(const int32_t* slots, int64_t count) {
     rows.clear();
     tiles.clear();
     if (!slots) return;
-    places.assign(count, -1);
+    indices.assign(count, -1);
     for (int64_t i = 0; i < count; ++i)
         if (slots[i] >= 0) rows.push_back(i);
     std::stable_sort(rows.begin(), rows.end(), [&](int64_t a, int64_t b) { return slots[a] < slots[b]; });
     const int64_t size = rows.size();
     for (int64_t first = 0, end; first < size; first = end) {
         const int32_t slot = slots[rows[first]];
-        for (end = first; end < size && slots[rows[end]] == slot; ++end) places[rows[end]] = end;
+        for (end = first; end < size && slots[rows[end]] == slot; ++end) indices[rows[end]] = end;
         const int64_t own = end - first, parts = (own + MR - 1) / MR;
         for (int64_t i = 0; i < parts; ++i)
             tiles.push_back({slot, first + own * i / parts, first + own * (i + 1) / parts});
@@ -60,8 +60,8 @@ PanelSums Additions<T>::panel(int64_t i) const {
     if (!rows) return {};
     thread_local std::vector<vf> sums;
     const AdapterStack<T>& w = *stack;
-    const int64_t places = rows->rows.size(), stride = w.panels() * W;
-    sums.resize(std::max<int64_t>(sums.size(), 2 * places));
+    const int64_t num_rows = rows->rows.size(), stride = w.panels() * W;
+    sums.resize(std::max<int64_t>(sums.size(), 2 * num_rows));
     const int64_t part0 = w.first_parts[2 * i], part1 = w.first_parts[2 * i + 1];
     const bool is_one_part = part0 == part1;
     for (const AdapterTile& tile : rows->tiles) {
@@ -75,10 +75,10 @@ PanelSums Additions<T>::panel(int64_t i) const {
             multiply_narrow<MR, 2>(count, x0, stride, both, inputs, out + tile.first);
         } else {
             multiply_narrow<MR, 1>(count, x0, stride, {b0, 0}, inputs, out);
-            multiply_narrow<MR, 1>(count, x1, stride, {b1, 0}, inputs, out + places);
+            multiply_narrow<MR, 1>(count, x1, stride, {b1, 0}, inputs, out + num_rows);
         }
     }
-    return is_one_part ? PanelSums{sums.data(), 2, 1} : PanelSums{sums.data(), 1, places};
+    return is_one_part ? PanelSums{sums.data(), 2, 1} : PanelSums{sums.data(), 1, num_rows};
 }
 
 template <class T>

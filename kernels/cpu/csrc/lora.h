@@ -31,7 +31,7 @@ struct AdapterStack {
     const T* b_panel(int64_t slot, int64_t i) const { return b + (i * num_slots + slot) * W * span * max_rank; }
 };
 
-// Up to MR rows that have the same adapter, as places in `AdapterRows::rows`.
+// Up to MR rows that have the same adapter, as indices in `AdapterRows::rows`.
 struct AdapterTile {
     int32_t slot;
     int64_t first;
@@ -41,7 +41,7 @@ struct AdapterTile {
 // The rows of a step that have an adapter, in the order of their slots.
 struct AdapterRows {
     std::vector<int64_t> rows;
-    std::vector<int64_t> places;  // of each row of the step in `rows`; -1: the row has no adapter
+    std::vector<int64_t> indices;  // of each row of the step in `rows`; -1: the row has no adapter
     std::vector<AdapterTile> tiles;
 
     // Groups `count` rows; `slots` has the slot of each, -1 for none, or is null if no row has an adapter.
@@ -51,7 +51,7 @@ struct AdapterRows {
 // The sums that adapters add to one panel of a product.
 struct PanelSums {
     const vf* at;          // null: nothing is added
-    int64_t place_stride;  // vectors from a place to the next
+    int64_t row_stride;  // vectors from the sums of a row to the next
     int64_t next;          // vectors from the first half of the panel's columns to the second
 };
 
@@ -60,13 +60,13 @@ template <class T>
 struct Additions {
     const AdapterStack<T>* stack = nullptr;
     const AdapterRows* rows = nullptr;  // null: nothing is added
-    const T* ranked = nullptr;          // A x by place, `stack->panels() * W` elements each
+    const T* ranked = nullptr;          // A x by index, `stack->panels() * W` elements each
 
     // Returns the sums to add to panel `i` of the product, which are valid until this thread's next call.
     PanelSums panel(int64_t i) const;
 };
 
-// Computes A x with all members of a team into `ranked`, which has room for all places; `x` [rows, inputs].
+// Computes A x with all members of a team into `ranked`, which has room for all of `AdapterRows::rows`; `x` [rows, inputs].
 template <class T>
 Additions<T> additions(Member& member, const AdapterStack<T>* stack, const AdapterRows& rows, const T* x, T* ranked);
 
@@ -75,9 +75,9 @@ template <class T, class Weight, class Input, class Take>
 inline void products(const Weight& w, int64_t i, const Input& x, const Additions<T>& added, Take&& take) {
     const PanelSums sums = added.panel(i);
     products(w, i, x, [&](int64_t row, vf first, vf second) {
-        const int64_t place = sums.at ? added.rows->places[row] : -1;
-        if (place >= 0) {
-            const vf* at = sums.at + place * sums.place_stride;
+        const int64_t index = sums.at ? added.rows->indices[row] : -1;
+        if (index >= 0) {
+            const vf* at = sums.at + index * sums.row_stride;
             first += at[0];
             second += at[sums.next];
         }

@@ -52,13 +52,13 @@ inline void route(const Router<T>& router, const T* scores, int64_t num_experts,
     for (int64_t expert = 0; expert < num_experts; ++expert) {
         const float value = values[expert] / total;
         if (expert >= chosen && !(value > weights[chosen - 1])) continue;
-        int64_t place = std::min(expert, chosen - 1);
-        for (; place > 0 && value > weights[place - 1]; --place) {
-            ids[place] = ids[place - 1];
-            weights[place] = weights[place - 1];
+        int64_t position = std::min(expert, chosen - 1);
+        for (; position > 0 && value > weights[position - 1]; --position) {
+            ids[position] = ids[position - 1];
+            weights[position] = weights[position - 1];
         }
-        ids[place] = expert;
-        weights[place] = value;
+        ids[position] = expert;
+        weights[position] = value;
     }
     float sum_of_chosen = 0;
     for (int64_t i = 0; i < chosen; ++i) sum_of_chosen += weights[i];

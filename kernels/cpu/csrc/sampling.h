@@ -17,11 +17,11 @@ template <class T>
 inline int64_t argmax_of_row(const T* scores, int64_t size) {
     constexpr float LOWEST = -std::numeric_limits<float>::infinity();
     vf best = splat(LOWEST);
-    vi place = {};
+    vi index = {};
     auto take = [&](vf value, int64_t at) {
         const vi is_new = (value > best) | (value != value);
         best = select(is_new, value, best);
-        place = ((LANES + int32_t(at)) & is_new) | (place & ~is_new);
+        index = ((LANES + int32_t(at)) & is_new) | (index & ~is_new);
     };
     int64_t at = 0;
     for (; at + W <= size; at += W) take(load(scores + at), at);
@@ -30,15 +30,15 @@ inline int64_t argmax_of_row(const T* scores, int64_t size) {
     if (!std::isfinite(bound)) return -1;
     int32_t first = std::numeric_limits<int32_t>::max();
     for (int i = 0; i < W; ++i)
-        if (best[i] == bound) first = std::min(first, place[i]);
+        if (best[i] == bound) first = std::min(first, index[i]);
     return first;
 }
 
 // Writes the result of `argmax_of_row` for `count` rows, `stride` scores apart.
 template <class T>
-void argmax_rows(const T* scores, int64_t stride, int64_t size, int64_t count, int64_t* places, int threads) {
+void argmax_rows(const T* scores, int64_t stride, int64_t size, int64_t count, int64_t* indices, int threads) {
     team().run(threads, [&](Member& member) {
-        member.each_guided(count, [&](int64_t row) { places[row] = argmax_of_row(scores + row * stride, size); });
+        member.each_guided(count, [&](int64_t row) { indices[row] = argmax_of_row(scores + row * stride, size); });
     });
 }
 
@@ -52,17 +52,17 @@ struct Draws {
     const double* uniform;  // in [0, 1)
 };
 
-// Finds the places of a row whose depths are lowest. A depth is how far a token lies below the most likely token, so its
+// Finds the tokens of a row whose depths are lowest. A depth is how far a token lies below the most likely token, so its
 // bits order like the number. A first pass adds what the tokens count into bins of the depths' high bits; only the
 // tokens of the bin in which the sum reaches the bound are sorted.
 class DepthCut {
    public:
     struct Limit {
         uint32_t depth;  // the bits of the greatest depth that is kept
-        int32_t place;   // the last place that is kept of those with this depth
+        int32_t index;   // of the last token that is kept of those with this depth
     };
 
-    // Returns the limit at which `bound(sum)` first holds, where `sum` includes the token: `weight(place)` is what a token
+    // Returns the limit at which `bound(sum)` first holds, where `sum` includes the token: `weight(index)` is what a token
     // counts. The last token is the limit if it never holds.
     template <class Weight, class Bound>
     Limit find(const std::vector<float>& depths, int64_t size, Weight&& weight, Bound&& bound) {
@@ -83,10 +83,10 @@ class DepthCut {
         for (int64_t i = 0; i < size; ++i)
             if (const uint32_t depth = bits(depths[i]); depth >> LOW_BITS == last) found_.push_back({depth, int32_t(i)});
         std::sort(found_.begin(), found_.end(), [](const Limit& a, const Limit& b) {
-            return a.depth != b.depth ? a.depth < b.depth : a.place < b.place;
+            return a.depth != b.depth ? a.depth < b.depth : a.index < b.index;
         });
         for (const Limit& token : found_)
-            if (bound(sum += weight(token.place))) return token;
+            if (bound(sum += weight(token.index))) return token;
         return found_.back();
     }
 
@@ -155,7 +155,7 @@ class Sampler {
             depths_, size, [&](int64_t i) { return double(weights_[i]); }, [&](double sum) { return sum >= share * total; });
         for (int64_t i = 0; i < size; ++i) {
             const uint32_t depth = DepthCut::bits(depths_[i]);
-            if (depth > limit.depth || (depth == limit.depth && i > limit.place)) weights_[i] = 0;
+            if (depth > limit.depth || (depth == limit.depth && i > limit.index)) weights_[i] = 0;
         }
         add_up();
     }
@@ -173,7 +173,7 @@ class Sampler {
         }
     }
 
-    // Returns the place at which the sum of the weights passes `uniform` of the whole. No place has the weight zero.
+    // Returns the index at which the sum of the weights passes `uniform` of the whole. No index has the weight zero.
     int64_t invert_cumulative(double uniform) const {
         double total = 0;
         for (double sum : sums_) total += sum;

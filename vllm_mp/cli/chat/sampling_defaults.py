@@ -1,4 +1,4 @@
-"""How a chat samples where neither the user nor the model says it."""
+"""The sampling parameters of a chat that neither the user nor the model sets."""
 
 from collections.abc import Mapping
 from typing import Any, Final

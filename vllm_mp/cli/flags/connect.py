@@ -109,7 +109,7 @@ def no_chat_template(model: str) -> str:
 def _check_model(model: "ModelConfig", for_chat: bool) -> None:
     """Raise ValueError for a model that generates no text, and with `for_chat` for a model without a chat template.
 
-    Code that comes with a tokenizer may bring a template.
+    Code that comes with a tokenizer may define a template.
     """
     if model.architecture.is_encoder:
         raise ValueError(

@@ -20,7 +20,7 @@ SWITCH = {"on": True, "true": True, "off": False, "false": False}
 _COMMON = ("temperature", "top-p", "top-k", "repetition-penalty", "max-tokens", "stop")
 """The flags that the help of a command shows; `--help-all` shows the others too."""
 _OWN: Final[dict[str, Any]] = {"temperature": 0.0, "max_tokens": None}
-"""How the commands sample where neither a flag nor the model says it, and `SamplingParams` has another default."""
+"""Parameters of commands that neither a flag nor the model sets, where they differ from `SamplingParams`."""
 _NO_VALUE = {
     "max_tokens": "as many as fit into the context",
     "seed": "each prompt has a seed of its own, drawn from --seed",

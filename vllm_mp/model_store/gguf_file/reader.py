@@ -206,7 +206,7 @@ def _check_overlaps(header: "_Header", tensors: dict[str, StoredTensor]) -> None
 
 
 class _Header:
-    """The bytes of a header from the start on, and the position of the next field."""
+    """The bytes of a header from its start, and the position of the next field."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self._path = path

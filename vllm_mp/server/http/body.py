@@ -125,7 +125,7 @@ def decode_body(content: bytes, kind: type[Body]) -> Body:
 
 
 def _not_utf8(content: bytes) -> str:
-    """Return where `content` is not UTF-8, as an error says it."""
+    """Return where `content` is not UTF-8, as text for an error."""
     try:
         content.decode()
     except UnicodeDecodeError as error:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_VIEWERS = 64
 _INTERVAL_S = 1.0
 _CORE_TIMEOUT_S = 0.3
-"""Time that the core gets to say its load. After that the status page says it."""
+"""Time that the core gets to report its load. After that the status page is read."""
 _HISTORY_S = 300.0
 """Age up to which points are kept for new viewers."""
 _LATENCY_WINDOW_S = 60.0

@@ -23,7 +23,7 @@ async def chat_prompt(
 
     The keywords are fields of the request; `tools` are as the template reads them. The prompt ends where the answer
     begins (`add_generation_prompt`), or with `continue_final_message` inside of the last message. Raises ApiError if
-    the template refuses the messages, or if the request may not bring a template.
+    the template refuses the messages, or if the request must not contain a template.
     """
     if chat_template is not None and not call.server.options.trust_request_chat_template:
         message = "chat_template is code, which this server does not run; leave it out, or start the server with "

@@ -202,7 +202,7 @@ class _Choices:
         self._offsets: dict[int, TextOffsets] = {}
         """By index of the choice: where its next token begins."""
         self._prompt_logprobs: dict[int, Any] = {}
-        """By index of the prompt; a stream brings them with its first output."""
+        """By index of the prompt; a stream contains them in its first output."""
 
     @property
     def is_only_text(self) -> bool:

@@ -29,7 +29,7 @@ class CompletionLogprobs(msgspec.Struct):
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
-    """Of the most likely tokens, and of the chosen one."""
+    """The log-probabilities of the most likely tokens, and of the chosen one."""
 
 
 class TopLogprob(msgspec.Struct):

@@ -26,14 +26,14 @@ class InputItem(msgspec.Struct):
     type: str = "message"
     role: str | None = None
     content: str | list[ContentPart] | None = None
-    """Of a message, or of the thought of an item with reasoning."""
+    """The content of a message, or the thought of an item with reasoning."""
     call_id: str | None = None
-    """Of a call, or of its output."""
+    """The id of a call, also in the item that has its output."""
     name: str | None = None
     arguments: str | None = None
-    """Of a call: a JSON object."""
+    """The arguments of a call: a JSON object."""
     output: str | list[ContentPart] | None = None
-    """Of a call."""
+    """The output of a call."""
 
 
 def chat_messages(given: str | list[InputItem], instructions: str | None) -> list[ChatMessage]:

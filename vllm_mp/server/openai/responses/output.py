@@ -26,7 +26,7 @@ class ResponseOutput:
         self._growing: GrowingItem | None = None
         self._has_thought = False
         self._token_ids: list[int] = []
-        """Of an answer that may have a thought."""
+        """The token ids of an answer that may have a thought."""
         self._events: list[Event] = []
         """Events that were not returned yet."""
 
