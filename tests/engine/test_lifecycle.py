@@ -45,12 +45,16 @@ def wait_until_gone(pid):
         return
 
 
-def runtime_dirs():
-    return {path for path in Path(tempfile.gettempdir()).glob("vllm_mp-*") if path.is_dir()}
+@pytest.fixture
+def runtime_folders(monkeypatch):
+    """Returns the runtime folders of engines in a folder for temporary files that no other program uses."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, for the sockets in it
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield lambda: list(Path(folder).glob("vllm_mp-*"))
 
 
-def test_app_that_makes_its_engine_at_import_needs_no_main_guard(default_model, tmp_path):
-    before = runtime_dirs()
+def test_app_that_makes_its_engine_at_import_needs_no_main_guard(default_model, tmp_path, runtime_folders):
     done = run_script(
         default_model,
         """
@@ -70,7 +74,7 @@ def test_app_that_makes_its_engine_at_import_needs_no_main_guard(default_model, 
     assert done.stdout.count("made") == 1, "the script ran again in the core"
     assert "Paris" in done.stdout
     assert done.stderr == ""
-    assert runtime_dirs() == before, "the runtime folder outlived the interpreter"
+    assert runtime_folders() == [], "the runtime folder outlived the interpreter"
 
 
 def test_engine_can_be_made_in_a_running_loop_and_as_a_context_manager(default_model, tmp_path):
@@ -97,8 +101,7 @@ def test_engine_can_be_made_in_a_running_loop_and_as_a_context_manager(default_m
 
 
 @pytest.mark.essential
-def test_core_ends_when_its_client_is_killed(small_model, tmp_path):
-    before = runtime_dirs()
+def test_core_ends_when_its_client_is_killed(small_model, tmp_path, runtime_folders):
     done = run_script(
         small_model,
         """
@@ -116,7 +119,7 @@ def test_core_ends_when_its_client_is_killed(small_model, tmp_path):
     )
     assert done.returncode == -signal.SIGKILL
     wait_until_gone(int(done.stdout))
-    assert runtime_dirs() == before
+    assert runtime_folders() == []
 
 
 def test_core_ends_when_its_engine_is_garbage_collected(small_model):
@@ -303,11 +306,10 @@ def test_engine_without_a_tokenizer_takes_and_returns_token_ids(make_small_engin
     ],
     ids=str,
 )
-def test_error_says_why_a_core_cannot_start(default_model, options, words):
-    before = runtime_dirs()
+def test_error_says_why_a_core_cannot_start(default_model, options, words, runtime_folders):
     with pytest.raises(EngineStartError, match=re.escape(words)):
         AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(default_model), max_model_len=1024, **options))
-    assert runtime_dirs() == before
+    assert runtime_folders() == []
 
 
 def test_error_at_start_names_broken_weights(default_model, tmp_path):
