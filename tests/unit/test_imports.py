@@ -46,6 +46,19 @@ def test_no_folder_has_more_than_sixteen_loose_modules() -> None:
     assert {name: number for name, number in loose.items() if number > MAX_LOOSE_MODULES} == {}
 
 
+def test_folders_of_unit_tests_are_those_of_the_product() -> None:
+    tests = ROOT / "tests" / "unit"
+    own = {tests / "support", tests / "tools"}
+    folders = {file.parent for file in tests.rglob("test_*.py")} - own - {tests}
+    assert len(folders) > 30
+    # The links in vllm_mp lead to client and core.
+    assert [
+        str(path)
+        for path in (folder.relative_to(tests) for folder in folders)
+        if not (ROOT / "vllm_mp" / path).is_dir()
+    ] == []
+
+
 def test_import_contracts_hold() -> None:
     found = run(sys.executable, "-c", "from importlinter.cli import lint_imports_command as main; main()")
     assert found.returncode == 0, found.stdout + found.stderr
