@@ -292,7 +292,7 @@ def test_env_prints_versions_machine_and_settings(monkeypatch, capsys):
 
 def test_env_names_the_kernels_that_a_core_uses_and_why_it_uses_no_faster_ones(monkeypatch, capsys):
     flags = frozenset({"avx2", "fma", "f16c", "avx512f"})
-    for module in ("cli.env", "cpu_info"):
+    for module in ("cli.env", "machine.cpu_info"):
         monkeypatch.setattr(f"vllm_mp.{module}.cpu_flags", lambda: flags)
     assert cli.main(["env", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

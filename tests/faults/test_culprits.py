@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from vllm_mp import EngineGenerateError
-from vllm_mp.testing.engines import answer, eventually, greedy
+from vllm_mp.testing.engines import answer, eventually, greedy, num_waiting_is
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
 
@@ -27,14 +27,17 @@ async def outcome(engine, request_id, prompt, max_tokens=6):
 def play(engine, num_innocents, num_copies):
     """Run innocent requests beside copies of a request that kills cores; check that only the copies fail.
 
-    Return the number of deaths.
+    Return the number of deaths. All requests are in the first step.
     """
 
     async def run():
+        await engine.pause_generation(mode="keep")
         innocents = [
             asyncio.create_task(outcome(engine, f"innocent-{i}", f"Number {i} is")) for i in range(num_innocents)
         ]
         copies = [asyncio.create_task(outcome(engine, f"{POISON}{i}", "The culprit says")) for i in range(num_copies)]
+        await eventually(num_waiting_is(engine, num_innocents + num_copies))
+        await engine.resume_generation()
         assert await asyncio.gather(*innocents) == [6] * num_innocents
         failures = await asyncio.gather(*copies)
         assert all(isinstance(failure, EngineGenerateError) for failure in failures)

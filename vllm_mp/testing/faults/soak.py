@@ -34,6 +34,10 @@ _RETRY_S = 0.1
 _GROWTH_MIB = 16.0
 _GROWTH_SHARE = 0.02
 """Growth of resident memory that is allowed from the first to the last fifth of a soak."""
+_MIN_MEMORY_SAMPLES = 3
+"""Number of samples that a fifth must have to tell growth of memory from the differences between cores."""
+_LATE_THREADS = 2
+"""Number of threads that pools may start late; a thread that is left after each death is more than that."""
 
 
 class Sample(NamedTuple):
@@ -92,13 +96,13 @@ class SoakResult(ComparedAnswers):
             first, last = (
                 statistic([getattr(sample, field) for sample in part]) for part in (samples[:fifth], samples[-fifth:])
             )
-            if last - first > max(_GROWTH_MIB, _GROWTH_SHARE * first):
+            if fifth >= _MIN_MEMORY_SAMPLES and last - first > max(_GROWTH_MIB, _GROWTH_SHARE * first):
                 self.broken.append(f"{name} grew from {first:.0f} to {last:.0f}")
         for field in ("descriptors", "threads", "files"):
             first, last = (
                 min(getattr(sample, field) for sample in part) for part in (samples[:fifth], samples[-fifth:])
             )
-            if last > first:
+            if last - first > (_LATE_THREADS if field == "threads" else 0):
                 self.broken.append(f"{field} grew from {first} to {last}")
 
 
