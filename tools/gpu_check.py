@@ -29,7 +29,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_mp.testing.measuring.engine_speed import (
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the repository need not be installed
+
+from vllm_mp.testing.measuring.engine_speed import (  # noqa: E402
     FULL,
     QUICK,
     Cost,
@@ -40,14 +43,12 @@ from vllm_mp.testing.measuring.engine_speed import (
     measure_load,
     running_engine,
 )
-from vllm_mp.testing.measuring.gpu_report import PACKAGES, Report, table
-from vllm_mp.testing.measuring.gpu_stages import STAGES, parts_of, test_files
-from vllm_mp.testing.measuring.test_run import commit_of_tree, joined, output_of, run_tests
+from vllm_mp.testing.measuring.gpu_report import PACKAGES, Report, table  # noqa: E402
+from vllm_mp.testing.measuring.gpu_stages import STAGES, parts_of, test_files  # noqa: E402
+from vllm_mp.testing.measuring.test_run import commit_of_tree, joined, output_of, run_tests  # noqa: E402
 
 if TYPE_CHECKING:
     from vllm_mp import AsyncLLM
-
-ROOT = Path(__file__).resolve().parent.parent
 
 TOOL_LIMIT_S = 120
 TUNE_LIMIT_S = 560
@@ -293,8 +294,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    # So this process, the tests and the cores find the repository, which need not be installed.
-    sys.path.insert(0, str(ROOT))
+    # So that the tests, the cores and other tools find the repository too.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ["HF_HUB_OFFLINE"] = "1"
     if args.device == "cuda":

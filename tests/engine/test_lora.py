@@ -11,7 +11,7 @@ from support.adapters import adapter_tensors, save_adapter
 from support.lora_engines import ADAPTERS, LORA, PROMPT, save_adapters, tokens, tokens_of_all
 
 from vllm_mp import EngineError, EngineGenerateError, LoRARequest, PoolingParams, SamplingParams
-from vllm_mp.testing import answer, greedy, running_engine
+from vllm_mp.testing.engines import answer, greedy, running_engine
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

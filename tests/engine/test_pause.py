@@ -9,7 +9,7 @@ import pytest
 from support.engine_fixtures import SHORT_STEPS, SLOW_STEPS
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineError, SamplingParams, wire
-from vllm_mp.testing import (
+from vllm_mp.testing.engines import (
     answer,
     eventually,
     greedy,

@@ -10,7 +10,7 @@ from support.engine_fixtures import SLOW_STEPS
 from transformers import LlamaConfig
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineError, PoolingParams, SamplingParams
-from vllm_mp.testing import (
+from vllm_mp.testing.engines import (
     answer,
     eventually,
     greedy,

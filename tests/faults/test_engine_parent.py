@@ -13,7 +13,7 @@ from support.forked_cores import TEMPLATE_NAME
 from vllm_mp import AsyncLLM, EngineError
 from vllm_mp.client.cores import supervisor
 from vllm_mp.core_link.core_launch import status_path
-from vllm_mp.testing import answer, eventually, greedy, make_keys, standalone_core
+from vllm_mp.testing.engines import answer, eventually, greedy, make_keys, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

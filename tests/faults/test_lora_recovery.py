@@ -12,7 +12,7 @@ from support.lora_engines import ADAPTERS, LORA, PROMPT, save_adapters, tokens, 
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineGenerateError, LoRARequest, NotOperatorError
 from vllm_mp.keys.operator_key import ensure_operator_key
-from vllm_mp.testing import eventually, greedy, running_engine, standalone_core
+from vllm_mp.testing.engines import eventually, greedy, running_engine, standalone_core
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_mp import AsyncLLM, SamplingParams
-from vllm_mp.testing import answer, greedy, rest, standalone_core
+from vllm_mp.testing.engines import answer, greedy, rest, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, SIZES, random_prompts, save_random_model
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

@@ -10,7 +10,7 @@ from support.engine_fixtures import SLOW_STEPS
 from vllm_mp import AsyncLLM, EngineError, NotOperatorError, SamplingParams, wire
 from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.keys.operator_key import ensure_operator_key
-from vllm_mp.testing import answer, eventually, greedy, is_empty, num_waiting_is, rest, standalone_core
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, num_waiting_is, rest, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_config
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

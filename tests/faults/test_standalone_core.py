@@ -15,7 +15,8 @@ from support.engine_fixtures import SHORT_STEPS
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams
 from vllm_mp.keys.curve_keys import make_client_key, read_server_key
-from vllm_mp.testing import answer, engines, eventually, greedy, is_empty, make_keys
+from vllm_mp.testing import engines
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, make_keys
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -1,6 +1,7 @@
 """tools/gpu_check.py, run as a user runs it, on the CPU with a tiny model."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,13 @@ def run_tool(out: Path, *arguments: str) -> tuple[int, dict]:
         assert error["part"] in done.stderr
         assert error["error"] in done.stdout, "the table names what failed"
     return done.returncode, found
+
+
+def test_tool_starts_where_neither_this_repository_nor_any_package_is_installed(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", str(ROOT / "tools" / "gpu_check.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.keys import curve_server
 from vllm_mp.keys.curve_keys import encode_key, read_client_key
 from vllm_mp.requests.sampling_params import SamplingParams
-from vllm_mp.testing import make_keys
+from vllm_mp.testing.engines import make_keys
 
 HELLO = wire.encode(wire.hello())
 TOKENS = [bytes([number]) * wire.TOKEN_BYTES for number in (1, 2)]
