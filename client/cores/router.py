@@ -22,12 +22,12 @@ FULL_COST = 8.0
 """Tokens read that cost as much as waiting until the cache has room for one token."""
 
 
-def prefix_hashes(prompt: bytes, root: Hashable, chunk_tokens: int = CHUNK_TOKENS) -> list[int]:
+def prefix_hashes(prompt: bytes, root: Hashable) -> list[int]:
     """Return a hash for each whole chunk of a prompt, of the chunk and of all before it.
 
     `prompt` is token ids as int32; prompts with different `root` share nothing. The hashes hold in this process only.
     """
-    chunk_bytes, seen, hashes = 4 * chunk_tokens, hash(root), []
+    chunk_bytes, seen, hashes = 4 * CHUNK_TOKENS, hash(root), []
     for end in range(chunk_bytes, len(prompt) + 1, chunk_bytes):
         seen = hash((seen, prompt[end - chunk_bytes : end]))
         hashes.append(seen)
@@ -80,17 +80,8 @@ class Router:
     Cores are named by any integers. The methods take time proportional to the number of cores and of chunks.
     """
 
-    def __init__(
-        self,
-        chunk_tokens: int = CHUNK_TOKENS,
-        running_cost: float = RUNNING_COST,
-        full_cost: float = FULL_COST,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, seed: int | None = None) -> None:
         """`seed` draws the order of equal cores; None: it is the order in which they are added."""
-        self._chunk_tokens = chunk_tokens
-        self._running_cost = running_cost
-        self._full_cost = full_cost
         self._chance = None if seed is None else random.Random(seed)
         self._num_added = 0
         self._cores: dict[int, _Core] = {}
@@ -125,15 +116,14 @@ class Router:
         """
         known, num_tokens = self._cores, request.num_tokens
         hits = self._hits(request.hashes)
-        running_cost, full_cost = self._running_cost, self._full_cost
         best, best_cost, best_order = -1, float("inf"), (0, 0.0)
         for core in cores:
             state = known[core]
             own = num_tokens - hits.get(state.bit, 0)
-            cost = state.unread + own + running_cost * state.running
+            cost = state.unread + own + RUNNING_COST * state.running
             missing = state.held + own - state.cache_tokens
             if missing > 0:
-                cost += full_cost * missing
+                cost += FULL_COST * missing
             if cost <= best_cost:
                 order = state.num_placed, state.turn
                 if cost < best_cost or order < best_order:
@@ -151,7 +141,7 @@ class Router:
             else:
                 prefixes[prefix] = None
                 holders[prefix] = holders.get(prefix, 0) | bit
-        while len(prefixes) * self._chunk_tokens > state.cache_tokens:
+        while len(prefixes) * CHUNK_TOKENS > state.cache_tokens:
             self._drop(prefixes.popitem(last=False)[0], state)
         num_unread = request.num_tokens - hit
         placement = Placement(core, num_unread, num_unread, request.num_completions)
@@ -181,7 +171,7 @@ class Router:
         if not hashes or not (mask := self._holders.get(hashes[0], 0)):
             return {}
         hits: dict[int, int] = {}
-        holders, num_tokens, chunk_tokens = self._holders, 0, self._chunk_tokens
+        holders, num_tokens = self._holders, 0
         for prefix in hashes:
             found = holders.get(prefix, 0) & mask
             if found != mask:
@@ -189,7 +179,7 @@ class Router:
                 if not found:
                     return hits
                 mask = found
-            num_tokens += chunk_tokens
+            num_tokens += CHUNK_TOKENS
         _record(hits, mask, num_tokens)
         return hits
 
