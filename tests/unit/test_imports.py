@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import vllm_mp
@@ -33,17 +34,26 @@ def ground_floor() -> list[str]:
 
 
 def test_no_folder_has_more_than_sixteen_loose_modules() -> None:
-    tops = [ROOT / name for name in ("vllm_mp", "client", "core", "kernels", "tools")]
-    folders = {folder for top in tops for folder in (top, *top.rglob("*"))}
-    loose = {
-        str(folder.relative_to(ROOT)): sum(
-            file.suffix == ".py" and file.name != "__init__.py" for file in folder.iterdir()
-        )
-        for folder in folders
-        if folder.is_dir() and not folder.is_symlink()
-    }
+    tops = [ROOT / name for name in ("vllm_mp", "client", "core", "kernels")]
+    loose = loose_files(tops, lambda file: file.suffix == ".py" and file.name != "__init__.py")
     assert len(loose) > 50
     assert {name: number for name, number in loose.items() if number > MAX_LOOSE_MODULES} == {}
+
+
+def test_no_folder_of_tools_has_more_than_sixteen_files() -> None:
+    loose = loose_files([ROOT / "tools"], Path.is_file)
+    assert {"tools", "tools/speed"} < set(loose)
+    assert {name: number for name, number in loose.items() if number > MAX_LOOSE_MODULES} == {}
+
+
+def loose_files(tops: Iterable[Path], is_counted: Callable[[Path], bool]) -> dict[str, int]:
+    """Return the number of files that are counted in each folder of `tops`, not those in the folders below it."""
+    folders = {folder for top in tops for folder in (top, *top.rglob("*"))}
+    return {
+        str(folder.relative_to(ROOT)): sum(map(is_counted, folder.iterdir()))
+        for folder in folders
+        if folder.is_dir() and not folder.is_symlink() and folder.name != "__pycache__"
+    }
 
 
 def test_folders_of_unit_tests_are_those_of_the_product() -> None:

@@ -9,6 +9,7 @@ memory; and the weights of a step of the loop per time to issue its instructions
 and rows in the shared memory. Every other kernel has a fixed time.
 """
 
+import argparse
 import json
 from typing import NamedTuple
 
@@ -96,5 +97,10 @@ def step(kind: str) -> dict[str, float]:
     return {"step_us": 1e6 * seconds, "share_of_bandwidth": weights / BYTES_PER_S / seconds}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(json.dumps({kind: step(kind) for kind in OTHER_KERNELS}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,12 @@
 """Write two small tasks for lm-eval whose data needs no network.
 
-    python tools/quality/lm_eval_tasks.py FOLDER
-
 `capitals` asks for the log-probability of four continuations of a sentence, and `sums` for the number that answers a
 question. docs/using/clients.md shows how lm-eval runs them.
 """
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
 _CAPITALS = {
@@ -63,18 +61,15 @@ metric_list:
 """
 
 
-def main() -> int:
-    """Write the tasks to the folder that the command line names."""
-    if len(sys.argv) != 2:
-        print("usage: python tools/quality/lm_eval_tasks.py FOLDER", file=sys.stderr)
-        return 2
-    folder = Path(sys.argv[1]).resolve()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder for the tasks, which is made if it does not exist")
+    folder = parser.parse_args().folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(0)
     _write(folder, "capitals", _CAPITALS_TASK, [_capital(chance, country) for country in _CAPITALS])
     sums = [(chance.randint(1, 9), chance.randint(1, 9)) for _ in range(_SUMS)]
     _write(folder, "sums", _SUMS_TASK, [{"a": a, "b": b, "total": str(a + b)} for a, b in sums])
-    return 0
 
 
 def _capital(chance: random.Random, country: str) -> dict[str, object]:
@@ -91,4 +86,4 @@ def _write(folder: Path, name: str, task: str, rows: list[dict[str, object]]) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
