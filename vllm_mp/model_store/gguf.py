@@ -1,8 +1,8 @@
 """The model folders of GGUF files: found in the cache, or made once.
 
-Files of the families in `gguf_config.FAMILIES` are mapped: their folder holds configuration, tokenizer and the path of
-the file. Other files are converted to safetensors. The converter is a program of the core, which runs in a process of
-its own because it loads torch.
+Files of the families in `gguf_file.config.FAMILIES` are mapped: their folder holds configuration, tokenizer and the
+path of the file. Other files are converted to safetensors. The converter is a program of the core, which runs in a
+process of its own because it loads torch.
 """
 
 import contextlib
