@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import inspect
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from vllm_mp.client.prompts.chat_messages import ChatMessageError, template_messages
+from vllm_mp.client.prompts.tool_prompt import has_tool_turns, knows_tools, with_text_for_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 2.0
 """Longest time for one rendering."""
@@ -48,6 +52,7 @@ class ChatTemplate:
             arguments = inspect.signature(tokenizer.apply_chat_template).parameters
             self._reserved = frozenset(arguments) | {"messages"}
         self._executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="vllm-mp-chat-template")
+        self._has_told_of_tools = False
 
     @property
     def source(self) -> str:
@@ -73,23 +78,34 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
+        tool_fallback: bool = True,
     ) -> str:
         """Return the text of `messages` in `template`, by default the tokenizer's own.
 
         The text holds the special tokens already. `messages` are as `template_messages` takes them; `tools` and
-        `variables` are extra variables for the template. Raises ChatMessageError for a message that no template can
+        `variables` are extra variables for the template. With `tool_fallback`, a template that knows no tools gets
+        them, and calls and results in `messages`, as text. Raises ChatMessageError for a message that no template can
         use, and ChatTemplateError, which says why, if the template refuses the messages, fails, or takes too long.
         """
         if self._tokenizer is None:
             raise ChatTemplateError("the engine has no tokenizer; leave skip_tokenizer_init off")
-        if not (template or self.source):
+        source = template or self.source_for(has_tools=bool(tools))
+        if not source:
             raise ChatTemplateError("the model has no chat template; give the option chat_template")
         if wrong := sorted((variables or {}).keys() & self._reserved):
             raise ChatTemplateError(f"chat_template_kwargs must not hold {wrong[0]!r}; choose another name")
+        writes_tools_as_text = tool_fallback and not knows_tools(source)
+        if tools and writes_tools_as_text and not self._has_told_of_tools:
+            self._has_told_of_tools = True
+            logger.warning(
+                "the chat template knows no tools: a built-in prompt describes them, and calls are JSON between "
+                "<tool_call> and </tool_call>; `vllm-mp serve --no-tool-fallback` refuses tools instead"
+            )
         rendering = _Rendering(
             self._tokenizer.apply_chat_template,
             messages,
-            "developer" in (template or self.source),
+            "developer" in source,
+            writes_tools_as_text,
             {
                 **(variables or {}),
                 "tools": tools,
@@ -128,13 +144,24 @@ class ChatTemplate:
 class _Rendering:
     """A call of `apply_chat_template` that another thread can end."""
 
-    def __init__(self, apply: Any, messages: Sequence[Any], knows_developer: bool, arguments: dict[str, Any]) -> None:
-        """`knows_developer`: the template has the role "developer". `arguments` are those beside the messages."""
+    def __init__(
+        self,
+        apply: Callable[..., str],
+        messages: Sequence[Any],
+        knows_developer: bool,
+        writes_tools_as_text: bool,
+        arguments: dict[str, Any],
+    ) -> None:
+        """`knows_developer`: the template has the role "developer". `arguments` are those beside the messages.
+
+        `writes_tools_as_text`: the template gets tools, and turns with tools, as the text of messages.
+        """
         self.started: float | None = None
         """When the rendering began, in seconds of `time.monotonic()`; None before."""
         self._apply = apply
         self._messages = messages
         self._knows_developer = knows_developer
+        self._writes_tools_as_text = writes_tools_as_text
         self._arguments = arguments
         self._lock = threading.Lock()
         self._thread: int | None = None
@@ -150,7 +177,7 @@ class _Rendering:
                 self._thread, self.started = threading.get_ident(), time.monotonic()
             try:
                 messages = template_messages(self._messages, knows_developer=self._knows_developer)
-                text: str = self._apply(messages, **self._arguments)
+                text = self._text(messages)
             finally:
                 with self._lock:
                     self._thread = None
@@ -165,6 +192,21 @@ class _Rendering:
         except Exception as error:
             message = str(error) or type(error).__name__
             raise ChatTemplateError(f"the chat template failed: {message:.500}") from error
+
+    def _text(self, messages: list[dict[str, Any]]) -> str:
+        """Return the text of `messages` in the template."""
+        tools = self._arguments["tools"]
+        if not self._writes_tools_as_text or not (tools or has_tool_turns(messages)):
+            return self._apply(messages, **self._arguments)
+        arguments = {**self._arguments, "tools": None}
+        plain = with_text_for_tools(messages, tools or ())
+        try:
+            return self._apply(plain, **arguments)
+        except Exception:
+            other = with_text_for_tools(messages, tools or (), in_system_message=False)
+            if other == plain:
+                raise
+            return self._apply(other, **arguments)
 
     def stop(self) -> None:
         """End the rendering soon, if it runs."""

@@ -138,6 +138,8 @@ class _FastFile(msgspec.Struct):
 
 def load_fast_tokenizer(folder: Path) -> Any:
     """Load the tokenizer.json of `folder`; no code in the folder runs. Raises any error for a damaged folder."""
+    # Without torch, transformers advises to install it, which a client need not.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     with _import_lock:
         from transformers import PreTrainedTokenizerFast
 

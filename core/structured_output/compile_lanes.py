@@ -12,7 +12,7 @@ from vllm_mp.requests.structured_outputs import Constraint
 _STOP_S = 0.5
 """Time for which a lane that is stopped waits for its thread."""
 _STACK_BYTES = 2**23
-"""Stack of a thread that compiles, more than a constraint has where it is tried first."""
+"""Stack of a thread that compiles, more than the trial of a constraint has."""
 
 WaiterKey = tuple[int, int]
 """(client, slot) of a request."""
@@ -28,7 +28,7 @@ class Waiter(NamedTuple):
     group: tuple[int, int] | None = None
     """The group of a suspect; None: it is no suspect."""
     is_replay: bool = False
-    """An earlier core has admitted the request, so that no limit applies that it has passed."""
+    """An earlier core has admitted the request, so the limits on new requests do not apply."""
 
     @property
     def key(self) -> WaiterKey:
@@ -41,9 +41,7 @@ class Job:
 
     constraint: Constraint
     waiters: dict[WaiterKey, Waiter] = field(default_factory=dict)
-    """Only the core's thread changes it. Empty: the grammar is needed no more."""
-    backend: str = ""
-    """The library that compiled it; only the thread that compiles it changes this."""
+    """Only the core's thread changes it. Empty: no request needs the grammar."""
 
     def owners(self) -> set[Hashable]:
         """Return the owners of the requests that wait."""
@@ -58,9 +56,9 @@ class Job:
         return bool(self.waiters)
 
     def tasks(self) -> tuple[list[OutsideTask], bool]:
-        """Return the requests to name while the grammar is made, and whether nothing else may go on meanwhile.
+        """Return the requests to name while the grammar is made, and whether all other work must stop meanwhile.
 
-        That is so if all of them are suspects; then those of one group are named.
+        All other work stops if each of them is a suspect; then those of one group are named.
         """
         waiters = list(self.waiters.values())
         groups = {waiter.group for waiter in waiters if waiter.group is not None}
@@ -121,7 +119,7 @@ class Lane:
         self._is_stopped = False
 
     def add(self, job: Job) -> None:
-        """Queue a job, also for owners that it has got since; no-op for a job that is needed no more."""
+        """Queue a job for each of its present owners; no-op if no request waits for it."""
         with self._changed:
             self._queue.add(job)
             if self._thread is None:

@@ -7,15 +7,15 @@ import queue
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.structured_output.compile_lanes import Job, Lane, Waiter, WaiterKey
-from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, PreparedConstraint
+from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
+from vllm_mp.core.structured_output.trial_compilation import Trial, TrialCompilation
 from vllm_mp.core.structured_output.trial_process import TrialUnavailableError
-from vllm_mp.core_link.core_status import TriedConstraint
 from vllm_mp.core_link.status_page import DIGEST_BYTES, MAX_TRIED
 from vllm_mp.requests.structured_outputs import Constraint, ConstraintKind
 
@@ -34,11 +34,11 @@ _MAX_FAILURES = 512
 _MAX_PLAIN: dict[ConstraintKind, int] = {"json_object": 0, "json": 4096, "regex": 256, "choice": 65_536}
 """Maximum length of a constraint that is plain, in characters; constraints of other kinds never are."""
 _COSTLY_KEYWORDS = ('"pattern', '"allOf"', '"multipleOf"', '"x-guidance"')
-"""What stands in schemas that are short and take long to compile."""
+"""Parts of schemas that are short and take long to compile."""
 _FAILURE_S = 30.0
-"""Time for which the error of a constraint is kept, so that its requests do not have it compiled again and again."""
+"""Time for which the error of a constraint is kept, so that repeated requests do not compile it again."""
 _RETRY_S = 1.0
-"""Time after which a constraint of a replayed request is tried again that could not be tried."""
+"""Time after which the trial of a replayed request's constraint is repeated, if it could not be made."""
 
 
 class TooManyConstraintsError(GrammarError):
@@ -50,52 +50,10 @@ class NotCompiledError(GrammarError):
 
 
 def grammar_key(constraint: Constraint) -> Constraint:
-    """Return what the grammar of `constraint` depends on; the beginning of the constrained output is no part of it."""
+    """Return `constraint` without what its grammar does not depend on: where the constrained output begins."""
     if not constraint.starts_after:
         return constraint
     return msgspec.structs.replace(constraint, starts_after=(), reasoning_start=-1)
-
-
-class Trial(NamedTuple):
-    """A constraint to compile where a crash or a limit harms nothing."""
-
-    constraint: Constraint
-    is_replay: bool
-    is_needed: Callable[[], bool]
-    """Returns False as soon as `Compilation.cancel` may be called for this trial."""
-
-
-class Compilation(Protocol):
-    """What compiles constraints, in threads."""
-
-    def load(self) -> None:
-        """Load what compiling needs."""
-        ...
-
-    def try_out(self, trial: Trial, is_quick: bool) -> PreparedConstraint | None:
-        """Compile a constraint where it harms nothing, and return it in the form in which that succeeded.
-
-        None, only with `is_quick`: it must be tried with `is_quick` false, which may take long.
-
-        Raises GrammarError if it cannot be compiled, and TrialUnavailableError if it cannot be tried now.
-        """
-        ...
-
-    def cancel(self, is_quick: bool) -> None:
-        """End the trial that runs, which then raises an error. Any thread may call this."""
-        ...
-
-    def form(self, constraint: Constraint, backend: str) -> PreparedConstraint:
-        """Return what `try_out` returned for a constraint that `backend` has compiled before. Raises GrammarError."""
-        ...
-
-    def compile(self, prepared: PreparedConstraint) -> Grammar:
-        """Return the grammar of what `try_out` returned. Raises GrammarError."""
-        ...
-
-    def stop(self) -> None:
-        """Let trials fail from now on, also those that run."""
-        ...
 
 
 class Compiled(NamedTuple):
@@ -120,15 +78,17 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        compilation: Compilation,
+        compilation: TrialCompilation,
         outside: OutsideWork | None = None,
-        note_tried: Callable[[TriedConstraint], None] = lambda tried: None,
+        note_tried: Callable[[bytes], None] = lambda digest: None,
     ) -> None:
-        """`note_tried` is called with each constraint that a later core may compile without a trial."""
+        """`outside` publishes what is compiled, and for which requests. `note_tried` is called with the digest of each
+        constraint that a later core may compile without a trial.
+        """
         self._compilation = compilation
         self._note_tried = note_tried
-        self._tried: OrderedDict[bytes, str] = OrderedDict()
-        """The library that has compiled a constraint after a trial, by the digest of the constraint."""
+        self._tried: OrderedDict[bytes, None] = OrderedDict()
+        """The digests of the constraints that need no trial, because they have passed one; oldest first."""
         self._outside = OutsideWork() if outside is None else outside
         self._slow = Lane(lambda job: self._compile(job, is_quick=False), self._refuse)
         self._quick = Lane(lambda job: self._compile(job, is_quick=True), self._refuse)
@@ -144,10 +104,10 @@ class GrammarCompiler:
         self._ended: queue.SimpleQueue[tuple[Job, Grammar | GrammarError]] = queue.SimpleQueue()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def inherit(self, tried: Iterable[TriedConstraint]) -> None:
-        """Compile constraints that an earlier core has noted without a trial."""
-        for constraint in tried:
-            self._note_success(constraint.digest, constraint.backend)
+    def inherit(self, tried: Iterable[bytes]) -> None:
+        """Compile the constraints whose digests an earlier core has noted without a trial."""
+        for digest in tried:
+            self._note_success(digest)
 
     def load(self) -> None:
         """Load what compiling needs, which the first request does otherwise; a core that serves would stall.
@@ -157,11 +117,11 @@ class GrammarCompiler:
         self._compilation.load()
 
     def request(self, constraint: Constraint, waiter: Waiter) -> Grammar | None:
-        """Return the grammar of a constraint; None while it is compiled, which this call begins if need be.
+        """Return the grammar of a constraint; None while it is compiled. This call starts the compilation if necessary.
 
-        In that case `waiter` waits until its key is among those of a `Compiled`, or until `forget`.
+        After None, `waiter` waits until its key is among those of a `Compiled`, or until `forget`.
 
-        Raises GrammarError if the constraint was found to be invalid lately, and TooManyConstraintsError.
+        Raises GrammarError if the constraint was refused in the last `_FAILURE_S`, and TooManyConstraintsError.
         """
         key = grammar_key(constraint)
         grammar = self._grammars.get(key)
@@ -187,7 +147,10 @@ class GrammarCompiler:
         return None
 
     def forget(self, key: WaiterKey) -> None:
-        """Note that a request has ended; the compilation that no other request waits for ends. No-op if none waits."""
+        """Note that a request has ended, and end its compilation if no other request waits for it.
+
+        No-op if the request does not wait.
+        """
         job = self._job_of.get(key)
         if job is None:
             return
@@ -220,7 +183,7 @@ class GrammarCompiler:
                 self._keep(key, result)
                 # A successor would hold the interpreter lock while it parses a large schema, so that one has a trial.
                 if not may_take_long(key):
-                    self._note_success(_digest(key), job.backend)
+                    self._note_success(_digest(key))
             elif waiters and not isinstance(result, NotCompiledError):
                 self._failures[key] = (result, time.monotonic() + _FAILURE_S)
             if waiters:
@@ -269,10 +232,10 @@ class GrammarCompiler:
         self._num_bytes += grammar.num_bytes - (0 if former is None else former.num_bytes)
         self._grammars[key] = grammar
 
-    def _note_success(self, digest: bytes, backend: str) -> None:
+    def _note_success(self, digest: bytes) -> None:
         if digest not in self._tried:
-            self._tried[digest] = backend
-            self._note_tried(TriedConstraint(digest, backend))
+            self._tried[digest] = None
+            self._note_tried(digest)
             if len(self._tried) > MAX_TRIED:
                 self._tried.popitem(last=False)
 
@@ -288,16 +251,15 @@ class GrammarCompiler:
         """Do a job, in the thread of a lane."""
         result: Grammar | GrammarError
         try:
-            backend = self._tried.get(_digest(job.constraint))
-            if backend is not None:
-                prepared: PreparedConstraint | None = self._compilation.form(job.constraint, backend)
+            if _digest(job.constraint) in self._tried:
+                prepared = self._compilation.prepare(job.constraint)
             else:
                 trial = Trial(job.constraint, job.is_replay, job.is_needed)
-                prepared = self._compilation.try_out(trial, is_quick)
-            if prepared is None:
-                self._slow.add(job)
-                return
-            job.backend = prepared.backend
+                tried = self._compilation.try_out(trial, is_quick)
+                if tried is None:
+                    self._slow.add(job)
+                    return
+                prepared = tried
             if not job.is_needed():
                 return
             with self._outside.of(*job.tasks()):
@@ -332,6 +294,6 @@ def _digest(constraint: Constraint) -> bytes:
 
 def may_take_long(constraint: Constraint) -> bool:
     """Return whether a constraint is tried where others do not wait for it, because it may take long to compile."""
-    if constraint.backend == "xgrammar" or len(constraint.text) > _MAX_PLAIN.get(constraint.kind, -1):
+    if len(constraint.text) > _MAX_PLAIN.get(constraint.kind, -1):
         return True
     return constraint.kind == "json" and any(keyword in constraint.text for keyword in _COSTLY_KEYWORDS)

@@ -13,8 +13,8 @@ OutputIds = npt.NDArray[np.int32]
 class ConstrainedOutput:
     """Where the output of a request stands in its grammar.
 
-    The state follows from the output tokens alone, so preemption and recovery need nothing of it. A grammar that fails
-    sets `error`; then no token may follow, so that the request ends with this error.
+    The state follows from the output tokens alone, so preemption and recovery save nothing of it. A grammar that fails
+    sets `error`; then no token may follow, and the request ends with this error.
     """
 
     def __init__(self, constraint: Constraint, may_force: bool) -> None:
@@ -60,6 +60,19 @@ class ConstrainedOutput:
         if self.error is not None or not self._has_begun:
             return []
         return self._running_matcher().forced()
+
+    def num_allowed(self, output: OutputIds, drafts: list[int]) -> int:
+        """Return how many of `drafts`, from the first, may follow `output` one after another.
+
+        None follows the first token that may decide whether there is reasoning, or that may end the reasoning.
+        """
+        self._catch_up(output)
+        if self.error is not None or self._may_begin_reasoning:
+            return 0
+        if not self._has_begun:
+            last = self.constraint.starts_after[-1]
+            return next((i for i, token in enumerate(drafts) if token == last), len(drafts))
+        return self._running_matcher().num_allowed(drafts)
 
     @property
     def _may_begin_reasoning(self) -> bool:

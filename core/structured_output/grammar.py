@@ -1,86 +1,112 @@
-"""The interface between the scheduler and the libraries that hold output to a grammar."""
+"""Compiled constraints and their matchers, which wrap those of llguidance.
 
-import logging
+The library parses the output and computes each mask when it is needed, without tables made in advance.
+"""
+
+import re
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.requests.structured_outputs import Constraint
-
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Mask = npt.NDArray[np.int32]
 """[num_words]: bit t % 32 of word t // 32 is set if token t is allowed; num_words covers the model's vocabulary."""
+
+_MAX_ERROR = 1000
+"""Maximum length of the library's part of an error, in characters."""
+_SCHEMA_ERROR = "failed to compile JSON schema: "
+"""What stands before an error in a schema; behind it stands an excerpt of the grammar that was made of the schema."""
 
 
 class GrammarError(ValueError):
     """A constraint cannot be compiled, or its matcher has reached a limit; the message says where and why."""
 
 
-class Matcher(Protocol):
+class Matcher:
     """Where the output of a request stands in its grammar."""
+
+    def __init__(self, matcher: "LLMatcher", eos_token_ids: frozenset[int], num_words: int) -> None:
+        self.library_matcher = matcher
+        """The library's object, which `masks` fills several masks of at a time."""
+        self._eos_token_ids = eos_token_ids
+        self.num_words = num_words
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by `tokens`, the end-of-sequence token included. Raises GrammarError if the grammar forbids one."""
-        ...
+        for position, token in enumerate(tokens):
+            if not self.library_matcher.consume_token(token):
+                raise GrammarError(
+                    f"token {token} at position {position} is not allowed: {library_error(self.library_matcher)}"
+                )
 
     def fill(self, mask: Mask) -> None:
         """Write the tokens that may come next into `mask` [num_words]. Raises GrammarError if a limit is reached."""
-        ...
+        words = mask
+        if len(mask) > self.num_words:
+            mask[self.num_words :] = 0
+            words = mask[: self.num_words]
+        self.library_matcher.unsafe_compute_mask_ptr(words.__array_interface__["data"][0], words.nbytes)
+        self.check()
+
+    def fill_ahead(self, drafts: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
+        """Write the tokens that may follow each of `drafts` [n] into `masks` [n, num_words], and stay where it is.
+
+        A mask of zeros stays as it is from the first draft on that the grammar forbids, or with which a limit is
+        reached.
+        """
+        ahead = Matcher(self.library_matcher.deep_copy(), self._eos_token_ids, self.num_words)
+        try:
+            for token, mask in zip(drafts, masks, strict=True):
+                ahead.accept([token])
+                ahead.fill(mask)
+        except GrammarError:
+            mask[:] = 0
+
+    def num_allowed(self, tokens: list[int]) -> int:
+        """Return how many of `tokens`, from the first, the grammar allows one after another."""
+        count: int = self.library_matcher.validate_tokens(tokens)
+        return count
 
     def forced(self) -> list[int]:
         """Return the tokens that must come next, because the grammar allows a single continuation; often none.
 
         The end-of-sequence token is never among them.
         """
-        ...
+        tokens = self.library_matcher.compute_ff_tokens()
+        for position, token in enumerate(tokens):
+            if token in self._eos_token_ids:
+                return tokens[:position]
+        return tokens
+
+    def check(self) -> None:
+        """Raise GrammarError if a mask could not be computed; the library then allows the end of the output."""
+        if self.library_matcher.is_error():
+            raise GrammarError(f"the grammar cannot be followed further: {library_error(self.library_matcher)}")
 
 
-class Grammar(Protocol):
-    """A compiled constraint, which is never changed and which requests share."""
+class Grammar:
+    """A compiled constraint, which requests share, and the states of its lexer, which all its matchers extend."""
 
-    num_bytes: int
-    """Host memory that it takes, estimated."""
+    def __init__(self, matcher: "LLMatcher", num_bytes: int, eos_token_ids: frozenset[int], num_words: int) -> None:
+        self.num_bytes = num_bytes
+        """Host memory that it takes, estimated."""
+        self._first = matcher
+        self._eos_token_ids = eos_token_ids
+        self._num_words = num_words
 
     def matcher(self) -> Matcher:
         """Return a matcher at the beginning of the output."""
-        ...
+        return Matcher(self._first.deep_copy(), self._eos_token_ids, self._num_words)
 
 
-class PreparedConstraint(msgspec.Struct, frozen=True):
-    """A constraint in the form in which a library takes it, so that compiling needs no Python."""
-
-    backend: Literal["llguidance", "xgrammar"]
-    text: str
-    form: Literal["lark", "json", "regex", "ebnf", "structural_tag"]
-    any_whitespace: bool = True
-    additional_properties: bool = True
-    notes: tuple[str, ...] = ()
-    """Lines for the log about what is not enforced."""
-
-    def log_notes(self) -> None:
-        """Write the notes to the log. The process in which constraints are tried has no log."""
-        for note in self.notes:
-            logger.warning("%s", note)
-
-
-class Backend(Protocol):
-    """A library that compiles constraints. Any thread may call it."""
-
-    def load(self) -> None:
-        """Import the library and load the tokenizer, which `compile` does otherwise.
-
-        Raises GrammarError if the library cannot use the tokenizer.
-        """
-        ...
-
-    def prepare(self, constraint: Constraint) -> PreparedConstraint:
-        """Return what `compile` takes. Raises GrammarError if the library does not have what the constraint needs."""
-        ...
-
-    def compile(self, prepared: PreparedConstraint) -> Grammar:
-        """Return the grammar of a constraint. Raises GrammarError if it cannot be compiled."""
-        ...
+def library_error(matcher: "LLMatcher") -> str:
+    """Return the error of the library in one line."""
+    text = matcher.get_error().split("<state>")[0].replace("<non-verbose/>", "")
+    if (schema_error := text.find(_SCHEMA_ERROR)) >= 0:
+        text = re.sub(r"\n *\d+ \| .*", "", text[schema_error + len(_SCHEMA_ERROR) :], flags=re.DOTALL)
+    text = re.sub(r"\s+", " ", text).strip()
+    return text[:_MAX_ERROR] or matcher.stop_reason()

@@ -1,4 +1,4 @@
-"""The model's vocabulary, in the forms that the libraries of structured output need."""
+"""The model's vocabulary, in the form that llguidance needs."""
 
 import threading
 from pathlib import Path
@@ -29,23 +29,10 @@ Its own slices have only the lengths 10 and 30, so it looks at most tokens where
 """
 
 
-class _Model(msgspec.Struct):
-    """The model in a tokenizer.json."""
-
-    vocab: dict[str, int] | list[tuple[str, float]] = {}
-    """The tokens with their ids, or in the order of their ids with their scores."""
-
-
 class _AddedTokens(msgspec.Struct):
     """The added tokens of a tokenizer.json."""
 
     added_tokens: list[dict[str, Any]] = []
-
-
-class _Vocabulary(_AddedTokens):
-    """All tokens of a tokenizer.json."""
-
-    model: _Model = msgspec.field(default_factory=_Model)
 
 
 class TokenizerSource(msgspec.Struct, frozen=True):
@@ -90,13 +77,13 @@ class GrammarTokenizer:
                 "the model has no end-of-sequence token, without which no structured output ends; set eos_token_id in "
                 "its generation_config.json"
             )
-        text = self.text()
+        text = self._text()
         try:
             return LLTokenizer(text, n_vocab=source.vocab_size, eos_token=list(source.eos_token_ids), slices=_SLICES)
         except ValueError as error:
             raise self._unusable(str(error)) from error
 
-    def text(self) -> str:
+    def _text(self) -> str:
         """Return the tokenizer.json of the model, with all added tokens. Raises GrammarError if it has none."""
         folder = Path(self.source.folder)
         try:
@@ -108,17 +95,6 @@ class GrammarTokenizer:
             raise
         except (OSError, ValueError) as error:
             raise self._unusable(str(error)) from error
-
-    def vocabulary(self) -> list[str]:
-        """Return the tokens by id, as the tokenizer writes them; ids without a token have an empty text."""
-        file = msgspec.json.decode(self.text(), type=_Vocabulary)
-        tokens = [""] * self.source.vocab_size
-        vocab = file.model.vocab
-        pairs = vocab.items() if isinstance(vocab, dict) else ((token, id) for id, (token, _) in enumerate(vocab))
-        for token, id in [*pairs, *((token["content"], token["id"]) for token in file.added_tokens)]:
-            if id < len(tokens):
-                tokens[id] = token
-        return tokens
 
     def _unusable(self, reason: str) -> GrammarError:
         return GrammarError(

@@ -1,8 +1,8 @@
-"""A process that compiles constraints before the core does: the libraries may take long, take much memory or crash.
+"""A process that compiles constraints before the core does: the library may take long, take much memory or crash.
 
-`python -m vllm_mp.core.structured_output.trial` reads a `TrialSetup` and then `TrialRequest`s on standard input, and
-answers each on standard output with a `TrialResult`. Messages are JSON in one line. The process loads the libraries and
-parses nothing of a constraint: each trial is a fork of it, whose end by a crash or a limit ends nothing else. The
+`python -m vllm_mp.core.structured_output.trial` reads a `TokenizerSource` and then `TrialRequest`s on standard input,
+and answers each on standard output with a `TrialResult`. Messages are JSON in one line. The process loads the library
+and parses nothing of a constraint: each trial is a fork of it, whose end by a crash or a limit ends nothing else. The
 process ends with its standard input, whatever is being compiled.
 """
 
@@ -22,15 +22,10 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from vllm_mp.core.structured_output.backends import Backends
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
-from vllm_mp.core.structured_output.trial_process import (
-    MAX_MEMORY,
-    TrialLimits,
-    TrialRequest,
-    TrialResult,
-    TrialSetup,
-)
+from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
+from vllm_mp.core.structured_output.llguidance_library import LLGuidanceLibrary
+from vllm_mp.core.structured_output.trial_process import MAX_MEMORY, TrialLimits, TrialRequest, TrialResult
 
 _NICENESS: Final = 10
 _STACK_BYTES: Final = 2**21
@@ -53,8 +48,7 @@ def main() -> None:
     first = lines.next()
     if first is None:
         return
-    setup = msgspec.json.decode(first, type=TrialSetup)
-    trials = _Trials(setup, lines)
+    trials = _Trials(msgspec.json.decode(first, type=TokenizerSource), lines)
     _write(1, _encoded(TrialResult()))
     while (line := lines.next()) is not None:
         if not line.isdigit():  # a number cancels a trial that has ended
@@ -91,35 +85,19 @@ class _Lines:
 
 
 class _Trials:
-    """The libraries, loaded once, and the trials that are forked with them."""
+    """The library, loaded once, and the trials that are forked with it."""
 
-    def __init__(self, setup: TrialSetup, lines: _Lines) -> None:
+    def __init__(self, source: TokenizerSource, lines: _Lines) -> None:
         self._lines = lines
-        self._is_last = setup.is_last
-        self._backends = Backends(setup.source, setup.default)
-        self._eos_token_ids = frozenset(setup.source.eos_token_ids)
-        self._loaded: set[str] = set()
-        self._load("xgrammar" if setup.default == "xgrammar" else "llguidance")
-
-    def _load(self, name: str) -> None:
+        self._source = source
+        self._library = LLGuidanceLibrary(source)
         with contextlib.suppress(GrammarError):  # compiling raises it again
-            self._backends.load(name)
-        self._loaded.add(name)
+            self._library.load()
         gc.collect()
         gc.freeze()  # a collection in a fork would copy all pages
 
     def run(self, request: TrialRequest) -> bytes:
         """Return the answer to a request, as a line."""
-        while True:
-            line = self._fork(request)
-            needs = msgspec.json.decode(line, type=TrialResult).needs
-            if not needs:
-                return line
-            if not self._is_last:
-                return _encoded(TrialResult(is_beyond=True))
-            self._load(needs)
-
-    def _fork(self, request: TrialRequest) -> bytes:
         reader, writer = os.pipe()
         parent = os.getpid()
         pid = os.fork()
@@ -137,7 +115,7 @@ class _Trials:
         if line.endswith(b"\n"):
             return line
         if is_cancelled:
-            return _encoded(TrialResult(error="the constraint is needed no more"))
+            return _encoded(TrialResult(error="no request needs the constraint any longer"))
         limits, code = request.limits, os.waitstatus_to_exitcode(status)
         is_over = is_late or code == -signal.SIGXCPU
         if is_over and not limits.is_last:
@@ -195,18 +173,9 @@ class _Trials:
 
     def _try(self, request: TrialRequest) -> TrialResult:
         """Compile a constraint and follow its grammar for some tokens."""
-        backends, constraint = self._backends, request.constraint
-
-        def check_loaded(name: str) -> None:
-            if name not in self._loaded:
-                raise _NotLoadedError(name)
-
         try:
-            names = backends.names(constraint)
-            prepared, grammar = backends.prepare(constraint, names, check_loaded)
-            _walk(grammar, backends.vocab_size, self._eos_token_ids, is_timed=not request.is_replay)
-        except _NotLoadedError as error:
-            return TrialResult(needs=error.name)
+            prepared, grammar = self._library.compile_constraint(request.constraint)
+            _walk(grammar, self._source, is_timed=not request.is_replay)
         except GrammarError as error:
             return TrialResult(error=str(error))
         except MemoryError:
@@ -214,14 +183,6 @@ class _Trials:
         except Exception as error:
             return TrialResult(error=f"the constraint could not be compiled: {type(error).__name__}: {error}")
         return TrialResult(prepared)
-
-
-class _NotLoadedError(Exception):
-    """A library must be loaded before the fork, which would load it again and again."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
 
 
 _TOO_MUCH_MEMORY: Final = f"compiling takes more than {MAX_MEMORY >> 20} MiB of memory"
@@ -256,10 +217,10 @@ def _reason_of_end(code: int) -> str:
     return f"compiling ended its process with exit code {code}"
 
 
-def _walk(grammar: Grammar, vocab_size: int, eos_token_ids: frozenset[int], is_timed: bool) -> None:
+def _walk(grammar: Grammar, source: TokenizerSource, is_timed: bool) -> None:
     """Follow a grammar with random tokens. Raises GrammarError if that reaches a limit or, timed, takes too long."""
     matcher = grammar.matcher()
-    mask = np.zeros((vocab_size + 31) // 32, np.int32)
+    mask = np.zeros((source.vocab_size + 31) // 32, np.int32)
     draws = random.Random(0)
     started = time.thread_time()
     for _ in range(_NUM_TOKENS):
@@ -267,7 +228,7 @@ def _walk(grammar: Grammar, vocab_size: int, eos_token_ids: frozenset[int], is_t
         matcher.fill(mask)
         filled = time.thread_time()
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-        continuing = [token for token in allowed if token not in eos_token_ids]
+        continuing = [token for token in allowed if token not in source.eos_token_ids]
         if not continuing:
             return
         token = draws.choice(continuing)

@@ -13,10 +13,11 @@ from typing import Final
 
 import msgspec
 
-from vllm_mp.core.structured_output.grammar import GrammarError, PreparedConstraint
+from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
+from vllm_mp.core.structured_output.llguidance_library import PreparedConstraint
 from vllm_mp.core_link.core_launch import package_path
-from vllm_mp.requests.structured_outputs import Backend, Constraint
+from vllm_mp.requests.structured_outputs import Constraint
 
 MAX_MEMORY: Final = 2**30
 """Memory that a trial may take beyond the process's own, in bytes."""
@@ -47,14 +48,6 @@ QUICK: Final = TrialLimits(cpu_s=1, wall_s=10.0, is_nice=False, is_last=False)
 SLOW: Final = TrialLimits(cpu_s=4, wall_s=60.0, is_nice=True, is_last=True)
 
 
-class TrialSetup(msgspec.Struct, frozen=True):
-    """The first message to the process."""
-
-    source: TokenizerSource
-    default: Backend
-    is_last: bool
-
-
 class TrialRequest(msgspec.Struct, frozen=True):
     """A constraint to try. The number of the request, alone in a line, cancels the trial."""
 
@@ -71,9 +64,7 @@ class TrialResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """The constraint in the form in which it was compiled; None without success."""
     error: str = ""
     is_beyond: bool = False
-    """Another process must try the constraint, which has exceeded the limits or needs a library that loads slowly."""
-    needs: str = ""
-    """The library to load before the constraint can be compiled; for the process's own use."""
+    """Another process must try the constraint, because it has exceeded the limits."""
     is_late: bool = False
     """The trial got too little processor time within its time; `error` says so."""
 
@@ -89,8 +80,8 @@ class TrialProcess:
     thread may call `run`.
     """
 
-    def __init__(self, source: TokenizerSource, default: Backend, limits: TrialLimits) -> None:
-        self._setup = TrialSetup(source, default, limits.is_last)
+    def __init__(self, source: TokenizerSource, limits: TrialLimits) -> None:
+        self._source = source
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
         self._number = 0
@@ -117,7 +108,7 @@ class TrialProcess:
             limits = msgspec.structs.replace(limits, cpu_s=_PATIENCE * limits.cpu_s, wall_s=_PATIENCE * limits.wall_s)
         with self._lock:
             if not is_needed():
-                raise GrammarError("the constraint is needed no more")
+                raise GrammarError("no request needs the constraint any longer")
             self._number += 1
         result = self._exchange(
             process, TrialRequest(self._number, constraint, limits, is_replay), limits.wall_s + _ANSWER_S
@@ -131,7 +122,7 @@ class TrialProcess:
         return result.prepared
 
     def cancel(self) -> None:
-        """End the trial that runs now, if any, which then fails; any thread may call this.
+        """Let the trial that runs now fail, if there is one; any thread may call this.
 
         No-op if the process does not read; then the limits end the trial.
         """
@@ -145,7 +136,7 @@ class TrialProcess:
             self._lock.release()
 
     def stop(self) -> None:
-        """End the process, and start none any more; any thread may call this."""
+        """End the process and refuse to start another; any thread may call this."""
         with self._lock:
             self._is_stopped = True
             if self._process is not None:
@@ -159,7 +150,7 @@ class TrialProcess:
             process.communicate()
 
     def _running(self) -> "subprocess.Popen[bytes]":
-        """Return the process, started if need be."""
+        """Return the process, started if it does not run."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return self._process
@@ -177,7 +168,7 @@ class TrialProcess:
                 )
             except OSError as error:  # such as no memory for another process
                 raise TrialUnavailableError(f"the process that compiles constraints cannot start: {error}") from error
-        if self._exchange(process, self._setup, _MAX_START_S) is None:
+        if self._exchange(process, self._source, _MAX_START_S) is None:
             reason = self._reason_of_end(process)
             raise TrialUnavailableError(f"the process that compiles constraints did not start: {reason}")
         return process

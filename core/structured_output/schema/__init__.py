@@ -1,1 +1,1 @@
-"""JSON schemas: checks, and rewriting to schemas that the libraries compile exactly."""
+"""JSON schemas: checks, and rewriting to grammars and schemas that llguidance compiles exactly."""

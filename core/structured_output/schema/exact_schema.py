@@ -63,9 +63,9 @@ class _Marks(NamedTuple):
 class ExactSchema:
     """Builds the rules of a schema.
 
-    Objects and lists are always rules of its own, because the lexer takes the longest text that a terminal matches: of
-    two alternatives, one with the library's terminals and one with others, it could lose the former. The library gets
-    texts, numbers and other single values.
+    Objects and lists always become rules of this class, because the lexer takes the longest text that a terminal
+    matches: of two alternatives, one with the library's terminals and one with these, it could lose the former. The
+    library's own expressions are used for strings, numbers and other single values.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class ExactSchema:
         """`plain` returns the library's expression of a schema for single values; `whitespace` is the terminal of what
         may stand between the parts of JSON, or empty. The rules are added to `rules`.
         """
-        for place, part in subschemas(root):
-            _check_shape(part, place)
+        for path, part in subschemas(root):
+            _check_shape(part, path)
         self._root = root
         self._plain = plain
         self._gap = whitespace
@@ -89,38 +89,36 @@ class ExactSchema:
         self._array = _Marks(self._terminal(f'"[" {self._gap}'), self._terminal(f'{self._gap} "]"'))
 
     def expression(self) -> str:
-        """Return the expression of the schema. Raises GrammarError, with the place, if there is none."""
+        """Return the expression of the schema. Raises GrammarError, which names the path, if there is none."""
         return self._expression(self._root, "#")
 
-    def _expression(self, schema: Any, place: str) -> str:
+    def _expression(self, schema: Any, path: str) -> str:
         if schema is True:
             return self._any()
         if not isinstance(schema, dict):
-            raise GrammarError(f"at {place}: nothing matches the schema {schema!r}")
+            raise GrammarError(f"at {path}: nothing matches the schema {schema!r}")
         keywords = keywords_of(schema)
         if not keywords and "format" not in schema:
             return self._any()
         if "$ref" in keywords:
-            self._check(keywords, {"$ref"}, place)
-            return self._reference(schema["$ref"], place)
+            self._check(keywords, {"$ref"}, path)
+            return self._reference(schema["$ref"], path)
         if "const" in keywords or "enum" in keywords:
-            self._check(keywords, {"const" if "const" in keywords else "enum", "type"}, place)
-            return self._values(schema, place)
+            self._check(keywords, {"const" if "const" in keywords else "enum", "type"}, path)
+            return self._values(schema, path)
         for name in ("anyOf", "oneOf", "allOf"):
             if name in keywords and schema[name]:
-                self._check(keywords, {name}, place)
+                self._check(keywords, {name}, path)
                 if name == "allOf" and len(schema[name]) > 1:
-                    raise self._lack(f"{place}/allOf", "allOf of several schemas")
+                    raise self._lack(f"{path}/allOf", "allOf of several schemas")
                 if name == "oneOf" and not self._are_disjoint(schema[name]):
-                    raise self._lack(
-                        f"{place}/oneOf", "schemas in oneOf that are not disjoint by type or by a constant"
-                    )
-                parts = [self._expression(part, f"{place}/{name}/{i}") for i, part in enumerate(schema[name])]
+                    raise self._lack(f"{path}/oneOf", "schemas in oneOf that are not disjoint by type or by a constant")
+                parts = [self._expression(part, f"{path}/{name}/{i}") for i, part in enumerate(schema[name])]
                 return f"({' | '.join(parts)})"
         types = schema.get("type", [each for each in _TYPES if each != "integer"])
         if not isinstance(types, list):
-            return self._typed(schema, place)
-        return f"({' | '.join(self._typed({**schema, 'type': kind}, place) for kind in types)})"
+            return self._typed(schema, path)
+        return f"({' | '.join(self._typed({**schema, 'type': kind}, path) for kind in types)})"
 
     def _any(self) -> str:
         """Return the rule for any value."""
@@ -130,56 +128,56 @@ class ExactSchema:
             self._set(name, " | ".join(self._typed({"type": kind}, "#") for kind in kinds))
         return self._any_value
 
-    def _typed(self, schema: dict[str, Any], place: str) -> str:
+    def _typed(self, schema: dict[str, Any], path: str) -> str:
         own = _KEYWORDS_OF_TYPE.get(schema["type"], frozenset())
         meant = own | (keywords_of(schema) - _KEYWORDS_OF_TYPES)
         schema = {key: value for key, value in schema.items() if key in meant}
         match schema["type"]:
             case "integer" | "number":
-                return self._number(schema, place)
+                return self._number(schema, path)
             case "object":
-                return self._object_of(schema, place)
+                return self._object_of(schema, path)
             case "array":
-                return self._array_of(schema, place)
+                return self._array_of(schema, path)
             case _:
-                self._check(keywords_of(schema), {"type", *own}, place)
+                self._check(keywords_of(schema), {"type", *own}, path)
                 return self._plain(schema)
 
-    def _number(self, schema: dict[str, Any], place: str) -> str:
+    def _number(self, schema: dict[str, Any], path: str) -> str:
         is_integer = schema["type"] == "integer"
-        self._check(keywords_of(schema), {"type", *_NUMBERS}, place)
+        self._check(keywords_of(schema), {"type", *_NUMBERS}, path)
         if not _rounds(schema):
             return self._plain(schema)
         if "multipleOf" in schema and not (is_integer and schema["multipleOf"] == 1):
-            raise self._lack(f"{place}/multipleOf", "multipleOf")
+            raise self._lack(f"{path}/multipleOf", "multipleOf")
         lows, highs = [], []
         for key in _BOUNDS:
             if key not in schema:
                 continue
             value = schema[key]
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise GrammarError(f"at {place}/{key}: it must be a number, got {value!r}")
+                raise GrammarError(f"at {path}/{key}: it must be a number, got {value!r}")
             is_exclusive = key.startswith("exclusive")
             if not is_integer and (is_exclusive or value != int(value)):
-                raise self._lack(f"{place}/{key}", "a bound that is exclusive or no integer, for numbers of any type")
+                raise self._lack(f"{path}/{key}", "a bound that is exclusive or no integer, for numbers of any type")
             if abs(value) >= _MAX_BOUND:
-                raise self._lack(f"{place}/{key}", "bounds of more than 100 digits")
+                raise self._lack(f"{path}/{key}", "bounds of more than 100 digits")
             if key.endswith("inimum"):
                 lows.append(math.floor(value) + 1 if is_exclusive else math.ceil(value))
             else:
                 highs.append(math.ceil(value) - 1 if is_exclusive else math.floor(value))
         low, high = max(lows, default=None), min(highs, default=None)
         if low is not None and high is not None and low > high:
-            raise GrammarError(f"at {place}: no {schema['type']} is at least minimum and at most maximum")
+            raise GrammarError(f"at {path}: no {schema['type']} is at least minimum and at most maximum")
         return self._terminal(f"/{integer_regex(low, high) if is_integer else number_regex(low, high)}/")
 
-    def _values(self, schema: dict[str, Any], place: str) -> str:
+    def _values(self, schema: dict[str, Any], path: str) -> str:
         name = "const" if "const" in schema else "enum"
         values = [schema[name]] if name == "const" else schema[name]
         types = schema.get("type", list(_TYPES))
         allowed = [value for value in values if types_of(value) & set(types if isinstance(types, list) else [types])]
         if not allowed:
-            raise GrammarError(f"at {place}/{name}: no value has the type {types}")
+            raise GrammarError(f"at {path}/{name}: no value has the type {types}")
         return f"({' | '.join(map(self._constant, allowed))})"
 
     def _constant(self, value: Any) -> str:
@@ -196,22 +194,22 @@ class ExactSchema:
             case _:
                 return self._plain({"const": value})
 
-    def _reference(self, reference: str, place: str) -> str:
+    def _reference(self, reference: str, path: str) -> str:
         if (target := resolve(self._root, reference)) is None:
-            raise self._lack(f"{place}/$ref", f"the reference {reference!r:.100}, which names no part of the schema")
+            raise self._lack(f"{path}/$ref", f"the reference {reference!r:.100}, which names no part of the schema")
         if reference not in self._rule_of_reference:
             self._rule_of_reference[reference] = name = self._reserve()
             self._set(name, self._expression(target, reference))
         return self._rule_of_reference[reference]
 
-    def _object_of(self, schema: dict[str, Any], place: str) -> str:
+    def _object_of(self, schema: dict[str, Any], path: str) -> str:
         keywords = keywords_of(schema)
         required = schema.get("required", [])
         properties = schema.get("properties", {})
         known = {"type", "properties", "required", "additionalProperties"}
         if schema.get("minProperties", 0) <= len(set(required)):
             known.add("minProperties")
-        self._check(keywords, known, place)
+        self._check(keywords, known, path)
         additional = schema.get("additionalProperties", True)
         members: list[tuple[str, bool]] = []
         names = [*properties, *(name for name in dict.fromkeys(required) if name not in properties)]
@@ -219,12 +217,12 @@ class ExactSchema:
             value = properties.get(name, additional)
             if value is False and name not in required:
                 continue
-            part = self._rule(self._expression(value, f"{place}/properties/{pointer(name)}"))
+            part = self._rule(self._expression(value, f"{path}/properties/{pointer(name)}"))
             members.append((f"{self._key(_literal(name))} {part}", name in required))
         if additional is not False:
             excluded = " | ".join(map(_literal, names))
             key = f"({_KEY} & ~({excluded}))" if excluded else _KEY
-            value = self._rule(self._expression(additional, f"{place}/additionalProperties"))
+            value = self._rule(self._expression(additional, f"{path}/additionalProperties"))
             pair = f"{self._key(key)} {value}"
             members.append((f"{pair} ({self._comma} {pair})*", False))
         if not members:
@@ -252,25 +250,25 @@ class ExactSchema:
             return f"({left} {self._comma})? {right}", True
         return f"{left} ({self._comma} {right})? | {right}", False
 
-    def _array_of(self, schema: dict[str, Any], place: str) -> str:
+    def _array_of(self, schema: dict[str, Any], path: str) -> str:
         keywords = keywords_of(schema)
-        self._check(keywords, {"type", "items", "prefixItems", "minItems", "maxItems"}, place)
+        self._check(keywords, {"type", "items", "prefixItems", "minItems", "maxItems"}, path)
         prefix = schema.get("prefixItems", [])
         items = schema.get("items", True)
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if isinstance(items, list):
-            raise self._lack(f"{place}/items", "a list of items")
+            raise self._lack(f"{path}/items", "a list of items")
         if items is False:
             most = len(prefix) if most is None else min(most, len(prefix))
         if most is not None and most < least:
-            raise GrammarError(f"at {place}: minItems is above maxItems")
+            raise GrammarError(f"at {path}: minItems is above maxItems")
         first = [
-            self._rule(self._expression(part, f"{place}/prefixItems/{index}"))
+            self._rule(self._expression(part, f"{path}/prefixItems/{index}"))
             for index, part in enumerate(prefix[:most])
         ]
         tail = ""
         if most is None or most > len(first):
-            item = self._rule(self._expression(items, f"{place}/items"))
+            item = self._rule(self._expression(items, f"{path}/items"))
             ends = (max(least - len(first), 0), None if most is None else most - len(first))
             tail = self._repeated(item, *ends, is_first=not first)
         if not first:
@@ -342,13 +340,13 @@ class ExactSchema:
     def _set(self, name: str, text: str) -> None:
         self._rules[int(name.removeprefix("exact"))] = f"{name}: {text}"
 
-    def _check(self, keywords: set[str], known: set[str], place: str) -> None:
+    def _check(self, keywords: set[str], known: set[str], path: str) -> None:
         if others := sorted(keywords - known):
-            raise self._lack(f"{place}/{others[0]}", f"{others[0]!r} beside them")
+            raise self._lack(f"{path}/{others[0]}", f"{others[0]!r} beside them")
 
     @staticmethod
-    def _lack(place: str, what: str) -> GrammarError:
-        return GrammarError(f"at {place}: Unable to hold numbers beyond 2**53 exactly with {what}")
+    def _lack(path: str, what: str) -> GrammarError:
+        return GrammarError(f"at {path}: Unable to hold numbers beyond 2**53 exactly with {what}; use smaller numbers")
 
 
 def _literal(value: Any) -> str:
@@ -356,8 +354,8 @@ def _literal(value: Any) -> str:
     return json.dumps(json.dumps(value, ensure_ascii=False))
 
 
-def _check_shape(schema: dict[str, Any], place: str) -> None:
-    """Raise GrammarError, with the place, if a keyword has a value that JSON Schema does not allow."""
+def _check_shape(schema: dict[str, Any], path: str) -> None:
+    """Raise GrammarError, which names the path, if a keyword has a value that JSON Schema does not allow."""
     for key, value in schema.items():
         match key:
             case "$ref":
@@ -376,7 +374,7 @@ def _check_shape(schema: dict[str, Any], place: str) -> None:
             case _:
                 continue
         if not is_valid:
-            raise GrammarError(f"at {place}/{key}: it cannot be {json.dumps(value):.100}")
+            raise GrammarError(f"at {path}/{key}: it cannot be {json.dumps(value):.100}")
 
 
 def _rounds(schema: dict[str, Any]) -> bool:

@@ -1,5 +1,6 @@
-"""JSON schemas as the libraries take them: what is an annotation is left out, what they would not hold is refused."""
+"""JSON schemas as llguidance takes them: annotations are left out, and what it would not hold is refused."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ DEFINITIONS = ("$defs", "definitions")
 ENFORCED_FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
 )
-"""The formats that a library enforces; any other is an annotation, as JSON Schema has it."""
+"""The formats that are enforced; any other is an annotation, as JSON Schema has it."""
 _CONSTRAINING = frozenset(
     {
         *("$dynamicRef", "$recursiveRef", "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const"),
@@ -31,25 +32,27 @@ _LISTS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _NAMED = frozenset({*DEFINITIONS, "dependentSchemas", "patternProperties", "properties"})
 _MAX_REFERENCES = 128
 """Number of different references up to which a schema is searched for values that never end."""
+_NO_AUTOMATON = re.compile(r"\(\?<?[=!]|\\[1-9]")
+"""Parts of regular expressions that no automaton has: look-around and references to groups."""
 _MAX_FORMAT = 100
 """Maximum length of the name of a format in the log."""
 
 
-def subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return (place as a JSON pointer, schema) of a schema and of all schemas in it, also in definitions."""
-    pending = [(place, schema)]
+def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return (path as a JSON pointer, schema) of a schema and of all schemas in it, also in definitions."""
+    pending = [(path, schema)]
     while pending:
-        place, schema = pending.pop()
+        path, schema = pending.pop()
         if not isinstance(schema, dict):
             continue
-        yield place, schema
+        yield path, schema
         for key, value in schema.items():
             if isinstance(value, dict) and key in _NAMED:
-                pending += [(f"{place}/{key}/{pointer(name)}", each) for name, each in value.items()]
+                pending += [(f"{path}/{key}/{pointer(name)}", each) for name, each in value.items()]
             elif isinstance(value, dict) and key in _SCHEMAS:
-                pending.append((f"{place}/{key}", value))
+                pending.append((f"{path}/{key}", value))
             elif isinstance(value, list) and key in _LISTS:
-                pending += [(f"{place}/{key}/{index}", each) for index, each in enumerate(value)]
+                pending += [(f"{path}/{key}/{index}", each) for index, each in enumerate(value)]
 
 
 def keywords_of(schema: dict[str, Any]) -> set[str]:
@@ -78,12 +81,21 @@ def drop_annotations(schema: dict[str, Any]) -> list[str]:
     return [f"format {', '.join(sorted(dropped))} of a JSON schema is an annotation: it constrains nothing"]
 
 
+def drop_unheld(schema: dict[str, Any]) -> None:
+    """Remove from `schema` what `check_held` and the compilation of patterns would refuse, if less can be held."""
+    for _, part in subschemas(schema):
+        part.pop("minProperties", None)
+        pattern = part.get("pattern")
+        if isinstance(pattern, str) and _NO_AUTOMATON.search(pattern):
+            del part["pattern"]
+
+
 def check_held(schema: dict[str, Any]) -> None:
-    """Raise GrammarError, with the place, if llguidance would not hold a part of a schema that it accepts."""
+    """Raise GrammarError, which names the path, if llguidance would not hold a part of a schema that it accepts."""
     ending: set[str] = set()
-    for place, part in subschemas(schema):
-        _check_min_properties(part, place)
-        _check_reference(schema, part, place, ending)
+    for path, part in subschemas(schema):
+        _check_min_properties(part, path)
+        _check_reference(schema, part, path, ending)
     references = {part["$ref"] for _, part in subschemas(schema) if isinstance(part.get("$ref"), str)}
     if len(references) <= _MAX_REFERENCES and not _ends(schema, _ending_references(schema, references)):
         raise GrammarError(
@@ -92,7 +104,7 @@ def check_held(schema: dict[str, Any]) -> None:
         )
 
 
-def _check_min_properties(schema: dict[str, Any], place: str) -> None:
+def _check_min_properties(schema: dict[str, Any], path: str) -> None:
     """Refuse a least number of properties that repeated keys could reach."""
     least = schema.get("minProperties", 0)
     required = schema.get("required", [])
@@ -102,7 +114,7 @@ def _check_min_properties(schema: dict[str, Any], place: str) -> None:
     # A required property occurs once, so any other member differs from all of them, but two others may have one key.
     if least > len({name for name in required if isinstance(name, str)}) + 1:
         raise GrammarError(
-            f"at {place}/minProperties: Unable to count the properties, because keys that are not named may occur "
+            f"at {path}/minProperties: Unable to count the properties, because keys that are not named may occur "
             "twice; name more properties in required, or set additionalProperties to false"
         )
 
@@ -137,7 +149,7 @@ def _ends(schema: Any, ending: set[str]) -> bool:
     return True
 
 
-def _check_reference(root: dict[str, Any], schema: dict[str, Any], place: str, ending: set[str]) -> None:
+def _check_reference(root: dict[str, Any], schema: dict[str, Any], path: str, ending: set[str]) -> None:
     """Refuse a reference that leads back to itself without an object, a list or an alternative between.
 
     `ending` are references that are known to end; those of this schema are added.
@@ -146,7 +158,7 @@ def _check_reference(root: dict[str, Any], schema: dict[str, Any], place: str, e
     while isinstance(reference := schema.get("$ref"), str) and reference not in ending:
         if reference in seen:
             raise GrammarError(
-                f"at {place}/$ref: {reference!r} leads back to itself, so that it says nothing; let a property or an "
+                f"at {path}/$ref: {reference!r} leads back to itself, so that it says nothing; let a property or an "
                 "item refer to it instead"
             )
         seen[reference] = None

@@ -5,6 +5,7 @@ import types
 
 import numpy as np
 import pytest
+from support.drafts import draft_known_answers
 from support.local_engine import LocalEngine
 
 from vllm_mp.core.scheduler.step import ScheduledStep
@@ -52,6 +53,17 @@ class SequenceMatcher:
         mask[:] = 0
         for token in self.allowed(self.read):
             mask[token // 32] |= 1 << token % 32 if token % 32 < 31 else -(1 << 31)
+
+    def fill_ahead(self, drafts, masks):
+        read = list(self.read)
+        for token, mask in zip(drafts, masks, strict=True):
+            self.accept([token])
+            self.fill(mask)
+        self.read = read
+
+    def num_allowed(self, tokens):
+        read = list(self.read)
+        return next((i for i, token in enumerate(tokens) if token not in self.allowed(read + tokens[:i])), len(tokens))
 
     def forced(self):
         run = []
@@ -216,6 +228,31 @@ def test_a_request_that_another_core_began_continues_in_its_grammar(make, num_re
     successor.add(0, [1, 2], 10, constrained=constrained(FORKED), output=received, **params)
     successor.run()
     assert received + successor.tokens[0] == engine.tokens[0]
+
+
+@pytest.mark.parametrize("may_force", [True, False])
+@pytest.mark.parametrize("starts_after", [(), (40,)])
+def test_drafts_are_cut_where_the_grammar_forbids_them(folder, may_force, starts_after):
+    def play(**options):
+        engine = LocalEngine(folder, load_format="dummy", check_invariants=True, **options)
+        if options:
+            draft_known_answers(engine.scheduler, known, wrong_every=4)
+        for slot in range(4):
+            begun = constrained(FORKED if slot % 2 else LONG, may_force, starts_after)
+            engine.add(slot, [slot, 9], 26, constrained=begun, temperature=1.0, logit_bias={40: 3.0})
+        engine.run()
+        return engine
+
+    plain = play()
+    known = [([slot, 9], plain.tokens[slot]) for slot in range(4)]
+    drafted = play(speculative_config={"num_speculative_tokens": 5})
+    assert drafted.tokens == plain.tokens
+    assert drafted.ends == plain.ends
+    counters = drafted.scheduler.drafting.counters
+    assert counters.num_accepted_tokens > (2 if may_force and not starts_after else 8)
+    if not starts_after:
+        assert counters.num_accepted_tokens == counters.num_draft_tokens, "each wrong draft is forbidden"
+        assert drafted.num_launched < plain.num_launched
 
 
 def test_preempted_requests_continue_in_their_grammar(make):

@@ -13,11 +13,12 @@ import psutil
 import pytest
 
 from vllm_mp.core.structured_output import compiler as compiler_module
-from vllm_mp.core.structured_output.backends import TrialCompilation
 from vllm_mp.core.structured_output.compile_lanes import Waiter
 from vllm_mp.core.structured_output.compiler import GrammarCompiler, TooManyConstraintsError, may_take_long
-from vllm_mp.core.structured_output.grammar import GrammarError, PreparedConstraint
+from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
+from vllm_mp.core.structured_output.llguidance_library import PreparedConstraint
+from vllm_mp.core.structured_output.trial_compilation import TrialCompilation
 from vllm_mp.core.structured_output.trial_process import TrialUnavailableError
 from vllm_mp.core_link.core_status import OutsideTask
 from vllm_mp.requests.structured_outputs import Constraint
@@ -63,10 +64,10 @@ class StandInCompilation:
         if text == "later" and self.num_unavailable:
             self.num_unavailable -= 1
             raise TrialUnavailableError("no process can start")
-        return self.form(trial.constraint, "llguidance")
+        return self.prepare(trial.constraint)
 
-    def form(self, constraint, backend):
-        return PreparedConstraint(backend, constraint.text, "lark")
+    def prepare(self, constraint):
+        return PreparedConstraint(constraint.text)
 
     def cancel(self, is_quick):
         self.cancelled.append(is_quick)
@@ -128,7 +129,7 @@ def test_what_a_core_has_compiled_is_compiled_by_the_next_core_without_a_trial(c
     ask(compiler, Constraint("grammar", "may take long"))
     results(compiler, 4)
     compiler.close()
-    assert [tried.backend for tried in noted] == ["llguidance"] * 2
+    assert len(noted) == 2
     compilation.tried.clear()
     noted_again = []
     successor = GrammarCompiler(compilation, note_tried=noted_again.append)
@@ -252,7 +253,7 @@ def test_the_grammars_used_least_recently_are_forgotten(compiler, compilation, m
 @pytest.fixture(scope="module")
 def real(default_model):
     source = TokenizerSource(str(default_model), 49_152, [2])
-    compiler = GrammarCompiler(TrialCompilation(source, "llguidance"))
+    compiler = GrammarCompiler(TrialCompilation(source))
     yield compiler
     compiler.close()
 
@@ -357,7 +358,7 @@ def test_a_trial_ends_at_once_when_its_request_does(real):
 
 
 def test_the_process_of_trials_ends_with_the_compiler(default_model):
-    compilation = TrialCompilation(TokenizerSource(str(default_model), 49_152, [2]), "llguidance")
+    compilation = TrialCompilation(TokenizerSource(str(default_model), 49_152, [2]))
     compiler = GrammarCompiler(compilation)
     ask(compiler, Constraint("grammar", 'start: "a"'))
     results(compiler, 1)
@@ -381,7 +382,7 @@ import sys
 from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
 from vllm_mp.core.structured_output.trial_process import SLOW, TrialProcess
 from vllm_mp.requests.structured_outputs import Constraint
-trials = TrialProcess(TokenizerSource(sys.argv[1], 49152, [2]), "llguidance", SLOW)
+trials = TrialProcess(TokenizerSource(sys.argv[1], 49152, [2]), SLOW)
 trials.run(Constraint("grammar", 'start: "a"'))
 print(trials._process.pid, flush=True)
 trials.run(Constraint("grammar", "start: A\\nA: " + " & ".join(f"/(a|b)*b(a|b){{{i}}}/" for i in range(40))))

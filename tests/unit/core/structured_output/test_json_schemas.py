@@ -46,9 +46,9 @@ def of(schema, **options):
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
-def test_integers_of_any_size_are_held_to_the_digit(llguidance, schema, allowed, forbidden):
-    assert [value for value in allowed if not llguidance.allows(of(schema), json.dumps(value))] == []
-    assert [value for value in forbidden if llguidance.allows(of(schema), json.dumps(value))] == []
+def test_integers_of_any_size_are_held_to_the_digit(library, schema, allowed, forbidden):
+    assert [value for value in allowed if not library.allows(of(schema), json.dumps(value))] == []
+    assert [value for value in forbidden if library.allows(of(schema), json.dumps(value))] == []
 
 
 ACCOUNT = {
@@ -76,8 +76,8 @@ TREE = {"$ref": "#/$defs/account", "$defs": {"account": ACCOUNT}}
     ],
     ids=lambda value: json.dumps(value)[:40],
 )
-def test_large_integers_are_held_deep_in_a_schema(llguidance, value, options):
-    assert llguidance.allows(of(TREE, **options), json.dumps(value))
+def test_large_integers_are_held_deep_in_a_schema(library, value, options):
+    assert library.allows(of(TREE, **options), json.dumps(value))
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_large_integers_are_held_deep_in_a_schema(llguidance, value, options):
     ],
     ids=lambda value: json.dumps(value)[:40],
 )
-def test_what_a_schema_with_large_integers_forbids_is_refused(llguidance, value):
-    assert not llguidance.allows(of(TREE), json.dumps(value))
+def test_what_a_schema_with_large_integers_forbids_is_refused(library, value):
+    assert not library.allows(of(TREE), json.dumps(value))
 
 
-def test_kinds_of_objects_that_a_constant_tells_apart_may_have_large_integers(llguidance):
+def test_kinds_of_objects_that_a_constant_tells_apart_may_have_large_integers(library):
     def kind(name):
         properties = {"kind": {"const": name, "type": "string"}, "id": INT64}
         return {"type": "object", "properties": properties, "required": ["kind"], "additionalProperties": False}
@@ -107,10 +107,10 @@ def test_kinds_of_objects_that_a_constant_tells_apart_may_have_large_integers(ll
         "discriminator": {"propertyName": "kind"},
         "$defs": {"cat": kind("cat"), "dog": kind("dog")},
     }
-    assert llguidance.allows(of(schema), f'{{"kind": "dog", "id": {2**63 - 1}}}')
-    assert not llguidance.allows(of(schema), f'{{"kind": "cat", "id": {2**63}}}')
+    assert library.allows(of(schema), f'{{"kind": "dog", "id": {2**63 - 1}}}')
+    assert not library.allows(of(schema), f'{{"kind": "cat", "id": {2**63}}}')
     schema["$defs"]["dog"] = kind("cat")
-    assert "at #/oneOf: Unable" in llguidance.refusal(of(schema))
+    assert "at #/oneOf: Unable" in library.refusal(of(schema))
 
 
 @pytest.mark.parametrize(
@@ -127,42 +127,42 @@ def test_kinds_of_objects_that_a_constant_tells_apart_may_have_large_integers(ll
     ],
     ids=str,
 )
-def test_alternative_without_large_integers_stays_possible(llguidance, other):
+def test_alternative_without_large_integers_stays_possible(library, other):
     dog = {"type": "object", "properties": {"kind": {"const": "dog"}, "id": INT64}, "required": ["kind", "id"]}
     schema = {"type": "array", "items": {"anyOf": [dog, other]}}
-    assert llguidance.allows(
+    assert library.allows(
         of(schema), f'[{{"kind": "dog", "id": {2**63 - 1}}}, {{"kind": "cat"}}, {{ "kind" : "cat" }}]'
     )
 
 
 @pytest.mark.parametrize("reference", ["#", "#/$defs/node", "#/properties/next"])
-def test_recursive_schema_may_have_large_integers(llguidance, reference):
+def test_recursive_schema_may_have_large_integers(library, reference):
     node = {"type": "object", "properties": {"id": INT64, "next": {"$ref": reference}}, "additionalProperties": False}
     schema = {**node, "$defs": {"node": node}}
     if reference == "#/properties/next":
         schema["properties"] = {**node["properties"], "next": node}
     value = {"id": 2**63 - 1, "next": {"next": {"id": -(2**63)}}}
-    assert llguidance.allows(of(schema), json.dumps(value))
+    assert library.allows(of(schema), json.dumps(value))
     value["next"]["next"]["id"] = 2**63
-    assert not llguidance.allows(of(schema), json.dumps(value))
+    assert not library.allows(of(schema), json.dumps(value))
 
 
-def test_part_beside_large_integers_may_refer_to_the_whole_schema(llguidance):
+def test_part_beside_large_integers_may_refer_to_the_whole_schema(library):
     properties = {"id": INT64, "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}}, "up": {"$ref": "#"}}
     tag = {"type": "object", "properties": {"of": {"$ref": "#"}}, "additionalProperties": False}
     schema = {"type": "object", "properties": properties, "additionalProperties": False, "$defs": {"tag": tag}}
-    assert llguidance.allows(of(schema), '{"tags": [{"of": {"id": 1}}], "up": {"up": {}}}')
-    assert not llguidance.allows(of(schema), f'{{"tags": [{{"of": {{"id": {2**63}}}}}]}}')
+    assert library.allows(of(schema), '{"tags": [{"of": {"id": 1}}], "up": {"up": {}}}')
+    assert not library.allows(of(schema), f'{{"tags": [{{"of": {{"id": {2**63}}}}}]}}')
 
 
-def test_grammar_of_too_many_large_numbers_is_refused(llguidance):
+def test_grammar_of_too_many_large_numbers_is_refused(library):
     parts = [{"type": "integer", "minimum": -SERIAL - number, "maximum": SERIAL} for number in range(7_000)]
     with pytest.raises(GrammarError, match="the constraint is too large: its grammar has "):
-        llguidance.compile(of({"type": "array", "prefixItems": parts}))
+        library.compile(of({"type": "array", "prefixItems": parts}))
 
 
 @pytest.mark.parametrize("kind", ["object", "array"])
-def test_schema_with_many_parts_and_large_integers_needs_little_stack(llguidance, kind):
+def test_schema_with_many_parts_and_large_integers_needs_little_stack(library, kind):
     parts = [{"type": "integer", "minimum": SERIAL}] * 1500
     if kind == "object":
         names = [f"p{number}" for number in range(len(parts))]
@@ -173,28 +173,28 @@ def test_schema_with_many_parts_and_large_integers_needs_little_stack(llguidance
     before = threading.stack_size(2**21)
     try:
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            assert thread.submit(llguidance.allows, of(schema), json.dumps(value)).result()
+            assert thread.submit(library.allows, of(schema), json.dumps(value)).result()
     finally:
         threading.stack_size(before)
 
 
-def test_schema_with_large_integers_keeps_to_the_options_of_whitespace(llguidance):
+def test_schema_with_large_integers_keeps_to_the_options_of_whitespace(library):
     compact = of(TREE, any_whitespace=False)
-    assert llguidance.allows(compact, '{"id":1,"parent":null}')
-    assert not llguidance.allows(compact, '{"id": 1,"parent":null}')
-    assert llguidance.allows(of(TREE), '{\n  "id": 1,\n  "parent": null\n}')
-    assert not llguidance.allows(of(TREE), '{"id":   1,"parent":null}')
+    assert library.allows(compact, '{"id":1,"parent":null}')
+    assert not library.allows(compact, '{"id": 1,"parent":null}')
+    assert library.allows(of(TREE), '{\n  "id": 1,\n  "parent": null\n}')
+    assert not library.allows(of(TREE), '{"id":   1,"parent":null}')
 
 
-def test_large_integers_are_held_in_structural_tags(llguidance):
+def test_large_integers_are_held_in_structural_tags(library):
     tag = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": TREE}, "end": "</f>"}
     constraint = Constraint("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
-    assert llguidance.allows(constraint, f'<f>{{"id":{2**63 - 1},"parent":null}}</f>')
-    assert not llguidance.allows(constraint, f'<f>{{"id":{2**63},"parent":null}}</f>')
+    assert library.allows(constraint, f'<f>{{"id":{2**63 - 1},"parent":null}}</f>')
+    assert not library.allows(constraint, f'<f>{{"id":{2**63},"parent":null}}</f>')
 
 
 @pytest.mark.parametrize(
-    ("schema", "place"),
+    ("schema", "path"),
     [
         ({"oneOf": [{"type": "integer", "minimum": SERIAL}, {"type": "number"}]}, "#/oneOf"),
         ({"allOf": [{"type": "integer", "minimum": SERIAL}, {"maximum": 2**64}]}, "#/allOf"),
@@ -203,14 +203,8 @@ def test_large_integers_are_held_in_structural_tags(llguidance):
         ({"type": "number", "minimum": 0.5, "maximum": 2**64}, "#/minimum"),
     ],
 )
-def test_large_number_that_cannot_be_held_is_refused_with_the_place(llguidance, schema, place):
-    assert llguidance.refusal(of(schema)).startswith(f"at {place}")
-
-
-@pytest.mark.slow
-def test_xgrammar_holds_bounds_of_64_bits(xgrammar):
-    assert xgrammar.allows(of(INT64), str(-(2**63)))
-    assert not xgrammar.allows(of(INT64), str(2**63))
+def test_large_number_that_cannot_be_held_is_refused_with_its_path(library, schema, path):
+    assert library.refusal(of(schema)).startswith(f"at {path}")
 
 
 @pytest.mark.parametrize(
@@ -221,10 +215,10 @@ def test_xgrammar_holds_bounds_of_64_bits(xgrammar):
         ({"minProperties": 1, "maxProperties": 1}, ['{"k":1}'], ['{"k":1,"l":1}']),
     ],
 )
-def test_least_number_of_properties_counts_each_key_once(llguidance, schema, allowed, forbidden):
+def test_least_number_of_properties_counts_each_key_once(library, schema, allowed, forbidden):
     constraint = of({"type": "object", **schema})
-    assert [text for text in allowed if not llguidance.allows(constraint, text)] == []
-    assert [text for text in forbidden if llguidance.allows(constraint, text)] == []
+    assert [text for text in allowed if not library.allows(constraint, text)] == []
+    assert [text for text in forbidden if library.allows(constraint, text)] == []
 
 
 @pytest.mark.parametrize(
@@ -236,9 +230,9 @@ def test_least_number_of_properties_counts_each_key_once(llguidance, schema, all
         {"minProperties": 3, "required": ["a"], "properties": {"b": {}}},
     ],
 )
-def test_least_number_that_repeated_keys_could_reach_is_refused(llguidance, schema):
+def test_least_number_that_repeated_keys_could_reach_is_refused(library, schema):
     constraint = of({"type": "array", "items": {"type": "object", **schema}})
-    assert "at #/items/minProperties: Unable to count" in llguidance.refusal(constraint)
+    assert "at #/items/minProperties: Unable to count" in library.refusal(constraint)
 
 
 @pytest.mark.parametrize(
@@ -257,17 +251,17 @@ def test_annotations_constrain_nothing(library, schema):
     assert not library.allows(constraint, '{"format": 3}')
 
 
-def test_format_that_is_an_annotation_is_in_the_log_in_one_line(llguidance, caplog):
+def test_format_that_is_an_annotation_is_in_the_log_in_one_line(library, caplog):
     parts = {name: {"type": "string", "format": f"shoe {name}"} for name in "aba"}
     schema = {"type": "object", "properties": {**parts, "n": {"type": "integer", "format": "int32"}}}
     with caplog.at_level(logging.WARNING):
-        llguidance.compile(of(schema))
+        library.compile(of(schema))
     assert [record.message for record in caplog.records] == [
         "format 'shoe a', 'shoe b' of a JSON schema is an annotation: it constrains nothing"
     ]
 
 
-def test_schemas_that_pydantic_makes_are_served(llguidance):
+def test_schemas_that_pydantic_makes_are_served(library):
     class Dog(pydantic.BaseModel):
         kind: Literal["dog"]
         chip: int = pydantic.Field(ge=-(2**63), le=2**63 - 1)
@@ -295,34 +289,34 @@ def test_schemas_that_pydantic_makes_are_served(llguidance):
         "pets": {"Rex": {"kind": "dog", "chip": 2**63 - 1}, "Tom": {"kind": "cat", "kittens": [{"kind": "cat"}]}},
     }
     constraint = of(Owner.model_json_schema())
-    assert llguidance.allows(constraint, json.dumps(value))
+    assert library.allows(constraint, json.dumps(value))
     value["pets"]["Rex"]["chip"] += 1
-    assert not llguidance.allows(constraint, json.dumps(value))
+    assert not library.allows(constraint, json.dumps(value))
 
 
-def test_enforced_formats_still_constrain(llguidance):
-    assert not llguidance.allows(of({"type": "string", "format": "uuid"}), '"a"')
+def test_enforced_formats_still_constrain(library):
+    assert not library.allows(of({"type": "string", "format": "uuid"}), '"a"')
 
 
 @pytest.mark.parametrize("reference", ["#", "#/$defs/node", "#/properties/left"])
-def test_recursive_schemas_are_served(llguidance, reference):
+def test_recursive_schemas_are_served(library, reference):
     node = {"type": "object", "properties": {"left": {"$ref": reference}}, "additionalProperties": False}
     schema = {**node, "$defs": {"node": node}}
     if reference == "#/properties/left":
         schema["properties"] = {"left": node, "right": {"$ref": reference}}
         node["properties"]["left"] = {"$ref": "#"}
-    assert llguidance.allows(of(schema), '{"left": {"left": {}}}')
+    assert library.allows(of(schema), '{"left": {"left": {}}}')
 
 
 @pytest.mark.parametrize(
-    ("schema", "place"),
+    ("schema", "path"),
     [
         ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "#/$ref"),
         ({"properties": {"a": {"$ref": "#/properties/a"}}}, "#/properties/a/$ref"),
     ],
 )
-def test_reference_that_leads_back_to_itself_is_refused_with_the_place(llguidance, schema, place):
-    assert llguidance.refusal(of(schema)).startswith(f"at {place}: ")
+def test_reference_that_leads_back_to_itself_is_refused_with_its_path(library, schema, path):
+    assert library.refusal(of(schema)).startswith(f"at {path}: ")
 
 
 @pytest.mark.parametrize(
@@ -334,8 +328,8 @@ def test_reference_that_leads_back_to_itself_is_refused_with_the_place(llguidanc
     ],
     ids=str,
 )
-def test_schema_whose_values_never_end_is_refused(llguidance, schema):
-    assert "at #: no value of the schema ends" in llguidance.refusal(of(schema))
+def test_schema_whose_values_never_end_is_refused(library, schema):
+    assert "at #: no value of the schema ends" in library.refusal(of(schema))
 
 
 @pytest.mark.parametrize(
@@ -347,8 +341,8 @@ def test_schema_whose_values_never_end_is_refused(llguidance, schema):
     ],
     ids=str,
 )
-def test_recursive_schema_with_a_way_out_is_served(llguidance, schema, text):
-    assert llguidance.allows(of(schema), text or '{"a": {"a": null}}')
+def test_recursive_schema_with_a_way_out_is_served(library, schema, text):
+    assert library.allows(of(schema), text or '{"a": {"a": null}}')
 
 
 @pytest.mark.parametrize("constraint", [Constraint("json_object"), of({"type": "object"})], ids=["object", "schema"])
@@ -359,6 +353,6 @@ def test_whitespace_between_the_parts_of_json_has_a_bound(library, constraint):
         assert not library.allows(constraint, f'{{{gap}"a": 1}}'), repr(gap)
 
 
-def test_whitespace_has_no_bound_with_a_pattern_that_says_so(llguidance):
+def test_whitespace_has_no_bound_with_a_pattern_that_says_so(library):
     constraint = Constraint("json_object", whitespace_pattern=r"[ \t\r\n]*")
-    assert llguidance.allows(constraint, '{"a":' + " \n" * 40 + "1}")
+    assert library.allows(constraint, '{"a":' + " \n" * 40 + "1}")

@@ -1,4 +1,4 @@
-"""What structural tags hold output to, with both libraries."""
+"""What structural tags hold output to."""
 
 import json
 
@@ -71,6 +71,23 @@ FORMATS = {
         ["hi $$12; ##x and", "hi"],
         ["hi $$a"],
     ),
+    "dispatch_once": (
+        {
+            "type": "dispatch",
+            "loop": False,
+            "rules": [
+                [
+                    "<f=",
+                    sequence(
+                        tag("", begin="bar>"),
+                        {"type": "repeat", "min": 0, "max": 1, "content": tag("", begin="|<f=bar>")},
+                    ),
+                ]
+            ],
+        },
+        ["hi", f"hi {CALL}", f"{CALL}|{CALL}"],
+        [f"{CALL} ", f"{CALL}|{CALL}|{CALL}", "<f=baz>"],
+    ),
 }
 
 
@@ -89,16 +106,43 @@ def test_the_form_with_structures_and_triggers_is_understood(library):
     assert not library.allows(constraint, "<f=baz>")
 
 
-def test_special_tokens_in_a_tag_are_the_tokens_themselves(llguidance):
+def test_special_tokens_in_a_tag_are_the_tokens_themselves(library):
     format = tag("t", begin="<|im_start|>tool\n", content={"type": "any_text"}, end="<|im_start|>")
     constraint = Constraint("structural_tag", json.dumps({"type": "structural_tag", "format": format}))
-    matcher = llguidance.compile(constraint).matcher()
-    tokens = llguidance.tokens("<|im_start|>tool\nhello<|im_start|>")
+    matcher = library.compile(constraint).matcher()
+    tokens = library.tokens("<|im_start|>tool\nhello<|im_start|>")
     assert tokens[0] == tokens[-1] == 1
     for token in tokens:
-        assert token in llguidance.allowed(matcher)
+        assert token in library.allowed(matcher)
         matcher.accept([token])
-    assert llguidance.allowed(matcher) == {0, 2}
+    assert library.allowed(matcher) == {0, 2}
+
+
+UNHELD = {
+    "type": "object",
+    "properties": {
+        "list": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        "map": {"type": "object", "propertyNames": {"type": "string"}, "minProperties": 3},
+        "word": {"type": "string", "pattern": "^(?!x)[a-z]+$"},
+        "share": {"type": "number", "multipleOf": 0.01, "minimum": 0},
+        "same": {"$ref": "#/$defs/same"},
+    },
+    "required": ["list"],
+    "additionalProperties": False,
+    "$defs": {"same": {"type": "boolean"}},
+}
+
+
+def test_schema_that_is_lenient_is_held_as_far_as_a_grammar_can(library):
+    format = {"type": "json_schema", "json_schema": UNHELD}
+    strict, lenient = (
+        Constraint("structural_tag", json.dumps({"type": "structural_tag", "format": {**format, "lenient": each}}))
+        for each in (False, True)
+    )
+    assert "format.json_schema: at #/properties/map/minProperties" in library.refusal(strict)
+    assert library.allows(lenient, '{"list":[1,1],"map":{"a":1},"word":"x","share":0.5,"same":true}')
+    for text in ('{"list":["a"]}', '{"map":{}}', '{"list":[],"other":1}', '{"list":[],"same":1}'):
+        assert not library.allows(lenient, text), text
 
 
 @pytest.mark.parametrize(
@@ -106,7 +150,13 @@ def test_special_tokens_in_a_tag_are_the_tokens_themselves(llguidance):
     [
         ({}, "it must have `format`"),
         ([], "it must have `format`"),
-        ({"format": {"type": "shoe"}}, "format: llguidance does not have the type 'shoe'"),
+        ({"format": {"type": "shoe"}}, "format: the type 'shoe' is not served; use one of any_text, const_string,"),
+        ({"format": {"type": "any_text", "max_tokens": 5}}, "`max_tokens` of a text is not served; use `max_chars`"),
+        (
+            {"format": {"type": "regex", "pattern": "a", "excludes": ["a"]}},
+            "`excludes` of a regex is not served; leave",
+        ),
+        ({"format": {"type": "json_schema", "style": "qwen_xml"}}, "`style`, `any_order` and `excludes` of JSON are"),
         ({"format": sequence(const("a"), {"type": "const_string"})}, "format.elements[1].value must be a text"),
         ({"format": sequence()}, "format.elements must be a list that is not empty"),
         ({"format": TRIGGERED | {"triggers": ["x"]}}, "format.tags[0].begin must start with exactly one trigger"),
@@ -115,6 +165,6 @@ def test_special_tokens_in_a_tag_are_the_tokens_themselves(llguidance):
         ({"structures": [], "triggers": ["a"]}, "structures must be a list that is not empty"),
     ],
 )
-def test_a_tag_that_is_not_valid_is_refused_with_the_place(llguidance, value, message):
-    error = llguidance.refusal(Constraint("structural_tag", json.dumps(value)))
+def test_a_tag_that_is_not_valid_is_refused_with_its_path(library, value, message):
+    error = library.refusal(Constraint("structural_tag", json.dumps(value)))
     assert message in error

@@ -1,9 +1,9 @@
 """Structural tags, which mix free text and constrained parts, as grammars in Lark's notation.
 
-Names and meanings are as in vLLM and XGrammar. Each part of a grammar is a terminal, whose text the lexer finds, or
-an expression of rules. The lexer takes the longest text that a terminal matches, so terminals that follow one another
-are joined to one: a regular expression before an end tag would else swallow the tag. Free text is lazy: it ends at the
-first trigger, or at the first end tag.
+Names and meanings are as in vLLM. Each part of a grammar is a terminal, whose text the lexer finds, or an expression of
+rules. The lexer takes the longest text that a terminal matches, so terminals that follow one another are joined to one:
+otherwise a regular expression before an end tag would consume the tag. Free text is lazy: it ends at the first trigger,
+or at the first end tag.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_mp.core.structured_output.grammar import GrammarError
-from vllm_mp.core.structured_output.libraries.lark import (
+from vllm_mp.core.structured_output.lark import (
     Additions,
     ebnf_grammar,
     json_rule,
@@ -34,16 +34,16 @@ class _Part(NamedTuple):
 
 
 class FormatError(GrammarError):
-    """A format is not valid, or llguidance cannot express it; the message begins with its place."""
+    """A format is not valid, or llguidance cannot express it; the message begins with its path."""
 
 
 def structural_tag_grammar(constraint: Constraint, split: SplitText, added: Additions) -> str:
-    """Return the grammar of a structural tag. Raises GrammarError, with the place in the tag, if it has none."""
+    """Return the grammar of a structural tag. Raises GrammarError, with the path in the tag, if it has none."""
     tag = parse_json("the structural tag", constraint.text)
     builder = _Builder(constraint, split, added)
     try:
         if isinstance(tag, dict) and "structures" in tag:
-            start = builder.build(current_form(tag), "structures", ())
+            start = builder.build(_current_form(tag), "structures", ())
         elif isinstance(tag, dict) and isinstance(tag.get("format"), dict):
             start = builder.build(tag["format"], "format", ())
         else:
@@ -53,7 +53,7 @@ def structural_tag_grammar(constraint: Constraint, split: SplitText, added: Addi
     return builder.grammar(start)
 
 
-def current_form(tag: dict[str, Any]) -> dict[str, Any]:
+def _current_form(tag: dict[str, Any]) -> dict[str, Any]:
     """Return the format that the older form, with `structures` and `triggers`, stands for.
 
     Raises FormatError if `structures` is no list of objects.
@@ -83,6 +83,8 @@ class _Builder:
         self._added = added
         self._rules = added.rules
         self._side_grammars: list[dict[str, str]] = []
+        self._json_rules: dict[bytes, str] = {}
+        """Names of rules by their schemas: the calls of a tool may stand in several places."""
         self._depth = 0
 
     def grammar(self, start: list[_Part]) -> str:
@@ -93,116 +95,123 @@ class _Builder:
         grammars = [{"lark_grammar": text}, *self._side_grammars]
         return msgspec.json.encode({"grammars": grammars}).decode()
 
-    def build(self, format: Any, place: str, ends: Sequence[str]) -> list[_Part]:
+    def build(self, format: Any, path: str, ends: Sequence[str]) -> list[_Part]:
         """Return the parts of a format, followed by one of the texts `ends` if there are any."""
         if not isinstance(format, dict) or not isinstance(format.get("type"), str):
-            raise FormatError(f"{place} must be an object with `type`, got {str(format)[:100]}")
+            raise FormatError(f"{path} must be an object with `type`, got {str(format)[:100]}")
         method = getattr(self, f"_build_{format['type']}", None)
         if method is None:
-            raise FormatError(f"{place}: llguidance does not have the type {format['type']!r}")
+            types = [name.removeprefix("_build_") for name in dir(self) if name.startswith("_build_")]
+            raise FormatError(f"{path}: the type {format['type']!r} is not served; use one of {', '.join(types)}")
         if self._depth >= MAX_NESTING:
-            raise FormatError(f"{place}: formats are nested deeper than {MAX_NESTING} levels")
+            raise FormatError(f"{path}: formats are nested deeper than {MAX_NESTING} levels")
         self._depth += 1
         try:
-            parts: list[_Part] = method(format, place, ends)
+            parts: list[_Part] = method(format, path, ends)
         finally:
             self._depth -= 1
         return parts
 
-    def _build_const_string(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
-        return [*self._text(_string_of(format, "value", place)), *self._ends(ends)]
+    def _build_const_string(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
+        return [*self._text(_string_of(format, "value", path)), *self._ends(ends)]
 
-    def _build_json_schema(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
+    def _build_json_schema(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
         if format.get("style", "json") != "json" or format.get("any_order") or format.get("excludes"):
-            raise FormatError(f"{place}: llguidance has no `style`, `any_order` and `excludes` of JSON")
+            raise FormatError(f"{path}: `style`, `any_order` and `excludes` of JSON are not served; leave them out")
+        is_lenient = bool(format.get("lenient"))
+        key = msgspec.json.encode([format.get("json_schema"), format.get("max_whitespace_cnt"), is_lenient])
+        if key in self._json_rules:
+            return [_Part(self._json_rules[key], False), *self._ends(ends)]
         constraint = self._constraint
         if (most := format.get("max_whitespace_cnt")) is not None:
             constraint = msgspec.structs.replace(constraint, whitespace_pattern=rf"[ \t\n\r]{{0,{int(most)}}}")
         try:
-            rule = json_rule(format.get("json_schema"), constraint, self._added)
+            rule = json_rule(format.get("json_schema"), constraint, self._added, is_lenient=is_lenient)
         except FormatError:
             raise
         except GrammarError as error:
-            raise FormatError(f"{place}.json_schema: {error}") from None
-        return [_Part(rule, False), *self._ends(ends)]
+            raise FormatError(f"{path}.json_schema: {error}") from None
+        name = self._json_rules[key] = f"json{len(self._json_rules)}"
+        self._rules.append(f"{name}: {rule}")
+        return [_Part(name, False), *self._ends(ends)]
 
-    def _build_regex(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
+    def _build_regex(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
         if format.get("excludes"):
-            raise FormatError(f"{place}: llguidance has no `excludes` of a regex")
-        return [_Part(regex_terminal(_string_of(format, "pattern", place)), True), *self._ends(ends)]
+            raise FormatError(f"{path}: `excludes` of a regex is not served; leave it out")
+        return [_Part(regex_terminal(_string_of(format, "pattern", path)), True), *self._ends(ends)]
 
-    def _build_grammar(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
+    def _build_grammar(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
         name = f"grammar{len(self._side_grammars)}"
-        text = ebnf_grammar(_string_of(format, "grammar", place))
+        text = ebnf_grammar(_string_of(format, "grammar", path))
         self._side_grammars.append({"name": name, "lark_grammar": text})
         return [_Part(f"@{name}", False), *self._ends(ends)]
 
-    def _build_any_text(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
+    def _build_any_text(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
         if format.get("max_tokens") is not None:
-            raise FormatError(f"{place}: llguidance has no `max_tokens` of a text")
-        excluded = _strings_of(format, "excludes", place, may_lack=True)
+            raise FormatError(f"{path}: `max_tokens` of a text is not served; use `max_chars`")
+        excluded = _strings_of(format, "excludes", path, may_lack=True)
         return [_Part(self._free_text(excluded, format.get("max_chars"), ends), False)]
 
-    def _build_token(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
-        return [self._token(format.get("token"), place), *self._ends(ends)]
+    def _build_token(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
+        return [self._token(format.get("token"), path), *self._ends(ends)]
 
-    def _build_sequence(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
-        elements = _list_of(format, "elements", dict, place)
+    def _build_sequence(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
+        elements = _list_of(format, "elements", dict, path)
         parts: list[_Part] = []
         for index, element in enumerate(elements):
             is_last = index == len(elements) - 1
-            parts += self.build(element, f"{place}.elements[{index}]", ends if is_last else ())
+            parts += self.build(element, f"{path}.elements[{index}]", ends if is_last else ())
         return parts
 
-    def _build_or(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
-        elements = _list_of(format, "elements", dict, place)
-        built = [self.build(element, f"{place}.elements[{index}]", ends) for index, element in enumerate(elements)]
+    def _build_or(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
+        elements = _list_of(format, "elements", dict, path)
+        built = [self.build(element, f"{path}.elements[{index}]", ends) for index, element in enumerate(elements)]
         return [self._alternatives(built)]
 
-    def _build_optional(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
-        return self._repeated(format, place, "?", ends)
+    def _build_optional(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
+        return self._repeated(format, path, "?", ends)
 
-    def _build_plus(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
-        return self._repeated(format, place, "+", ends)
+    def _build_plus(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
+        return self._repeated(format, path, "+", ends)
 
-    def _build_star(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
-        return self._repeated(format, place, "*", ends)
+    def _build_star(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
+        return self._repeated(format, path, "*", ends)
 
-    def _build_repeat(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
+    def _build_repeat(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
         least, most = format.get("min"), format.get("max")
         if not isinstance(least, int) or not isinstance(most, int) or least < 0:
-            raise FormatError(f"{place}: `min` and `max` must be integers, got {least!r} and {most!r}")
-        return self._repeated(format, place, f"{{{least},{'' if most < 0 else most}}}", ends)
+            raise FormatError(f"{path}: `min` and `max` must be integers, got {least!r} and {most!r}")
+        return self._repeated(format, path, f"{{{least},{'' if most < 0 else most}}}", ends)
 
-    def _build_tag(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
-        return [*self._begin(format, place), *self._after_begin(format, place), *self._ends(ends)]
+    def _build_tag(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
+        return [*self._begin(format, path), *self._after_begin(format, path), *self._ends(ends)]
 
-    def _build_tags_with_separator(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
-        tags = _list_of(format, "tags", dict, place)
+    def _build_tags_with_separator(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
+        tags = _list_of(format, "tags", dict, path)
         tag = self._alternatives(
-            [self._build_tag(tag, f"{place}.tags[{index}]", ()) for index, tag in enumerate(tags)]
+            [self._build_tag(tag, f"{path}.tags[{index}]", ()) for index, tag in enumerate(tags)]
         ).text
         text = f"({tag})"
         if not format.get("stop_after_first"):
-            separator = self._text(_string_of(format, "separator", place))
+            separator = self._text(_string_of(format, "separator", path))
             text = f"({tag} ({self._sequence([*separator, _Part(tag, False)])})*)"
         if not format.get("at_least_one"):
             text += "?"
         return [_Part(text, False), *self._ends(ends)]
 
-    def _build_triggered_tags(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
-        triggers = _strings_of(format, "triggers", place)
-        tags = _list_of(format, "tags", dict, place)
-        excluded = _strings_of(format, "excludes", place, may_lack=True)
+    def _build_triggered_tags(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
+        triggers = _strings_of(format, "triggers", path)
+        tags = _list_of(format, "tags", dict, path)
+        excluded = _strings_of(format, "excludes", path, may_lack=True)
         rests: dict[str, list[list[_Part]]] = {}
         whole = []
         for index, tag in enumerate(tags):
-            tag_place = f"{place}.tags[{index}]"
-            begin = _string_of(tag, "begin", tag_place)
+            tag_path = f"{path}.tags[{index}]"
+            begin = _string_of(tag, "begin", tag_path)
             matching = [trigger for trigger in triggers if begin.startswith(trigger)]
             if len(matching) != 1:
-                raise FormatError(f"{tag_place}.begin must start with exactly one trigger, got {begin!r}")
-            body = self._after_begin(tag, tag_place)
+                raise FormatError(f"{tag_path}.begin must start with exactly one trigger, got {begin!r}")
+            body = self._after_begin(tag, tag_path)
             rests.setdefault(matching[0], []).append([*self._text(begin[len(matching[0]) :]), *body])
             whole.append([*self._text(begin), *body])
         first = self._alternatives(whole)
@@ -212,14 +221,14 @@ class _Builder:
         text = self._dispatch(bodies, not format.get("stop_after_first"), excluded, ends)
         return [*([first] if format.get("at_least_one") else []), text]
 
-    def _build_dispatch(self, format: dict[str, Any], place: str, ends: Sequence[str]) -> list[_Part]:
-        rules = _list_of(format, "rules", list, place)
-        excluded = _strings_of(format, "excludes", place, may_lack=True)
+    def _build_dispatch(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
+        rules = _list_of(format, "rules", list, path)
+        excluded = _strings_of(format, "excludes", path, may_lack=True)
         bodies = []
         for index, rule in enumerate(rules):
             if len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
-                raise FormatError(f"{place}.rules[{index}] must be a text and a format, got {str(rule)[:100]}")
-            bodies.append((rule[0], self._alternatives([self.build(rule[1], f"{place}.rules[{index}][1]", ())])))
+                raise FormatError(f"{path}.rules[{index}] must be a text and a format, got {str(rule)[:100]}")
+            bodies.append((rule[0], self._alternatives([self.build(rule[1], f"{path}.rules[{index}][1]", ())])))
         return [self._dispatch(bodies, bool(format.get("loop", True)), excluded, ends)]
 
     def _dispatch(
@@ -233,25 +242,25 @@ class _Builder:
         last = self._sequence(self._ends(ends))
         return _Part(f"({' | '.join(f'{head} {last}' for head in heads)} | {tail})", False)
 
-    def _begin(self, tag: dict[str, Any], place: str) -> list[_Part]:
+    def _begin(self, tag: dict[str, Any], path: str) -> list[_Part]:
         begin = tag.get("begin")
         if isinstance(begin, dict):
-            return [self._token(begin.get("token"), f"{place}.begin")]
-        return self._text(_string_of(tag, "begin", place))
+            return [self._token(begin.get("token"), f"{path}.begin")]
+        return self._text(_string_of(tag, "begin", path))
 
-    def _after_begin(self, tag: dict[str, Any], place: str) -> list[_Part]:
+    def _after_begin(self, tag: dict[str, Any], path: str) -> list[_Part]:
         """Return the content and the end of a tag."""
         end = tag.get("end")
         if isinstance(end, dict):
-            token = self._token(end.get("token"), f"{place}.end")
-            return [*self.build(tag.get("content"), f"{place}.content", ()), token]
+            token = self._token(end.get("token"), f"{path}.end")
+            return [*self.build(tag.get("content"), f"{path}.content", ()), token]
         ends = [end] if isinstance(end, str) else end
         if not isinstance(ends, list) or not ends or not all(isinstance(text, str) for text in ends):
-            raise FormatError(f"{place}.end must be a text or a list of texts, got {str(end)[:100]}")
-        return self.build(tag.get("content"), f"{place}.content", ends if any(ends) else ())
+            raise FormatError(f"{path}.end must be a text or a list of texts, got {str(end)[:100]}")
+        return self.build(tag.get("content"), f"{path}.content", ends if any(ends) else ())
 
-    def _repeated(self, format: dict[str, Any], place: str, suffix: str, ends: Sequence[str]) -> list[_Part]:
-        content = self._alternatives([self.build(format.get("content"), f"{place}.content", ())])
+    def _repeated(self, format: dict[str, Any], path: str, suffix: str, ends: Sequence[str]) -> list[_Part]:
+        content = self._alternatives([self.build(format.get("content"), f"{path}.content", ())])
         return [_Part(f"({content.text}){suffix}", content.is_terminal), *self._ends(ends)]
 
     def _free_text(self, excluded: Sequence[str], max_chars: int | None, ends: Sequence[str]) -> str:
@@ -265,7 +274,8 @@ class _Builder:
             return terminal
         alternatives = []
         for pieces in map(self._split, ends):
-            # Text holds no special token, so it ends before one; before other texts it must be lazy.
+            # Free text cannot contain special tokens, so it stops before one by itself. Before ordinary text the
+            # terminal must be lazy, or it would consume that text.
             if not pieces or isinstance(pieces[0], int):
                 alternatives.append(self._sequence([_Part(terminal, False), *map(_piece, pieces)]))
                 continue
@@ -280,12 +290,12 @@ class _Builder:
     def _text(self, text: str) -> list[_Part]:
         return [_piece(piece) for piece in self._split(text)]
 
-    def _token(self, token: Any, place: str) -> _Part:
+    def _token(self, token: Any, path: str) -> _Part:
         if isinstance(token, int) and token >= 0:
             return _Part(f"<[{token}]>", False)
         pieces = self._split(token) if isinstance(token, str) else []
         if len(pieces) != 1 or not isinstance(pieces[0], int):
-            raise FormatError(f"{place} must name a special token, got {token!r}")
+            raise FormatError(f"{path} must name a special token, got {token!r}")
         return _piece(pieces[0])
 
     def _alternatives(self, built: list[list[_Part]]) -> _Part:
@@ -318,24 +328,24 @@ def _piece(piece: str | int) -> _Part:
     return _Part(f"<[{piece}]>", False) if isinstance(piece, int) else _Part(literal(piece), True)
 
 
-def _string_of(format: dict[str, Any], name: str, place: str) -> str:
+def _string_of(format: dict[str, Any], name: str, path: str) -> str:
     value = format.get(name)
     if not isinstance(value, str):
-        raise FormatError(f"{place}.{name} must be a text, got {str(value)[:100]}")
+        raise FormatError(f"{path}.{name} must be a text, got {str(value)[:100]}")
     return value
 
 
-def _list_of(format: dict[str, Any], name: str, kind: type, place: str) -> list[Any]:
+def _list_of(format: dict[str, Any], name: str, kind: type, path: str) -> list[Any]:
     value = format.get(name)
     if not isinstance(value, list) or not value or not all(isinstance(member, kind) for member in value):
-        raise FormatError(f"{place}.{name} must be a list that is not empty, got {str(value)[:100]}")
+        raise FormatError(f"{path}.{name} must be a list that is not empty, got {str(value)[:100]}")
     return value
 
 
-def _strings_of(format: dict[str, Any], name: str, place: str, may_lack: bool = False) -> list[str]:
+def _strings_of(format: dict[str, Any], name: str, path: str, may_lack: bool = False) -> list[str]:
     if may_lack and not format.get(name):
         return []
-    texts: list[str] = _list_of(format, name, str, place)
+    texts: list[str] = _list_of(format, name, str, path)
     if not all(texts):
-        raise FormatError(f"{place}.{name} must hold no empty text")
+        raise FormatError(f"{path}.{name} must hold no empty text")
     return texts

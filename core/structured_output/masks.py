@@ -1,4 +1,4 @@
-"""The masks of several rows, filled in parallel where the library can."""
+"""The masks of several rows, filled in parallel where that is faster."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.core.structured_output.grammar import GrammarError, Matcher
-from vllm_mp.core.structured_output.libraries.llguidance_backend import LLGuidanceMatcher
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
@@ -29,22 +28,21 @@ def fill_masks(
 
     Return the errors of the matchers that have reached a limit, by row; these rows have no meaning.
     """
-    errors = {}
-    parallel: dict[int, LLGuidanceMatcher] = {}
-    if may_use_threads and len(matchers) >= _MIN_PARALLEL and masks.flags.c_contiguous:
-        parallel = {
-            row: matcher
-            for row, matcher in matchers.items()
-            if isinstance(matcher, LLGuidanceMatcher) and matcher.num_words == masks.shape[1]
-        }
-    if parallel:
-        pairs = [(matcher.library_matcher, row) for row, matcher in parallel.items()]
+    is_parallel = (
+        may_use_threads
+        and len(matchers) >= _MIN_PARALLEL
+        and masks.flags.c_contiguous
+        and all(matcher.num_words == masks.shape[1] for matcher in matchers.values())
+    )
+    if is_parallel:
+        pairs = [(matcher.library_matcher, row) for row, matcher in matchers.items()]
         address = masks.__array_interface__["data"][0]
         _executor().unsafe_compute_mask_ptr(pairs, address, masks.strides[0], len(masks))
+    errors = {}
     for row, matcher in matchers.items():
         try:
-            if row in parallel:
-                parallel[row].check()
+            if is_parallel:
+                matcher.check()
             else:
                 matcher.fill(masks[row])
         except GrammarError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.schema.exact_schema import ExactSchema, has_rounded_numbers
-from vllm_mp.core.structured_output.schema.json_schema import check_held, drop_annotations
+from vllm_mp.core.structured_output.schema.json_schema import check_held, drop_annotations, drop_unheld
 from vllm_mp.requests.structured_outputs import Constraint
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
@@ -61,20 +61,25 @@ def _escape_in_regex(match: re.Match[str]) -> str:
     return names.get(character, match[0])
 
 
-def json_rule(schema: Any, constraint: Constraint, added: Additions) -> str:
+def json_rule(schema: Any, constraint: Constraint, added: Additions, *, is_lenient: bool = False) -> str:
     """Return the expression for JSON that matches a schema, with the options of `constraint`; `schema` is changed.
 
-    Raises GrammarError, with the place, if the schema would not be held.
+    With `is_lenient`, keywords and patterns that the grammar cannot hold are left out. Raises GrammarError, which names
+    the path, if the output could not be held to the schema.
     """
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError(f"a JSON schema must be an object or true, got {str(schema)[:100]}: nothing matches it")
     if not constraint.additional_properties:
-        closed_schema(schema)
+        _close(schema)
     added.notes += drop_annotations(schema)
+    if is_lenient:
+        drop_unheld(schema)
     check_held(schema)
     options: dict[str, Any] = {"whitespace_flexible": constraint.any_whitespace}
+    if is_lenient:
+        options["lenient"] = True
     whitespace = constraint.whitespace_pattern or (_WHITESPACE if constraint.any_whitespace else "")
     if whitespace:
         options["whitespace_pattern"] = whitespace
@@ -85,17 +90,17 @@ def json_rule(schema: Any, constraint: Constraint, added: Additions) -> str:
     if not has_rounded_numbers(schema):
         return plain_rule(schema)
     terminal = regex_terminal(f"({whitespace})?") if whitespace else ""
-    return ExactSchema(schema, plain_rule, terminal, added.rules).expression()
-
-
-def is_gbnf(text: str) -> bool:
-    """Return whether a grammar is in the notation of GBNF; it is in that of Lark otherwise."""
-    return _GBNF_RULE.search(text) is not None
+    try:
+        return ExactSchema(schema, plain_rule, terminal, added.rules).expression()
+    except GrammarError:
+        if not is_lenient:
+            raise
+        return plain_rule(schema)
 
 
 def ebnf_grammar(text: str) -> str:
     """Return a grammar in the notation of Lark or GBNF in that of Lark. Raises GrammarError if it cannot be read."""
-    if not is_gbnf(text):
+    if _GBNF_RULE.search(text) is None:
         return text
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -122,7 +127,7 @@ def _choices(text: str) -> list[str]:
     return choices
 
 
-def closed_schema(schema: Any) -> Any:
+def _close(schema: Any) -> None:
     """Forbid properties that are not named, in all objects of `schema` that do not say whether they may have such."""
     pending = [schema]
     while pending:
@@ -133,4 +138,3 @@ def closed_schema(schema: Any) -> Any:
                 value.setdefault("additionalProperties", False)
         elif isinstance(value, list):
             pending += value
-    return schema

@@ -1,15 +1,13 @@
-"""What llguidance and xgrammar hold output to, for each kind of constraint."""
+"""What llguidance holds output to, for each kind of constraint."""
 
-import importlib.util
 import json
 import re
 
 import numpy as np
 import pytest
-from support.grammar_backends import Library
 
 from vllm_mp.core.structured_output.grammar import GrammarError
-from vllm_mp.core.structured_output.libraries.masks import fill_masks
+from vllm_mp.core.structured_output.masks import fill_masks
 from vllm_mp.requests.structured_outputs import Constraint
 
 NUM_WORDS = (49_152 + 13 + 31) // 32
@@ -39,7 +37,7 @@ PERSON = json.dumps(
             ],
             ['{"name": "zoé", "age": 1}', '{"name": "Zoé", "age": 131}', '{"name": "Zoé"}', "[]", ""],
         ),
-        (Constraint("json", '{"enum":[{"a":1}]}', any_whitespace=False), [], ['{"a":\n1}', '{ "a":1}']),
+        (Constraint("json", '{"enum":[{"a":1}]}', any_whitespace=False), ['{"a":1}'], ['{"a":\n1}', '{ "a":1}']),
         (
             Constraint("json", '{"type":"object","properties":{"a":{"type":"null"}}}', additional_properties=False),
             ['{"a": null}', "{}"],
@@ -58,16 +56,16 @@ def test_a_text_is_allowed_if_it_matches_the_constraint(library, constraint, all
     assert [text for text in forbidden if library.allows(constraint, text)] == []
 
 
-def test_compact_json_has_no_whitespace(llguidance):
+def test_compact_json_has_no_whitespace(library):
     constraint = Constraint("json_object", any_whitespace=False)
-    assert llguidance.allows(constraint, '{"a":[1,2]}')
-    assert not llguidance.allows(constraint, '{"a": 1}')
+    assert library.allows(constraint, '{"a":[1,2]}')
+    assert not library.allows(constraint, '{"a": 1}')
 
 
-def test_whitespace_pattern_says_which_whitespace_json_may_have(llguidance):
+def test_whitespace_pattern_says_which_whitespace_json_may_have(library):
     constraint = Constraint("json_object", whitespace_pattern=" ?")
-    assert llguidance.allows(constraint, '{"a": 1}')
-    assert not llguidance.allows(constraint, '{"a":  1}')
+    assert library.allows(constraint, '{"a": 1}')
+    assert not library.allows(constraint, '{"a":  1}')
 
 
 def test_only_the_end_of_sequence_follows_the_end_of_a_grammar(library):
@@ -113,6 +111,33 @@ def test_matcher_rebuilt_from_tokens_goes_on_as_the_first(library):
         matcher.accept([token])
 
 
+def test_drafts_have_the_masks_that_follow_them_and_do_not_advance_the_matcher(library):
+    grammar = library.compile(Constraint("json", PERSON))
+    tokens = library.tokens('{"name": "Zoé", "age": 13, "children": []}')
+    matcher, ahead = grammar.matcher(), grammar.matcher()
+    matcher.accept(tokens[:3])
+    ahead.accept(tokens[:3])
+    masks, expected = np.zeros((2, len(tokens) - 3, NUM_WORDS), np.int32)
+    matcher.fill_ahead(tokens[3:], masks)
+    for token, mask in zip(tokens[3:], expected, strict=True):
+        ahead.accept([token])
+        ahead.fill(mask)
+    assert (masks == expected).all()
+    assert matcher.num_allowed(tokens[3:]) == len(tokens) - 3
+    matcher.accept(tokens[3:])
+
+
+def test_drafts_are_allowed_up_to_the_first_that_the_grammar_forbids(library):
+    matcher = library.compile(Constraint("choice", '["abc","abd"]')).matcher()
+    drafts = [*library.tokens("ab"), *library.tokens("7"), *library.tokens("c")]
+    allowed = matcher.num_allowed(drafts)
+    assert 0 < allowed == len(library.tokens("ab"))
+    masks = np.zeros((len(drafts), NUM_WORDS), np.int32)
+    matcher.fill_ahead(drafts, masks)
+    assert masks[:allowed].any(1).all()
+    assert not masks[allowed:].any()
+
+
 @pytest.mark.parametrize("may_use_threads", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 3, 40])
 def test_masks_of_many_rows_are_those_of_each_row(library, num_rows, may_use_threads):
@@ -130,12 +155,12 @@ def test_masks_of_many_rows_are_those_of_each_row(library, num_rows, may_use_thr
 
 
 @pytest.mark.parametrize(("num_rows", "may_use_threads"), [(2, True), (40, True), (40, False)])
-def test_a_grammar_that_reaches_a_limit_fails_alone(llguidance, num_rows, may_use_threads):
-    good = llguidance.compile(Constraint("json_object"))
-    bad = llguidance.compile(Constraint("grammar", 'start: ("a" "b"?){1,100000}')).matcher()
+def test_a_grammar_that_reaches_a_limit_fails_alone(library, num_rows, may_use_threads):
+    good = library.compile(Constraint("json_object"))
+    bad = library.compile(Constraint("grammar", 'start: ("a" "b"?){1,100000}')).matcher()
     try:
         while True:
-            bad.accept(llguidance.tokens("a"))
+            bad.accept(library.tokens("a"))
     except GrammarError:
         pass
     matchers = [good.matcher() for _ in range(num_rows)]
@@ -165,43 +190,34 @@ def test_a_grammar_that_reaches_a_limit_fails_alone(llguidance, num_rows, may_us
     ],
     ids=lambda value: value.text if isinstance(value, Constraint) else "",
 )
-def test_what_cannot_be_compiled_is_refused_with_the_place(llguidance, constraint, message):
-    error = llguidance.refusal(constraint)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(library, constraint, message):
+    error = library.refusal(constraint)
     assert re.search(message, error), error
     assert "\n" not in error
 
 
 @pytest.mark.parametrize(
-    ("schema", "place"),
+    ("constraint", "reason", "remedy"),
     [
-        ({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, "#/properties/a/uniqueItems"),
-        ({"allOf": [{"type": "string"}, {"minLength": 3}]}, "#/allOf"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf"),
-        ({"minimum": 3}, "#/minimum"),
-        ({"type": "string", "format": "uri"}, "#/format"),
-        ({"enum": [{"a": 2**63}]}, "#/enum"),
-        ({"type": "number", "minimum": 2**53 + 1}, "#/minimum"),
-        ({"anyOf": [{"type": "null"}, {"not": {}}]}, "#/anyOf/1/not"),
-        ({"$defs": {"a": {"if": {}}}, "$ref": "#/$defs/a"}, "#/$defs/a/if"),
+        (Constraint("regex", "a(?=b)"), "look-ahead", "; use the syntax of Rust's crate regex"),
+        (Constraint("regex", r"(a)\1"), "backreferences are not supported", "; use the syntax of Rust's crate regex"),
+        (Constraint("json", r'{"type":"string","pattern":"a$b"}'), "at #/pattern: lookarounds", "; use the syntax"),
+        (Constraint("json", r'{"type":"string","pattern":"\\cC"}'), "unrecognized escape", "; use the syntax"),
+        (Constraint("json", '{"uniqueItems":true}'), "unsupported keywords: 'uniqueItems'", "; leave them out"),
+        (
+            Constraint("json", '{"type":"number","maximum":1e300}'),
+            "at #/maximum: Unable to hold",
+            "; use smaller numbers",
+        ),
+        (
+            Constraint("json", '{"$schema":"http://a.b/c"}'),
+            "at #/$schema: Resource 'http://a.b/c' is",
+            "leave $schema out",
+        ),
     ],
+    ids=lambda value: value.text if isinstance(value, Constraint) else "",
 )
-def test_xgrammar_gets_no_schema_that_it_would_not_enforce(xgrammar, schema, place):
-    assert f"at {place}: " in xgrammar.refusal(Constraint("json", json.dumps(schema)))
-
-
-@pytest.mark.slow
-def test_auto_falls_back_to_xgrammar_and_tells_both_errors(source, llguidance):
-    auto = Library.load("auto", source)
-    huge = Constraint("json", '{"type":"number","minimum":1.23456789012345e-300,"maximum":9.87654321e300}')
-    assert "beyond 2**53" in llguidance.refusal(huge)
-    assert auto.compile(huge) is not None
-    error = auto.refusal(Constraint("regex", "a(?=b)"))
-    assert "llguidance: " in error
-    assert "xgrammar: " in error
-    assert "xgrammar" not in auto.refusal(Constraint("regex", "(a")), "a mistake is one for every library"
-
-
-def test_backend_that_is_not_installed_is_named(llguidance, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    library = Library.load("llguidance", llguidance.source)
-    assert "xgrammar" in library.refusal(Constraint("json_object", backend="xgrammar"))
+def test_what_the_library_lacks_is_named_with_a_remedy(library, constraint, reason, remedy):
+    error = library.refusal(constraint)
+    assert reason in error
+    assert remedy in error

@@ -1,34 +1,34 @@
-"""Following a compiled grammar along a text, for tests of the libraries."""
+"""Following a compiled grammar along a text."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from vllm_mp.core.structured_output.backends import Backends
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, Matcher
 from vllm_mp.core.structured_output.grammar_tokenizer import GrammarTokenizer, TokenizerSource
+from vllm_mp.core.structured_output.llguidance_library import LLGuidanceLibrary
 from vllm_mp.requests.structured_outputs import Constraint
 
 
 @dataclass
 class Library:
-    """A library with the tokenizer of a model."""
+    """The library that compiles constraints, with the tokenizer of a model."""
 
     source: TokenizerSource
-    backends: Backends
+    library: LLGuidanceLibrary
     tokenizer: Any
 
     @classmethod
-    def load(cls, name: str, source: TokenizerSource) -> "Library":
-        return cls(source, Backends(source, name), GrammarTokenizer(source).llguidance())
+    def load(cls, source: TokenizerSource) -> "Library":
+        return cls(source, LLGuidanceLibrary(source), GrammarTokenizer(source).llguidance())
 
     @property
     def eos(self) -> int:
         return self.source.eos_token_ids[0]
 
     def compile(self, constraint: Constraint) -> Grammar:
-        return self.backends.prepare(constraint, self.backends.names(constraint))[1]
+        return self.library.compile_constraint(constraint)[1]
 
     def refusal(self, constraint: Constraint) -> str:
         """Return the error of a constraint that must be refused."""

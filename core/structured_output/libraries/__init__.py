@@ -1,1 +1,0 @@
-"""The libraries that compile grammars, and the forms that they take."""
