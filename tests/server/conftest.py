@@ -8,6 +8,7 @@ import psutil
 import pytest
 from support.chromium import running_chromium
 from support.engine_fixtures import starting_from
+from support.page_stand_in import PageStandIn
 from support.server_process import ServedModel, served
 
 from vllm_mp import AsyncLLM
@@ -67,3 +68,12 @@ def browser():
     """Headless Chromium."""
     with running_chromium() as browser:
         yield browser
+
+
+@pytest.fixture
+def stand_in(browser) -> Iterator[PageStandIn]:
+    """The page without a server. After the test, it may have logged no error and sent nothing to another host."""
+    stand_in = PageStandIn(browser)
+    yield stand_in
+    stand_in.context.close()
+    assert stand_in.problems == []

@@ -39,14 +39,12 @@ JSON = {"Content-Type": "application/json"}
         (b'{"prompt": [' + b"1," * 2**19 + b"1,1]}", 413, None, "too many values"),
         (b'{"prompt": ["x", null]}', 400, "prompt[1]", "got `null`"),
         (b'{"prompt": "x", "stream_options": {"include_usage": 2}}', 400, "stream_options.include_usage", "got `int`"),
-        (b'{"prompt": "x", "temprature": 1}', 400, "temprature", "did you mean 'temperature'"),
-        (b'{"prompt": "x", "stream_options": {"usage": true}}', 400, "stream_options.usage", "no field"),
-        (b'{"prompt": "x", "stream_options": {}}', 400, "stream_options", "needs stream=true"),
         (b'{"prompt": "x", "suffix": "y"}', 400, "suffix", "suffix is not served yet"),
         (b'{"prompt": "x", "use_beam_search": true}', 400, "use_beam_search", "use_beam_search is not served"),
         (b'{"prompt_embeds": "gAJ9"}', 400, "prompt_embeds", "prompt_embeds would be a pickle, which can run code"),
         (b'{"prompt": "x", "logits_processors": ["a"]}', 400, "logits_processors", "names 'a', and this engine has"),
         (b'{"prompt": "x", "vllm_xargs": {"a": 1}}', 400, "extra_args", "this engine has registered none"),
+        (b'{"prompt": "x", "vllm_xargs": {"num_speculative_tokens": -1}}', 400, "extra_args", "at least 0, got -1"),
         (b'{"prompt": "x", "guided_json": "{"}', 400, "guided_json", "json must be valid JSON"),
         (b'{"prompt": "x", "structured_outputs": {}}', 400, "structured_outputs", "exactly one of json"),
         (b'{"prompt": "x", "guided_regex": "a", "guided_choice": ["a"]}', 400, "guided_regex", "exactly one of"),
@@ -79,7 +77,6 @@ def test_wrong_body_is_refused_with_the_field_at_fault(in_process, content, stat
         ('{"messages": []}', "messages", "messages is empty"),
         ('{"messages": [{"role": "user"}]}', "messages[0].content", "missing"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role", "'tool', got 'robot'"),
-        ('{"messages": [{"role": "user", "contnt": "x"}]}', "messages[0].contnt", "did you mean 'content'"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}',
             "messages[0].content[0].type",
@@ -90,12 +87,6 @@ def test_wrong_body_is_refused_with_the_field_at_fault(in_process, content, stat
             '{"messages": [{"role": "user", "content": "x"}], "functions": [{}]}',
             "functions",
             "the older form of tools and tool_choice",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": "x"}], '
-            '"tools": [{"type": "function", "function": {"name": "f"}}]}',
-            "tools",
-            "chat template knows no tools",
         ),
         (
             '{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "xml"}}',
@@ -172,7 +163,7 @@ def test_error_repeats_a_bounded_part_of_the_body(in_process):
         b'{"messages": [{"role": "%b"}]}' % long,
         b'{"model": "%b", "messages": []}' % long,
     ):
-        response = _send(in_process, "/v1/chat/completions", body, JSON)
+        response = _send(in_process, "/v1/chat/completions", body, JSON | {"Prefer": "handling=strict"})
         assert 400 <= response.status_code <= 404
         assert len(response.content) < 1000
 

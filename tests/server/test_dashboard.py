@@ -20,7 +20,8 @@ def families(in_process) -> list[Any]:
 
     async def run() -> str:
         async with in_process() as client:
-            assert (await client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3})).status_code == 200
+            body = {"prompt": [1, 2], "max_tokens": 3, "unknown": 1}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
             assert (await client.get("/nowhere")).status_code == 404
             return (await client.get("/metrics")).text
 

@@ -22,10 +22,10 @@ async def serving(engine):
         yield client
 
 
-def post(engine, path="/v1/embeddings", **body):
+def post(engine, path="/v1/embeddings", headers=None, **body):
     async def ask():
         async with serving(engine) as client:
-            return await client.post(path, json=body)
+            return await client.post(path, json=body, headers=headers)
 
     return asyncio.run(ask())
 
@@ -113,7 +113,6 @@ def test_vector_is_not_scaled_when_normalization_is_off(encoder):
         ({"input": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
         ({"input": "a", "encoding_format": "bytes"}, "encoding_format"),
         ({"input": "a", "priority": 2}, "priority"),
-        ({"input": "a", "images": []}, "images"),
     ],
 )
 def test_wrong_field_is_refused_by_its_path(encoder, body, param):
@@ -170,3 +169,10 @@ def test_client_that_leaves_aborts_all_its_inputs(encoder):
 def test_decoder_gives_vectors_too(llm):
     [expected] = encoded(llm, TEXTS[:1])
     np.testing.assert_allclose(np.float32(vectors(llm, input=TEXTS[:1]))[0], expected, atol=2e-6)
+
+
+def test_unknown_field_is_ignored_unless_the_request_is_strict(encoder):
+    fields = {"input": "a", "keep_alive": "5m"}
+    assert post(encoder, **fields).status_code == 200
+    strict = post(encoder, headers={"Prefer": "handling=strict"}, **fields)
+    assert (strict.status_code, strict.json()["error"]["param"]) == (400, "keep_alive")

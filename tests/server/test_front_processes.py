@@ -6,6 +6,7 @@ import os
 import signal
 import urllib.request
 
+import httpx
 import psutil
 import pytest
 from support.engine_fixtures import SLOW_STEPS
@@ -13,7 +14,7 @@ from support.server_process import StreamedAnswers, served
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-_FLAGS = ("--api-server-count", "2", "--num-threads", "1", "--fault-injection", SLOW_STEPS)
+_FLAGS = ("--api-server-count", "2", "--metrics-port", "0", "--num-threads", "1", "--fault-injection", SLOW_STEPS)
 _NUM_STREAMS = 16
 _TOKENS = 24
 
@@ -91,6 +92,9 @@ def test_metrics_of_all_front_processes_are_added_up(fronts):
     for _ in range(8):
         assert fronts.post("/v1/completions", {"prompt": "Hello", "max_tokens": 2, "ignore_eos": True})[0] == 200
     assert _metric(fronts, "vllm:generation_tokens_total") == before + 16
+    url = fronts.process.stdout.readline().removeprefix("metrics at ").strip()
+    for _ in range(4):
+        assert "vllm:generation_tokens_total{" in httpx.get(url).text
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.server_process import served
 
 from vllm_mp import __version__
 from vllm_mp.server.http.admission import Admission
@@ -55,7 +56,16 @@ def test_probes_at_the_same_time_share_a_ping_of_the_core(replay_engine, monkeyp
     assert len(pings) == 2
 
 
-def test_server_whose_core_hangs_is_alive_and_not_ready(server):
+@pytest.fixture
+def unused_server(small_model, tmp_path):
+    """A server whose core has computed no step, so that it may stand still for long before it counts as hung."""
+    with served(str(small_model), tmp_path) as process:
+        process.wait_until_ready()
+        yield process
+
+
+def test_server_whose_core_hangs_is_alive_and_not_ready(unused_server):
+    server = unused_server
     pid = server.core_pid()
     with ThreadPoolExecutor() as threads:
         os.kill(pid, signal.SIGSTOP)
@@ -70,3 +80,14 @@ def test_server_whose_core_hangs_is_alive_and_not_ready(server):
     assert (status[1]["answers"], status[1]["pid"]) == (False, pid)
     server.wait_until_ready()
     assert server.core_pid() == pid
+
+
+def test_reason_of_readiness_is_for_those_with_a_key(in_process):
+    async def ask(headers):
+        async with in_process(api_key=("k",)) as client:
+            client._transport.app.state.server.admission.refuse("is shutting down")
+            return (await client.get("/ready", headers=headers)).json()
+
+    assert asyncio.run(ask({})) == {"status": "draining"}
+    known = {"status": "draining", "reason": "the server is shutting down"}
+    assert asyncio.run(ask({"Authorization": "Bearer k"})) == known

@@ -93,6 +93,16 @@ def test_snapshot_says_what_runs(engine, feed):
     asyncio.run(main())
 
 
+def test_share_of_accepted_drafts_is_shown_if_there_are_any(engine, feed):
+    async def run():
+        viewer = Viewer(feed)
+        without = await viewer.snapshot()
+        engine.load = engine.load._replace(num_draft_tokens=8, num_accepted_tokens=6)
+        return without["accepted_drafts"], (await viewer.snapshot())["accepted_drafts"]
+
+    assert asyncio.run(run()) == (None, 0.75)
+
+
 def test_rates_and_percentiles_are_those_of_their_windows_alone(engine, feed, monkeypatch):
     async def main():
         engine.stats.first_token_s.observe(9.0, 1000)  # before the viewer came

@@ -190,7 +190,8 @@ def test_raw_and_streaming_responses_show_the_headers(client, model):
          "previous_response_id"),
         (lambda client, model: client.embeddings.create(model=model, input=""), "input"),
         (lambda client, model: client.chat.completions.create(
-            model=model, messages=QUESTION, tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
+            model=model, messages=QUESTION, tools=[{"type": "function", "function": {"name": "a b"}}]),
+         "tools[0].function.name"),
         (lambda client, model: client.chat.completions.create(
             model=model, messages=QUESTION, response_format={"type": "json"}), "response_format.type"),
     ],

@@ -20,6 +20,7 @@ def test_document_has_every_endpoint_with_the_fields_of_its_body(document):
     body = document["components"]["schemas"]["CompletionBody"]["properties"]
     assert {"prompt", "top_k", "typical_p", "stream_options", "suffix"} <= body.keys()
     assert body["suffix"]["type"] == "null"
+    assert "additionalProperties" not in document["components"]["schemas"]["CompletionBody"], "others are ignored"
     assert {"type": "integer", "minimum": 1, "maximum": 1024} in body["n"]["anyOf"]
 
 

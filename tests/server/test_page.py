@@ -147,6 +147,29 @@ def test_stop_ends_the_request_in_the_core(page: "Page", server: ServedModel) ->
     wait_until(page, server, lambda: server.get("/core_status")[1]["num_running"] == 0)
 
 
+def test_answer_that_a_reload_interrupts_is_kept_and_can_go_on(page: "Page", server: ServedModel) -> None:
+    ask(page, "Tell a very long story.", 4000)
+    answer = page.locator(".answer")
+    expect(answer).not_to_be_empty()
+    page.reload()
+    expect(page.locator(".turn")).to_have_attribute("data-state", "done")
+    expect(page.locator(".turn .error-text")).to_contain_text("left before the answer was complete")
+    expect(page.locator(".stats")).to_contain_text("(interrupted)")
+    wait_until(page, server, lambda: server.get("/core_status")[1]["num_running"] == 0)
+    kept = answer.inner_text()
+    assert kept
+
+    page.locator("#settings [name=max_tokens]").evaluate("(field) => (field.value = '8')")
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator(".stats")).to_contain_text("(limit)")
+    assert answer.inner_text().startswith(kept)
+    assert answer.inner_text() != kept
+    expect(page.locator(".turn .error-text")).to_be_hidden()
+    page.get_by_role("button", name="Retry").click()
+    expect(page.locator(".stats")).to_contain_text("8 tokens (limit)")
+    expect(page.locator(".prompt")).to_have_count(1)
+
+
 def test_error_of_the_server_is_shown_in_its_place_and_can_be_retried(open_page, server: ServedModel) -> None:
     page = open_page(server.url, expected_error="status of 400")
     wait_for_state(page, "Running")
@@ -242,8 +265,8 @@ def test_page_is_dark_in_a_dark_system_until_the_reader_chooses(open_page, serve
 
 @pytest.fixture
 def slow_to_restart(tmp_path: Path) -> Iterator[ServedModel]:
-    """A server whose cores are not forked, because of its environment, so that the page shows that they restart."""
-    with served(DEFAULT_MODEL, tmp_path, IMPORTS_ITS_MODULES="1") as process:
+    """A server whose cores are not forked, neither by the tests nor by a template, so that a restart takes its time."""
+    with served(DEFAULT_MODEL, tmp_path, "--no-core-template", IMPORTS_ITS_MODULES="1") as process:
         process.wait_until_ready()
         yield process
 

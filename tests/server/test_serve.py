@@ -14,6 +14,7 @@ import pytest
 from support.engine_fixtures import SLOW_STEPS
 from support.server_process import StreamedAnswers, served
 
+from vllm_mp import cli
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.server.app import build_app
 from vllm_mp.server.front.listening import listen
@@ -51,13 +52,31 @@ async def _signal_during_streams(server, number, num_tokens=_TOKENS):
 
 
 @pytest.mark.essential
-def test_server_listens_while_it_loads_and_ends_on_a_signal(tmp_path):
+def test_server_listens_while_it_loads_and_ends_on_a_signal(tmp_path, capsys):
     with _serve_from(f"ipc://{tmp_path}/no-core.sock", tmp_path) as server:
         assert server.get("/health") == (200, {"status": "ok"})
         status, body = server.get("/ready")
-        assert (status, body["reason"]) == (503, "the server is loading the model")
+        assert (status, body) == (503, {"status": "starting"})
         status, body = server.post("/v1/completions", {"prompt": "Hello"})
         assert (status, body["error"]["code"]) == (503, "loading")
+        assert (cli.main(["health", server.url]), cli.main(["health", "--ready", server.url])) == (0, 1)
+        assert capsys.readouterr().out == f"{server.url}: 200\n{server.url}: 503\n"
+        server.process.terminate()
+        assert server.process.wait(10) == 0
+        assert cli.main(["health", server.url]) == 1
+
+
+def test_metrics_and_probes_have_a_port_of_their_own_that_needs_no_key(slow_core, tmp_path):
+    with _serve_from(slow_core, tmp_path, "--metrics-port", "0", "--api-key", "secret") as server:
+        server.wait_until_ready()
+        url = server.process.stdout.readline().removeprefix("metrics at ").strip()
+        assert server.get("/metrics")[0] == 401
+        metrics = httpx.get(url)
+        assert metrics.status_code == 200
+        assert "vllm:num_requests_running" in metrics.text
+        for path, status in {"/health": 200, "/ready": 200, "/v1/models": 404, "/core_status": 404, "/": 404}.items():
+            assert httpx.get(url.replace("/metrics", path)).status_code == status
+        assert httpx.get(url, headers={"Host": "attacker.example"}).status_code == 403
         server.process.terminate()
         assert server.process.wait(10) == 0
 

@@ -164,7 +164,7 @@ def test_a_collector_that_does_not_answer_delays_neither_requests_nor_the_end(tr
 
 def test_the_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(ImportError, match=r"pip install 'vllm-mp\[otel\]'"):
+    with pytest.raises(ImportError, match=r"pip install opentelemetry-sdk"):
         RequestTracer("http://localhost:4318", "model")
 
 

@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="number of rounds, each with the next seed (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first round's requests (%(default)s)")
     parser.add_argument("--small", action="store_true", help="use a small model with random weights")
+    parser.add_argument("--spec-method", help="draft tokens by this method where requests run together")
     parser.add_argument("--no-reference", action="store_true", help="do not verify the outputs against transformers")
     options = parser.parse_args()
 
@@ -52,7 +53,9 @@ def main() -> int:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         bytes_per_token = read_architecture(model.config.to_dict()).kv_bytes_per_token(4)
-        shared = stack.enter_context(running_engine(folder, **shared_options(bytes_per_token)))
+        shared = stack.enter_context(
+            running_engine(folder, **shared_options(bytes_per_token), spec_method=options.spec_method)
+        )
         private = stack.enter_context(running_engine(folder, **PRIVATE_OPTIONS))
         for seed in range(options.seed, options.seed + options.rounds):
             began, preempted = time.monotonic(), num_preemptions(shared)

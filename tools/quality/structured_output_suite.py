@@ -1,10 +1,10 @@
-"""Measure the libraries of structured output on suites of JSON schemas with instances.
+"""Measure structured output on suites of JSON schemas with instances.
 
 A suite is a folder of JSON files. A file holds a list of objects with `schema` and `tests`, as in the JSON Schema Test
-Suite, or one such object, as in MaskBench; each test has `data` and `valid`. For each library the figures are: the
-schemas that are accepted, the accepted schemas for which no invalid instance is allowed, the valid instances that are
-allowed, the invalid instances that are refused, and times of compiling and of the masks along the instances. Instances
-are written as `json.dumps` writes them, so a library that fixes the order of properties refuses some valid instances.
+Suite, or one such object, as in MaskBench; each test has `data` and `valid`. The figures are: the schemas that are
+accepted, the accepted schemas for which no invalid instance is allowed, the valid instances that are allowed, the
+invalid instances that are refused, and times of compiling and of the masks along the instances. Instances are written
+as `json.dumps` writes them. A grammar fixes the order of properties, so it refuses some valid instances.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_mp.core.structured_output.backends import Backends
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.grammar_tokenizer import GrammarTokenizer, TokenizerSource
+from vllm_mp.core.structured_output.llguidance_library import LLGuidanceLibrary
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.requests.structured_outputs import Constraint
 
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 class Figures:
-    """What was counted for a library."""
+    """What was counted."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -55,20 +55,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", type=Path, nargs="+", help="folder of JSON files, or a file")
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json and tokenizer.json")
-    parser.add_argument("--backend", nargs="+", default=["llguidance", "xgrammar"])
     parser.add_argument("--limit", type=int, default=0, help="number of files, drawn at random; 0: all")
     parser.add_argument("--show", type=int, default=0, help="number of wrongly allowed instances and reasons to print")
     options = parser.parse_args(arguments)
     source = _source(options.model)
     tokenizer = GrammarTokenizer(source)
     cases = list(_cases(options.suite, options.limit))
-    for name in options.backend:
-        backends = Backends(source, name)
-        backends.prepare(Constraint("json_object"), backends.names(Constraint("json_object")))  # loads the library
-        figures = Figures()
-        for case in cases:
-            _measure(backends, tokenizer, case, figures)
-        _print(name, figures, options.show)
+    library = LLGuidanceLibrary(source)
+    library.load()
+    figures = Figures()
+    for case in cases:
+        _measure(library, tokenizer, case, figures)
+    _print(figures, options.show)
     return 0
 
 
@@ -90,20 +88,20 @@ def _cases(suites: list[Path], limit: int) -> Iterator[Case]:
             yield Case(f"{file.stem}[{index}] {case.get('description', '')}", case["schema"], instances)
 
 
-def _measure(backends: Backends, tokenizer: GrammarTokenizer, case: Case, figures: Figures) -> None:
+def _measure(library: LLGuidanceLibrary, tokenizer: GrammarTokenizer, case: Case, figures: Figures) -> None:
     counts = figures.counts
     counts["schemas"] += 1
     constraint = Constraint("json", json.dumps(case.schema))
     began = time.perf_counter()
     try:
-        _, grammar = backends.prepare(constraint, backends.names(constraint))
+        _, grammar = library.compile_constraint(constraint)
     except GrammarError as error:
         figures.reasons[str(error).split(": ", 1)[-1][:60]] += 1
         return
     finally:
         figures.compile_s.append(time.perf_counter() - began)
     counts["accepted"] += 1
-    mask = np.zeros((backends.vocab_size + 31) // 32, np.int32)
+    mask = np.zeros((tokenizer.source.vocab_size + 31) // 32, np.int32)
     is_exact = True
     for text, is_valid in case.instances:
         tokens = tokenizer.llguidance().tokenize_str(text)
@@ -134,7 +132,7 @@ def _measure(backends: Backends, tokenizer: GrammarTokenizer, case: Case, figure
     counts["exact"] += is_exact
 
 
-def _print(name: str, figures: Figures, show: int) -> None:
+def _print(figures: Figures, show: int) -> None:
     counts = figures.counts
 
     def share(part: str, whole: str) -> str:
@@ -144,7 +142,6 @@ def _print(name: str, figures: Figures, show: int) -> None:
         quantiles = [statistics.median(values), *np.quantile(values, [0.99, 0.999]), max(values)]
         return ", ".join(f"{value / unit:,.2f}" for value in quantiles)
 
-    print(f"{name}")
     print(f"  schemas accepted            {share('accepted', 'schemas')}")
     print(f"  no invalid instance allowed {share('exact', 'schemas')}")
     print(f"  valid instances allowed     {share('valid allowed', 'valid')}")

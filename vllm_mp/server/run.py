@@ -26,6 +26,7 @@ from vllm_mp.server.http.protocol import ConnectionLimits, LimitedHttpProtocol
 from vllm_mp.server.http.shared_state import SharedState
 from vllm_mp.server.http.tenants import num_tenants
 from vllm_mp.server.watching.health import loading_app
+from vllm_mp.server.watching.metrics import metrics_app
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +54,19 @@ class ServerProcess:
         load: Load,
         shared: SharedState | None = None,
         listens_early: bool = True,
+        metrics_listener: socket.socket | None = None,
     ) -> None:
         """`load` starts the engine or connects to it; it may be cancelled. `shared`: this is one of several fronts.
 
-        `listens_early` False: clients wait, instead of being refused, until the engine has loaded.
+        `listens_early` False: clients wait, instead of being refused, until the engine has loaded. `metrics_listener`
+        has metrics and probes alone.
         """
         self._listens_early = listens_early
         self._options = options
         self._tls = tls
         self._listener = listener
+        self._metrics_listener = metrics_listener
+        self._metrics_app: ASGIApp = loading_app()
         self._load = load
         self._shared = shared
         self._app: ASGIApp = loading_app()
@@ -82,8 +87,11 @@ class ServerProcess:
         # Malformed requests are no events for the operator; uvicorn warns of each.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         http = _HttpServer(self._options, self._tls, self._serve)
+        metrics_http = _HttpServer(self._options, None, self._serve_metrics)
         engine = None
         try:
+            if self._metrics_listener is not None:
+                await metrics_http.begin(self._metrics_listener)
             if self._listens_early:
                 await http.begin(self._listener)
                 on_listening()
@@ -98,7 +106,8 @@ class ServerProcess:
                 if shared is None
                 else Admission(limit, shared.live_counts, shared.index, tenants)
             )
-            self._app = build_app(engine, self._options, admission, self._shared)
+            self._app = app = build_app(engine, self._options, admission, self._shared)
+            self._metrics_app = metrics_app(app)
             # The objects of the start live as long as the server. Collections that look through them delay streams.
             gc.collect()
             gc.freeze()
@@ -115,6 +124,7 @@ class ServerProcess:
             return await self._serve_until_end(engine, admission)
         finally:
             await http.end(at_once=self._num_signals > 1)
+            await metrics_http.end(at_once=True)
             if engine is not None:
                 await engine.aclose()
 
@@ -180,6 +190,9 @@ class ServerProcess:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
+
+    async def _serve_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._metrics_app(scope, receive, send)
 
 
 class _HttpServer(uvicorn.Server):

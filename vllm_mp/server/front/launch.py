@@ -29,6 +29,8 @@ class FrontLaunch(msgspec.Struct, kw_only=True):
     """Seconds that the next core may take after a death."""
     listener: int
     """Descriptor of the listening socket."""
+    metrics_listener: int | None
+    """Descriptor of the socket that has metrics and probes alone."""
     index: int
     """The number of this process among the front processes, from 0."""
     count: int

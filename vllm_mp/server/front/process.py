@@ -43,7 +43,15 @@ async def serve(launch: FrontLaunch, parent: asyncio.StreamReader) -> int:
 
     loaded: asyncio.Future[AsyncLLM] = asyncio.get_running_loop().create_future()
     listener = socket.socket(fileno=launch.listener)
-    process = ServerProcess(options, tls_context(options), listener, load, shared, listens_early=not launch.is_restart)
+    process = ServerProcess(
+        options,
+        tls_context(options),
+        listener,
+        load,
+        shared,
+        listens_early=not launch.is_restart,
+        metrics_listener=None if launch.metrics_listener is None else socket.socket(fileno=launch.metrics_listener),
+    )
     following = asyncio.create_task(_follow(parent, process, loaded))
     try:
         return await process.run(lambda: None, lambda _: _tell_ready())

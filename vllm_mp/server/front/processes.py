@@ -57,15 +57,17 @@ class FrontProcesses:
         options: ServerOptions,
         engine_args: AsyncEngineArgs,
         listeners: list[socket.socket],
+        metrics_listeners: list[socket.socket],
         config: VllmConfig | None,
     ) -> None:
-        """`listeners` holds a socket for each front process.
+        """`listeners` holds a socket for each front process; `metrics_listeners` too, or is empty.
 
         `config` is what `engine_args` resolve to; None: the core is at `options.connect`.
         """
         self._options = options
         self._engine_args = engine_args
         self._listeners = listeners
+        self._metrics_listeners = metrics_listeners
         num_restarts = RestartCounter()
         size = 0 if config is None else config.parallel_config.data_parallel_size
         self._cores: list[SharedCore] = []
@@ -203,6 +205,7 @@ class FrontProcesses:
     async def _start_front(self, index: int) -> asyncio.subprocess.Process:
         """Start a front process and send it its launch line."""
         listener = self._listeners[index].fileno()
+        metrics_listener = self._metrics_listeners[index].fileno() if self._metrics_listeners else None
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -211,7 +214,7 @@ class FrontProcesses:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | package_path(),
-            pass_fds=(listener, self._memory),
+            pass_fds=[fd for fd in (listener, metrics_listener, self._memory) if fd is not None],
             process_group=0,  # Ctrl-C reaches the parent alone, which then tells the front processes
         )
         self._processes[index] = process
@@ -229,6 +232,7 @@ class FrontProcesses:
             connect_timeout=self._start_timeout_s,
             reconnect_timeout=min(reconnect_timeout, 1e9),
             listener=listener,
+            metrics_listener=metrics_listener,
             index=index,
             count=len(self._listeners),
             is_restart=self._all_ready.is_set(),
@@ -246,7 +250,7 @@ class FrontProcesses:
         Raises EngineDeadError if the core ends for good meanwhile.
         """
         say(drain_line(sum(self._shared.live_counts), self._options))
-        for listener in self._listeners:
+        for listener in (*self._listeners, *self._metrics_listeners):
             listener.close()  # so that no connection waits for a front process that has ended
         num_forwarded = 0
         watched = {task for task in tasks if not task.done()}

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from vllm_mp.server.http.body import Body, read_body
+from vllm_mp.server.http.body import Body, IgnoredFields, RemovedField, is_strict, read_body
 from vllm_mp.server.http.errors import ApiError, as_api_error
 from vllm_mp.server.http.event_stream import EventStream
 from vllm_mp.server.http.protocol import WRITE_NOW, WriteNow
@@ -40,11 +40,20 @@ class Call:
     resources: contextlib.AsyncExitStack
     """Closed after the last byte of the response, when the client hangs up, or when the time is up."""
 
+    ignored: IgnoredFields | None
+    """Where fields go that are ignored; None: the request is refused for them."""
+
     @property
     def write_now(self) -> WriteNow:
         """Writes a part of the response without waiting, if that is possible."""
         write: WriteNow = self.http.scope.get("extensions", {}).get(WRITE_NOW, _write_nothing)
         return write
+
+    def ignore(self, path: str, why: str) -> None:
+        """Ignore the field at `path`, with a line in the log that says `why`. Raises ApiError for a strict request."""
+        if self.ignored is None:
+            raise ApiError(400, f"{path} {why}", param=path)
+        self.ignored.add([RemovedField(path, f"it {why}")])
 
 
 Handler = Callable[[Call, Body], Awaitable[Response | EventStream]]
@@ -70,12 +79,13 @@ class Endpoint(Generic[Body]):
         request_id = uuid.uuid4().hex
         try:
             request_id = read_request_id(request) or request_id
-            body = await read_body(request, self.body_type)
+            ignored = None if is_strict(request, server.options) else server.ignored_fields
+            body = await read_body(request, self.body_type, server.options, ignored)
             if (own_id := getattr(body, "request_id", None)) is not None:
                 request_id = _check_request_id(own_id, "request_id")
             limit = server.options.request_timeout
             async with _HangUp(receive), _time_limit(limit), contextlib.AsyncExitStack() as resources:
-                call = Call(server, request, server.tenants.of(scope), request_id, resources)
+                call = Call(server, request, server.tenants.of(scope), request_id, resources, ignored)
                 response = await self.handler(call, body)
                 response.headers["X-Request-Id"] = request_id
                 await response(scope, receive, send)
@@ -86,7 +96,7 @@ class Endpoint(Generic[Body]):
             if isinstance(response, EventStream) and response.has_started:
                 await response.fail(failure, send)
             else:
-                refusal = failure.response()
+                refusal = failure.response(request.url.path)
                 refusal.headers["X-Request-Id"] = request_id
                 await refusal(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API reports them: a status code and a JSON object `error`."""
+"""Errors as OpenAI's API reports them, and Anthropic's: a status code and a JSON object `error`."""
 
 import http
 import logging
@@ -22,6 +22,17 @@ logger = logging.getLogger(__name__)
 
 _LOG_LINES = re.compile(r"; its (?:last )?log\b.*", re.DOTALL)
 """What follows the cause of a core's death: the last lines of its log, and where that is."""
+_ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's words for errors, by status; other statuses are "invalid_request_error", or "api_error" from 500 on."""
 _PROCESS_ID = re.compile(r"(?<=\bprocess) \d+\b")
 
 
@@ -77,9 +88,16 @@ class ApiError(Exception):
         """Return `data` as JSON."""
         return msgspec.json.encode(self.data())
 
-    def response(self) -> Response:
-        """Return the error as a response."""
-        return Response(self.body(), self.status, self.headers, "application/json")
+    def anthropic_body(self) -> bytes:
+        """Return the error as Anthropic's API writes it, as JSON."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": self.data().error.message}
+        return msgspec.json.encode({"type": "error", "error": error})
+
+    def response(self, path: str = "") -> Response:
+        """Return the error as a response to a request to `path`."""
+        body = self.anthropic_body() if path.endswith(_ANTHROPIC_PATHS) else self.body()
+        return Response(body, self.status, self.headers, "application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -143,9 +161,11 @@ async def error_response(request: Request, error: Exception) -> Response:
     """Return the response for an error that no endpoint handled; an exception handler of the app."""
     path = f"{request.method} {request.url.path:.200}"
     if isinstance(error, HTTPException) and error.status_code == 404:
-        return ApiError(404, f"there is no endpoint {path}; /openapi.json lists them", code="not_found").response()
+        missing = ApiError(404, f"there is no endpoint {path}; /openapi.json lists them", code="not_found")
+        return missing.response(request.url.path)
     if isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"{path} is not allowed; allowed: {allowed}"
-        return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed}).response()
-    return as_api_error(error).response()
+        refused = ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
+        return refused.response(request.url.path)
+    return as_api_error(error).response(request.url.path)

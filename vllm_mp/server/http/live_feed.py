@@ -105,6 +105,8 @@ class Snapshot(Point, frozen=True, kw_only=True):
     """Over the last 10 seconds; None in the first snapshot."""
     inter_token_latency: Percentiles | None
     """None if no request got a second token in the last minute."""
+    accepted_drafts: float | None
+    """Share of the draft tokens that the core has accepted since its start, 0 to 1; None if there were none."""
     restarts: list[ShownRestart]
     """The latest restarts, the oldest first."""
     cores: list[ShownCore]
@@ -237,6 +239,7 @@ class LiveFeed:
             num_live=await self._engine.get_num_unfinished_requests(),
             prompt_tokens_per_s=self._rate(stats.prompt_tokens, _PROMPT_WINDOW_S),
             inter_token_latency=self._percentiles(stats.between_tokens_s),
+            accepted_drafts=load.accepted_drafts if load else None,
             restarts=[
                 ShownRestart(each.time, _shorten(each.cause), each.recovery_s, each.num_recovered)
                 for each in stats.restarts

@@ -18,6 +18,13 @@ class ServerOptions(Options):
     port: int = option(
         8000, "Listen on this port; 0: a free port that the system chooses.", low=0, high=65_535, subject="server"
     )
+    metrics_port: int | None = option(
+        None,
+        "Answer /metrics, /health and /ready also on this port of the same address, without a key and without TLS, for "
+        "scrapers and probes that have neither; 0: a free port. Default: only on the port of the server.",
+        low=0,
+        high=65_535,
+    )
     connect: str | None = option(
         None,
         "Serve the running core at this address, as given to `vllm-mp engine --listen`, or several cores of one model "
@@ -44,6 +51,14 @@ class ServerOptions(Options):
         subject="server",
     )
     api_key_file: str | None = option(None, "Read further keys from this file, one in each line. Default: none.")
+    operator_key: tuple[str, ...] = option(
+        (),
+        "Let requests with this key, as `Authorization: Bearer KEY`, make the calls for operators, such as /sleep; the "
+        "option may be repeated. A key is also read from VLLM_MP_OPERATOR_KEY. Default: those calls are refused.",
+    )
+    operator_key_file: str | None = option(
+        None, "Read further keys of operators from this file, one in each line. Default: none."
+    )
     shared_prefix_cache: bool = option(
         False,
         "Let requests with different API keys share cached prefixes, which is faster if their prompts begin alike. "
@@ -68,6 +83,9 @@ class ServerOptions(Options):
         "While no key is required, serve requests whose Host header has this name, beside localhost and the address of "
         "--host; *: any name. The option may be repeated. Default: none.",
     )
+    root_path: str = option(
+        "", "Serve the endpoints also below this path, for a proxy that does not remove it. Default: none."
+    )
     access_log: bool = option(False, "Write a line to the log for each request: method, path, status and duration.")
     max_waiting_requests: int = option(
         4096,
@@ -85,6 +103,11 @@ class ServerOptions(Options):
     ready_timeout: float = option(
         2.0, "Give the core this many seconds to answer /ready; /core_status then answers without the core.", low=0.01
     )
+    strict_requests: bool = option(
+        False,
+        "Refuse requests with fields that the server does not know. Default: such fields are ignored, and the log "
+        "names each of them once; a request with the header `Prefer: handling=strict` is refused.",
+    )
     trust_request_chat_template: bool = option(
         False, "Run the chat templates that requests bring; such requests are refused otherwise."
     )
@@ -92,6 +115,11 @@ class ServerOptions(Options):
         "auto",
         "Find the calls of tools in answers with this parser; auto: the parser that fits the model's chat template.",
         subject="server",
+    )
+    tool_fallback: bool = option(
+        True,
+        "Describe tools in a built-in prompt if the model's chat template knows none; such requests are refused "
+        "otherwise.",
     )
     tool_parser_plugin: str | None = option(
         None, "Run this Python file, which registers parsers of tool calls and reasoning. Default: none."

@@ -5,7 +5,7 @@ import hmac
 import ipaddress
 import socket
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,9 +19,18 @@ from vllm_mp.server.http.tenants import different_keys, note_tenant
 
 KEY_VARIABLES: Final = ("VLLM_API_KEY", "VLLM_MP_API_KEY")
 """Environment variables that hold a key each."""
+OPERATOR_KEY_VARIABLE: Final = "VLLM_MP_OPERATOR_KEY"
 
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version", "/"})
+OPEN_PATHS: Final = frozenset({"/health", "/ping", "/ready", "/version", "/"})
 """Paths that need no key: probes of orchestrators, and the page, which holds no data and asks for the key."""
+OPERATOR_PATHS: Final = frozenset(
+    {
+        *("/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
+        *("/start_profile", "/stop_profile", "/collective_rpc", "/abort_requests", "/server_info"),
+        "/restart_core",
+    }
+)
+"""Paths that need an operator's key, which their handlers check, instead of an API key."""
 OPEN_FOLDERS: Final = ("/static/",)
 """Beginnings of paths that need no key: the files of the page."""
 
@@ -32,13 +41,25 @@ def read_api_keys(options: ServerOptions, environment: Mapping[str, str]) -> tup
     Raises ValueError, naming the source, for an empty key, a key with spaces or for a file without keys, and OSError if
     the file cannot be read.
     """
-    keys = [("api_key", key) for key in options.api_key]
-    keys += [(name, environment[name]) for name in KEY_VARIABLES if name in environment]
-    if options.api_key_file is not None:
-        lines = [line.strip() for line in Path(options.api_key_file).read_text().splitlines()]
-        in_file = [(f"api_key_file {options.api_key_file}", line) for line in lines if line]
+    return _read_keys("api_key", options.api_key, options.api_key_file, KEY_VARIABLES, environment)
+
+
+def read_operator_keys(options: ServerOptions, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the keys of operators, as `read_api_keys` does those of others; none: there are no operators."""
+    variables = (OPERATOR_KEY_VARIABLE,)
+    return _read_keys("operator_key", options.operator_key, options.operator_key_file, variables, environment)
+
+
+def _read_keys(
+    option: str, given: Sequence[str], file: str | None, variables: Sequence[str], environment: Mapping[str, str]
+) -> tuple[str, ...]:
+    keys = [(option, key) for key in given]
+    keys += [(name, environment[name]) for name in variables if name in environment]
+    if file is not None:
+        lines = [line.strip() for line in Path(file).read_text().splitlines()]
+        in_file = [(f"{option}_file {file}", line) for line in lines if line]
         if not in_file:
-            raise ValueError(f"api_key_file {options.api_key_file} holds no key; write a key into each line")
+            raise ValueError(f"{option}_file {file} holds no key; write a key into each line")
         keys += in_file
     for source, key in keys:
         if not key or not key.isascii() or any(character.isspace() for character in key):
@@ -61,29 +82,37 @@ class RequireApiKey:
         if scope["type"] == "http" and tenant is None and not self._is_open(scope["path"]):
             error = ApiError(
                 401,
-                "the API key is missing or wrong; send the header `Authorization: Bearer KEY`",
+                "the API key is missing or wrong; send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`",
                 type="authentication_error",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
-        return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
+        return path in OPEN_PATHS or path in OPERATOR_PATHS or path.startswith(OPEN_FOLDERS)
 
     def _tenant(self, scope: Scope) -> int | None:
         """Return the number of the key that a request has; None if it has none of them."""
-        given = b""
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                given = value
-        scheme, _, key = given.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
+        key = given_key(scope)
+        digest = hashlib.sha256(key).digest()
         # Every key is compared, so that the time does not tell which of them matches.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
+        return matches.index(True) if key and any(matches) else None
+
+
+def given_key(scope: Scope) -> bytes:
+    """Return the key that a request has, empty if it has none: in `Authorization: Bearer KEY`, or in x-api-key.
+
+    Clients of Anthropic's API send the latter.
+    """
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        return key.strip()
+    return b"" if scheme else headers.get(b"x-api-key", b"").strip()
 
 
 class HostGuard:

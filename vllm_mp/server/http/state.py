@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.server.http.admission import Admission
+from vllm_mp.server.http.body.ignored_fields import IgnoredFields
 from vllm_mp.server.http.live_feed import LiveFeed
 from vllm_mp.server.http.options import ServerOptions
 from vllm_mp.server.http.shared_state import SharedState
@@ -27,6 +28,8 @@ class ServerState:
     """When the server started, in seconds since 1970: the `created` of its models."""
     live_feed: LiveFeed = field(init=False)
     """What the page at `/` shows."""
+    ignored_fields: IgnoredFields = field(init=False)
+    """The fields of requests that are ignored."""
     adapters: dict[str, LoRARequest] = field(init=False)
     """The adapters that requests may name as their model, by name."""
     adapter_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -37,6 +40,7 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.tenants = Tenants(self.options, None if self.shared is None else self.shared.secret)
+        self.ignored_fields = IgnoredFields(self.engine.stats.cells)
         self.live_feed = LiveFeed(self.engine, self.admission)
         lora = self.engine.vllm_config.lora_config
         self.adapters = {} if lora is None else {module.lora_name: module for module in lora.lora_modules}

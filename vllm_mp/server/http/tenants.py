@@ -41,6 +41,11 @@ def note_tenant(scope: Scope, number: int) -> None:
     scope[_SCOPE_KEY] = number
 
 
+def has_key(scope: Scope) -> bool:
+    """Return whether a request has a valid key."""
+    return _SCOPE_KEY in scope
+
+
 class Tenant:
     """The holder of an API key."""
 

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,7 +13,7 @@ from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.prompts.prompt import TextPrompt
 from vllm_mp.outputs import CompletionOutput, RequestOutput
 from vllm_mp.requests.sampling_params import SamplingParams
-from vllm_mp.server.http.body import Ignored, Refused, refused
+from vllm_mp.server.http.body import Ignored, Refused, refused, unserved
 from vllm_mp.server.http.endpoint import Call, post
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.http.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
@@ -31,7 +31,7 @@ from vllm_mp.server.openai.chat_messages import ChatMessage
 from vllm_mp.server.openai.chat_prompt import chat_prompt, template_variables
 from vllm_mp.server.openai.generation import Generation, GenerationBody, StreamOptions, Usage, start_generation
 from vllm_mp.server.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, convert, prompt_logprobs
-from vllm_mp.server.openai.models import check_model
+from vllm_mp.server.openai.models import ChosenModel, check_model
 from vllm_mp.server.openai.output_form import ResponseFormat
 from vllm_mp.server.openai.sampling_fields import sampling_params
 from vllm_mp.server.openai.tools import ToolChoice, ToolDefinition, ToolUse, choice_of, read_tools
@@ -73,8 +73,8 @@ class ChatBody(GenerationBody, kw_only=True):
     function_call: Annotated[Literal["none"] | None, _USE_TOOLS] = None
     modalities: Annotated[list[Literal["text"]] | None, refused("must be ['text']")] = None
     audio: Refused = None
-    web_search_options: Refused = None
-    verbosity: Refused = None
+    web_search_options: Annotated[None, unserved()] = None
+    verbosity: Annotated[None, unserved()] = None
     prediction: Ignored = None
 
 
@@ -127,8 +127,20 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-async def create_chat_completion(call: Call, body: ChatBody) -> Response | EventStream:
-    """Answer a conversation."""
+class ChatRequest(NamedTuple):
+    """What the engine is asked for."""
+
+    model: ChosenModel
+    prompt: TextPrompt
+    """The template has written the special tokens."""
+    params: SamplingParams
+    answer_format: AnswerFormat
+    form_field: str | None
+    """The field that demands the form of the answer; None: the field of the body that does."""
+
+
+async def chat_request(call: Call, body: ChatBody) -> ChatRequest:
+    """Return what a request for answers asks of the engine. Raises ApiError, naming the field at fault."""
     model = check_model(call.server, body.model, generates=True)
     params = _params(body, call.server.engine.model_config.default_sampling_params)
     template = body.chat_template or call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
@@ -144,7 +156,13 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
     )
     answer_format = read_answer_format(call.server, params, template, text, tools, body.include_reasoning is not False)
     prompt = TextPrompt(prompt=text, cache_salt=call.tenant.cache_salt(body.cache_salt))
-    # The template has written the special tokens.
+    form_field = "tools" if tools is not None and tools.form is not None else None
+    return ChatRequest(model, prompt, params, answer_format, form_field)
+
+
+async def create_chat_completion(call: Call, body: ChatBody) -> Response | EventStream:
+    """Answer a conversation."""
+    model, prompt, params, answer_format, form_field = await chat_request(call, body)
     generation = await start_generation(
         call,
         "chatcmpl",
@@ -154,7 +172,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         field="messages",
         add_special_tokens=False,
         lora=model.lora,
-        form_field="tools" if tools is not None and tools.form is not None else None,
+        form_field=form_field,
     )
     created = int(time.time())
     if body.stream:
@@ -201,6 +219,7 @@ def _tools(body: ChatBody, server: ServerState, params: SamplingParams, template
         form=params.structured_outputs,
         chat_template=template,
         parser_name=server.options.tool_call_parser,
+        tool_fallback=server.options.tool_fallback,
     )
     if tools is not None and tools.form is not None:
         params.structured_outputs = tools.form
@@ -211,7 +230,8 @@ async def _logprobs(output: CompletionOutput, body: ChatBody, engine: AsyncLLM) 
     positions = output.logprobs
     if positions is None:
         return None
-    make = functools.partial(chat_logprobs, positions, body.top_logprobs or 0, engine.token_bytes)
+    as_ids = bool(body.return_tokens_as_token_ids)
+    make = functools.partial(chat_logprobs, positions, body.top_logprobs or 0, engine.token_bytes, as_ids=as_ids)
     return await convert(make, positions)
 
 

@@ -37,6 +37,7 @@ async def chat_prompt(
             continue_final_message=continues,
             variables=chat_template_kwargs,
             tools=tools,
+            tool_fallback=call.server.options.tool_fallback,
         )
     except ChatMessageError as error:
         raise ApiError(400, str(error), param=error.path) from error

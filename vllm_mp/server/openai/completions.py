@@ -46,7 +46,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     max_completion_tokens: int | None = None
     """Another name of `max_tokens`."""
     echo: bool | None = None
-    """Repeat the prompt before the completion. With `max_tokens` 0 there is only the prompt."""
+    """Repeat the prompt before the completion. With `max_tokens` 0 there is only the prompt, without it nothing."""
     suffix: Refused = None
     prompt_embeds: Annotated[
         None, refused("would be a pickle, which can run code; give text or token ids, or use the Python client")
@@ -84,13 +84,12 @@ async def create_completion(call: Call, body: CompletionBody) -> Response | Even
     """Complete each prompt."""
     engine = call.server.engine
     model = check_model(call.server, body.model, generates=True)
-    prompts = _prompts(body, call.server.admission.max_live, call.tenant.cache_salt(body.cache_salt))
-    params = _params(body, engine.model_config.default_sampling_params)
+    prompts = completion_prompts(call, body)
+    params = completion_params(body, engine.model_config.default_sampling_params)
     generation = await start_generation(
         call, "cmpl", prompts, params, body, field="prompt", add_special_tokens=True, lora=model.lora
     )
     head = CompletionResponse(id=generation.request_id, created=int(time.time()), model=model.name, choices=[])
-    generation.discards_completions = _is_echo_alone(body)
     choices = _Choices(engine, body, params)
     if body.stream:
         return EventStream(_events(generation, head, choices, body.stream_options or StreamOptions(), call.write_now))
@@ -100,11 +99,9 @@ async def create_completion(call: Call, body: CompletionBody) -> Response | Even
     return Response(msgspec.json.encode(head), media_type="application/json")
 
 
-def _prompts(body: CompletionBody, limit: int, salt: str) -> list[PromptType]:
-    """Return the prompts, cached with `salt`.
-
-    Raises ApiError if there is none or more than `limit`, or if the list mixes kinds.
-    """
+def completion_prompts(call: Call, body: CompletionBody) -> list[PromptType]:
+    """Return the prompts. Raises ApiError if there is none or more than may be live, or if the list mixes kinds."""
+    limit, salt = call.server.admission.max_live, call.tenant.cache_salt(body.cache_salt)
     given = body.prompt
     kinds = set() if isinstance(given, str) else set(map(type, given))
     prompts: list[Any]
@@ -129,19 +126,12 @@ def _prompts(body: CompletionBody, limit: int, salt: str) -> list[PromptType]:
     ]
 
 
-def _params(body: CompletionBody, defaults: dict[str, Any]) -> SamplingParams:
-    own: dict[str, Any] = {}
-    if _is_echo_alone(body):
-        own["max_tokens"] = 1  # the engine always makes a token; it is left out of the response
-    params = sampling_params(body, {"max_tokens": _DEFAULT_MAX_TOKENS, **defaults}, **own)
+def completion_params(body: CompletionBody, defaults: dict[str, Any]) -> SamplingParams:
+    """Return the sampling parameters."""
+    params = sampling_params(body, {"max_tokens": _DEFAULT_MAX_TOKENS, **defaults})
     if body.echo and params.prompt_logprobs is None:
         params.prompt_logprobs = params.logprobs
     return params
-
-
-def _is_echo_alone(body: CompletionBody) -> bool:
-    """Return whether the request asks for its prompt only, as for the log-probabilities of a given text."""
-    return bool(body.echo) and 0 in (getattr(body, "max_tokens", None), body.max_completion_tokens)
 
 
 async def _events(
@@ -196,7 +186,7 @@ class _Choices:
         self._engine = engine
         self._body = body
         self._params = params
-        self._is_echo_alone = _is_echo_alone(body)
+        self._as_ids = bool(body.return_tokens_as_token_ids)
         self._begun: set[int] = set()
         """Indices of the choices that have at least one part."""
         self._offsets: dict[int, TextOffsets] = {}
@@ -240,14 +230,10 @@ class _Choices:
             self._offsets[index] = TextOffsets(self._detokenizer(output.prompt_token_ids), len(choice.text))
         if self._body.return_token_ids:
             choice.token_ids = completion.token_ids
-        if self._is_echo_alone:
-            choice.finish_reason, choice.stop_reason = "length", None
-            choice.token_ids = [] if self._body.return_token_ids else UNSET
-        else:
-            choice.text += completion.text
+        choice.text += completion.text
         if self._params.logprobs is not None:
-            positions = [] if self._is_echo_alone else completion.logprobs or []
-            make = functools.partial(completion_logprobs, positions, self._offsets[index])
+            positions = completion.logprobs or []
+            make = functools.partial(completion_logprobs, positions, self._offsets[index], as_ids=self._as_ids)
             choice.logprobs = await convert(make, positions)
             if of_prompt is not None:
                 choice.logprobs = joined(of_prompt, choice.logprobs)
@@ -259,9 +245,8 @@ class _Choices:
         # The prompt's own text has no special tokens.
         offsets = TextOffsets(self._detokenizer((), skips_special=self._repeats_text(output)))
         first_text = await self._text([first_id])
-        return await convert(
-            functools.partial(completion_logprobs, positions, offsets, first_id, first_text), positions
-        )
+        make = functools.partial(completion_logprobs, positions, offsets, first_id, first_text, as_ids=self._as_ids)
+        return await convert(make, positions)
 
     def _detokenizer(self, context: Sequence[int], skips_special: bool = False) -> IncrementalDetokenizer | None:
         """Return what finds the texts of tokens that follow `context`; None unless log-probabilities are wanted."""

@@ -13,9 +13,9 @@ from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.server.http.body import Ignored, RequestBody
 from vllm_mp.server.http.endpoint import Call, read_rank
-from vllm_mp.server.http.errors import ApiError, as_api_error
+from vllm_mp.server.http.errors import as_api_error
 from vllm_mp.server.openai.output_form import output_form
-from vllm_mp.server.openai.sampling_fields import SamplingFields, refused_parameters
+from vllm_mp.server.openai.sampling_fields import SamplingFields, asks_for_no_tokens, refused_parameters
 from vllm_mp.server.watching.tracing import trace_headers
 from vllm_mp.wire import MAX_TENANTS
 
@@ -49,6 +49,8 @@ class GenerationBody(SamplingFields, kw_only=True):
     """The id of the request, instead of the header X-Request-Id."""
     return_token_ids: bool | None = None
     """Return the token ids of prompt and completion."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write each token of log-probabilities as its id, such as "token_id:17", which is unambiguous."""
     metadata: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
@@ -88,20 +90,22 @@ class Generation:
     The call that it was started for aborts what is left when it ends.
     """
 
-    def __init__(self, request_id: str, ids: Sequence[str], group: StreamGroup, form_field: str) -> None:
+    def __init__(
+        self, request_id: str, ids: Sequence[str], group: StreamGroup, form_field: str, *, reads_only: bool
+    ) -> None:
         """`ids` are the ids of the requests of `group`, in the order of their prompts.
 
-        `form_field` is the field that demands the form of the output; empty: no field does.
+        `form_field` is the field that demands the form of the output; empty: no field does. `reads_only`: the request
+        asks for no tokens; the one that the engine makes all the same is left out of every output.
         """
         self.request_id = request_id
         self._indices = {each: index for index, each in enumerate(ids)}
         self._group = group
         self._prompt_tokens = [0] * len(ids)
         self._cached_tokens = [0] * len(ids)
-        self.discards_completions = False
-        """The response leaves out the tokens of the completions, so they do not count."""
         self._completion_tokens = 0
         self._form_field = form_field
+        self._reads_only = reads_only
 
     async def outputs(self, pass_on: PassOn = _take_none) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield each output that `pass_on` does not take, with the index of its prompt, as it comes.
@@ -111,7 +115,7 @@ class Generation:
 
         def pass_all_on(outputs: Outputs) -> Outputs:
             for position, output in enumerate(outputs):
-                if isinstance(output, RequestFailure):
+                if isinstance(output, RequestFailure) or self._reads_only:
                     return outputs[position:]
                 index = self._indices[output.request_id]
                 if not pass_on(index, output):
@@ -124,6 +128,8 @@ class Generation:
                 if isinstance(output, RequestFailure):
                     raise self._failure(output.error)
                 index = self._indices[output.request_id]
+                if self._reads_only:
+                    _empty(output)
                 self._count(index, output)
                 yield index, output
 
@@ -135,9 +141,9 @@ class Generation:
     def usage(self) -> Usage:
         """Return the tokens so far."""
         prompt_tokens = sum(self._prompt_tokens)
-        completion_tokens = 0 if self.discards_completions else self._completion_tokens
-        total_tokens = prompt_tokens + completion_tokens
-        return Usage(prompt_tokens, completion_tokens, total_tokens, PromptTokensDetails(sum(self._cached_tokens)))
+        total_tokens = prompt_tokens + self._completion_tokens
+        details = PromptTokensDetails(sum(self._cached_tokens))
+        return Usage(prompt_tokens, self._completion_tokens, total_tokens, details)
 
     def _failure(self, error: Exception) -> Exception:
         """Return the error of a request as the client is told, with the field at fault."""
@@ -152,6 +158,16 @@ class Generation:
         self._cached_tokens[index] = output.num_cached_tokens or 0
         for completion in output.outputs:
             self._completion_tokens += len(completion.token_ids)
+
+
+def _empty(output: RequestOutput) -> None:
+    """Remove the tokens of the completions; one that has ended has reached its length."""
+    for completion in output.outputs:
+        completion.text, completion.token_ids, completion.stop_reason = "", [], None
+        if completion.logprobs is not None:
+            completion.logprobs = []
+        if completion.finish_reason == "stop":
+            completion.finish_reason = "length"
 
 
 async def start_generation(
@@ -175,7 +191,7 @@ async def start_generation(
     cannot run.
     """
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream=true; add it, or leave them out", param="stream_options")
+        call.ignore("stream_options", "needs stream=true; add it, or leave them out")
     request_id = f"{kind}-{call.request_id}"
     if body.add_special_tokens is not None:
         add_special_tokens = body.add_special_tokens
@@ -214,4 +230,6 @@ async def start_generation(
                         await asyncio.sleep(0)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-    return Generation(request_id, ids, group, output_form(body)[1] if form_field is None else form_field)
+    if form_field is None:
+        form_field = output_form(body)[1]
+    return Generation(request_id, ids, group, form_field, reads_only=asks_for_no_tokens(body))

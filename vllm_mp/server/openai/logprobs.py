@@ -87,19 +87,26 @@ class TextOffsets:
 
 
 def completion_logprobs(
-    positions: Sequence[LogprobsOnePosition | None], offsets: TextOffsets, first_id: int = -1, first_text: str = ""
+    positions: Sequence[LogprobsOnePosition | None],
+    offsets: TextOffsets,
+    first_id: int = -1,
+    first_text: str = "",
+    *,
+    as_ids: bool = False,
 ) -> CompletionLogprobs:
     """Return the log-probabilities of tokens whose text begins at `offsets`.
 
-    None stands for the first token of a prompt, whose id is `first_id` and whose text is `first_text`.
+    None stands for the first token of a prompt, whose id is `first_id` and whose text is `first_text`. With `as_ids`
+    tokens are written as their ids.
     """
     result = CompletionLogprobs([], [], [], [])
     for position in positions:
         token_id, chosen = next(iter(position.items())) if position else (first_id, None)
         result.text_offset.append(offsets.next(token_id))
-        result.tokens.append(_text(chosen) if chosen else first_text)
+        text = _text(chosen) if chosen else first_text
+        result.tokens.append(_id_text(token_id) if as_ids else text)
         result.token_logprobs.append(_finite(chosen) if chosen else None)
-        result.top_logprobs.append(_by_text(position) if position else None)
+        result.top_logprobs.append(_by_text(position, as_ids) if position else None)
     return result
 
 
@@ -114,13 +121,17 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def chat_logprobs(
-    positions: Sequence[LogprobsOnePosition], num_top: int, bytes_of: TokenBytes | None = None
+    positions: Sequence[LogprobsOnePosition],
+    num_top: int,
+    bytes_of: TokenBytes | None = None,
+    *,
+    as_ids: bool = False,
 ) -> ChatLogprobs:
     """Return the log-probabilities of tokens, with the `num_top` most likely ones at the position of each.
 
-    `bytes_of` returns the bytes of a token; None: tokens have no text.
+    `bytes_of` returns the bytes of a token; None: tokens have no text. With `as_ids` tokens are written as their ids.
     """
-    return ChatLogprobs([_token_logprob(position, num_top, bytes_of) for position in positions])
+    return ChatLogprobs([_token_logprob(position, num_top, bytes_of, as_ids) for position in positions])
 
 
 def prompt_logprobs(positions: Sequence[LogprobsOnePosition | None]) -> PromptLogprobs:
@@ -136,27 +147,34 @@ def prompt_logprobs(positions: Sequence[LogprobsOnePosition | None]) -> PromptLo
     ]
 
 
-def _token_logprob(position: LogprobsOnePosition, num_top: int, bytes_of: TokenBytes | None) -> TokenLogprob:
+def _token_logprob(
+    position: LogprobsOnePosition, num_top: int, bytes_of: TokenBytes | None, as_ids: bool
+) -> TokenLogprob:
     entries = list(position.items())
     likely = sorted(
         (entry for entry in entries if entry[1].rank and entry[1].rank <= num_top), key=lambda entry: _rank(entry[1])
     )
-    chosen, top = _top_logprob(*entries[0], bytes_of), [_top_logprob(*entry, bytes_of) for entry in likely]
+    chosen = _top_logprob(*entries[0], bytes_of, as_ids)
+    top = [_top_logprob(*entry, bytes_of, as_ids) for entry in likely]
     return TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top)
 
 
-def _top_logprob(token_id: int, entry: Logprob, bytes_of: TokenBytes | None) -> TopLogprob:
+def _top_logprob(token_id: int, entry: Logprob, bytes_of: TokenBytes | None, as_ids: bool) -> TopLogprob:
     text = _text(entry)
     own = bytes_of(token_id) if bytes_of is not None and _REPLACEMENT in text else text.encode()
-    return TopLogprob(text, _finite(entry), list(own))
+    return TopLogprob(_id_text(token_id) if as_ids else text, _finite(entry), list(own))
 
 
-def _by_text(position: LogprobsOnePosition) -> dict[str, float]:
+def _by_text(position: LogprobsOnePosition, as_ids: bool) -> dict[str, float]:
     """Return the log-probabilities by text; of tokens with the same text, the most likely one counts."""
     result: dict[str, float] = {}
-    for entry in sorted(position.values(), key=_rank):
-        result.setdefault(_text(entry), _finite(entry))
+    for token_id, entry in sorted(position.items(), key=lambda item: _rank(item[1])):
+        result.setdefault(_id_text(token_id) if as_ids else _text(entry), _finite(entry))
     return result
+
+
+def _id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _rank(entry: Logprob) -> int:

@@ -21,9 +21,6 @@ GUIDED_FIELDS: dict[str, tuple[str, Any]] = {
 }
 """By the older names that vLLM gave to the fields of `StructuredOutputsParams`: their newer name, and their type."""
 
-_SCHEMA_PATHS = {"response_format": ".json_schema.schema", "text.format": ".schema"}
-"""By the fields that hold more than a schema: the path of the schema in them."""
-
 
 class JsonSchema(RequestBody):
     """A JSON schema, which the answer must match."""
@@ -51,6 +48,9 @@ class ResponseFormat(RequestBody):
     """For the type "structural_tag" with `structures`: the texts after which a tag must follow."""
     format: dict[str, Any] | None = None
     """For the type "structural_tag": the newer notation, instead of `structures` and `triggers`."""
+    schema_: dict[str, Any] | bool | None = msgspec.field(default=None, name="schema")
+    """A schema that the answer must match, for the type "json_object", or for "json_schema" instead of `json_schema`,
+    as llama.cpp and others have it."""
 
 
 class TextFormat(RequestBody, omit_defaults=True):
@@ -62,7 +62,7 @@ class TextFormat(RequestBody, omit_defaults=True):
     name: str | None = None
     """For the type "json_schema", which needs it."""
     schema_: dict[str, Any] | bool | None = msgspec.field(default=None, name="schema")
-    """For the type "json_schema", which needs it."""
+    """For the type "json_schema", which needs it; "json_object" may have one."""
     description: str | None = None
     strict: bool | None = None
     """Accepted; every schema is enforced."""
@@ -94,7 +94,7 @@ def output_form(body: msgspec.Struct) -> tuple[StructuredOutputsParams | None, s
         first, second = list(forms)[:2]
         raise ApiError(400, f"{first} and {second} both demand a form of the answer; leave out one", param=second)
     for field, form in forms.items():
-        path = f"{field}{_SCHEMA_PATHS.get(field, '')}" if "json" in form else field
+        path = _schema_path(field, body) if "json" in form else field
         try:
             return checked_form(field, form), path
         except (ValueError, TypeError) as error:
@@ -102,17 +102,32 @@ def output_form(body: msgspec.Struct) -> tuple[StructuredOutputsParams | None, s
     return None, ""
 
 
+def _schema_path(field: str, body: msgspec.Struct) -> str:
+    """Return the path of the schema that the field `field` holds."""
+    if field == "response_format":
+        own = getattr(getattr(body, field), "schema_", None)
+        return "response_format.json_schema.schema" if own is None else "response_format.schema"
+    return "text.format.schema" if field == "text.format" else field
+
+
 def _of_response_format(given: ResponseFormat | None) -> dict[str, Any] | None:
     """Return the fields of `StructuredOutputsParams` for a response format; None for plain text."""
+    if given is not None and given.schema_ is not None and not given.type.startswith("json"):
+        name = "response_format.schema"
+        message = f"{name} needs the type 'json_object' or 'json_schema', got {given.type!r}; change the type"
+        raise ApiError(400, message, param=name)
     if given is None or given.type == "text":
         return None
-    if given.type == "json_object":
-        return {"json_object": True}
-    if given.type == "json_schema":
-        if given.json_schema is None:
+    if given.type in ("json_object", "json_schema"):
+        schema = given.schema_
+        if given.type == "json_schema" and given.json_schema is not None:
+            if schema is not None:
+                name = "response_format.schema"
+                raise ApiError(400, f"{name} and json_schema are both given; leave out one of them", param=name)
+            schema = given.json_schema.schema_
+        elif given.type == "json_schema" and schema is None:
             name = "response_format.json_schema"
             raise ApiError(400, f"{name} is missing; add it, with a name and a schema", param=name)
-        schema = given.json_schema.schema_
         return {"json_object": True} if schema is None else {"json": schema}
     if given.format is not None:
         return {"structural_tag": {"type": "structural_tag", "format": given.format}}
@@ -127,7 +142,7 @@ def _of_text_format(given: TextFormat | None) -> dict[str, Any] | None:
     """Return the fields of `StructuredOutputsParams` for the format of a response's text; None for plain text."""
     if given is None or given.type == "text":
         return None
-    if given.type == "json_object":
+    if given.schema_ is None and given.type == "json_object":
         return {"json_object": True}
     if given.schema_ is None:
         raise ApiError(400, "text.format.schema is missing; add it", param="text.format.schema")

@@ -14,6 +14,12 @@ _INTERNAL = frozenset({"output_kind", "detokenize", "extra_args", "structured_ou
 """Fields of `SamplingParams` that the server sets itself."""
 _REFUSED = ("kv_transfer_params",)
 """Fields of vLLM's that are not served: extensions of its engine."""
+_OTHER_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+"""Further names of parameters, which endpoints declare as they need them."""
 _FIELDS = tuple(name for name in PARAMETERS if name not in _INTERNAL)
 
 
@@ -44,6 +50,7 @@ else:
             ("use_beam_search", bool | None, None),
             ("vllm_xargs", dict[str, Any] | None, None),  # vLLM's name of extra_args
             ("length_penalty", Ignored, None),  # it only concerns beam search
+            ("repeat_penalty", float | None, None),  # llama.cpp's and Ollama's name of repetition_penalty
         ],
         bases=(RequestBody,),
         kw_only=True,
@@ -55,8 +62,9 @@ else:
 def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) -> SamplingParams:
     """Return the parameters that `body` asks for, over `defaults`; the parameters of `own` precede both.
 
-    A field `max_completion_tokens` is a name of `max_tokens`. Raises ApiError, naming the field, for values out of
-    range, for names of a field that differ, and for what is not served.
+    The fields of `_OTHER_NAMES` are names of others. A request that `asks_for_no_tokens` gets one, the least that the
+    engine makes. Raises ApiError, naming the field, for values out of range, for names of a field that differ, and for
+    what is not served.
     """
     if getattr(body, "use_beam_search", None):
         raise ApiError(
@@ -66,14 +74,19 @@ def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) 
             code="unsupported_field",
         )
     given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
-    max_tokens = getattr(body, "max_completion_tokens", None)
-    if max_tokens is not None and given.setdefault("max_tokens", max_tokens) != max_tokens:
-        raise ApiError(
-            400,
-            f"max_completion_tokens={max_tokens} and its other name max_tokens={given['max_tokens']} differ; leave out "
-            "one of them",
-            param="max_completion_tokens",
-        )
+    for other, name in _OTHER_NAMES.items():
+        value = getattr(body, other, None)
+        if value is not None and given.setdefault(name, value) != value:
+            raise ApiError(
+                400,
+                f"{other}={value} and its other name {name}={given[name]} differ; leave out one of them",
+                param=other,
+            )
+    if asks_for_no_tokens(body):
+        if given.get("min_tokens"):
+            message = f"min_tokens={given['min_tokens']} is more than {_given_name('max_tokens', body)}=0; lower it"
+            raise ApiError(400, message, param="min_tokens")
+        own["max_tokens"] = 1
     if (extra_args := getattr(body, "vllm_xargs", None)) is not None:
         given["extra_args"] = extra_args
     form, _ = output_form(body)
@@ -84,17 +97,21 @@ def sampling_params(body: SamplingFields, defaults: dict[str, Any], **own: Any) 
         return SamplingParams(**{"output_kind": kind, **defaults, **given, **own})
     except (ValueError, TypeError, NotImplementedError) as error:
         refusal = as_refusal(error, (*_FIELDS, "extra_args"))
-        if refusal.param == "max_tokens":
-            name = _name_of_max_tokens(body)
-            message = refusal.message.replace("max_tokens", name, 1)
+        if refusal.param is not None and (name := _given_name(refusal.param, body)) != refusal.param:
+            message = refusal.message.replace(refusal.param, name, 1)
             raise ApiError(refusal.status, message, param=name, code=refusal.code) from None
         raise refusal from None
 
 
-def _name_of_max_tokens(body: SamplingFields) -> str:
-    """Return the name that the request gives to `max_tokens`."""
-    names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-    return next((name for name in names if getattr(body, name, None) is not None), "max_tokens")
+def asks_for_no_tokens(body: SamplingFields) -> bool:
+    """Return whether the request wants its prompt read, and no token after it: `max_tokens` is 0."""
+    return getattr(body, _given_name("max_tokens", body), None) == 0
+
+
+def _given_name(name: str, body: SamplingFields) -> str:
+    """Return the name that the request gives to the parameter `name`."""
+    names = [name, *(other for other, means in _OTHER_NAMES.items() if means == name)]
+    return next((name for name in names if getattr(body, name, None) is not None), name)
 
 
 def refused_parameters(error: Exception, prompt_path: str) -> ApiError:

@@ -1,17 +1,21 @@
-"""The endpoints /tokenize and /detokenize: text to token ids as the engine sees them, and back."""
+"""The endpoints /tokenize, /detokenize and /tokenizer_info: text to token ids as the engine sees them, and back."""
 
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from vllm_mp.client.threads.background_call import call_in_thread
 from vllm_mp.server.http.body import RequestBody
 from vllm_mp.server.http.endpoint import Call, post
 from vllm_mp.server.http.errors import ApiError, as_refusal
+from vllm_mp.server.http.state import ServerState
 from vllm_mp.server.openai.chat_messages import ChatMessage
 from vllm_mp.server.openai.chat_prompt import chat_prompt
 from vllm_mp.server.openai.models import check_model
+from vllm_mp.server.openai.tools import ToolDefinition, template_tools
 
 
 class TokenizeBody(RequestBody, kw_only=True):
@@ -29,6 +33,8 @@ class TokenizeBody(RequestBody, kw_only=True):
     """A template instead of the model's; refused unless the server runs with --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the template."""
+    tools: list[ToolDefinition] | None = None
+    """Functions that the chat template describes to the model."""
     model: str | None = None
     add_special_tokens: bool | None = None
     """Put the tokenizer's special tokens around the text; default: true for `prompt`, false for `messages`."""
@@ -72,6 +78,7 @@ async def tokenize(call: Call, body: TokenizeBody) -> Response:
             continue_final_message=body.continue_final_message,
             chat_template=body.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
+            tools=template_tools([tool.function for tool in body.tools]) if body.tools else None,
         )
     else:
         raise ApiError(400, "give either prompt or messages", param="prompt")
@@ -100,7 +107,26 @@ async def detokenize(call: Call, body: DetokenizeBody) -> Response:
     return Response(msgspec.json.encode(DetokenizeResponse(text)), media_type="application/json")
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """Return what clients need that tokenize by this server: special tokens, the chat template, the vocabulary."""
+    server: ServerState = request.app.state.server
+    try:
+        tokenizer = server.engine.get_tokenizer()
+    except ValueError as error:
+        raise as_refusal(error) from error
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    info = {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        "model_max_length": server.engine.model_config.max_model_len,
+        "chat_template": server.engine.chat_template.source or None,
+        **special,
+    }
+    return Response(msgspec.json.encode(info), media_type="application/json")
+
+
 ROUTES = [
+    Route("/tokenizer_info", tokenizer_info),
     post("/tokenize", tokenize, TokenizeBody, TokenizeResponse),
     post("/detokenize", detokenize, DetokenizeBody, DetokenizeResponse),
 ]

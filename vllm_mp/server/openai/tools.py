@@ -4,14 +4,16 @@ import re
 import secrets
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from vllm_mp.client.prompts.tool_prompt import knows_tools
 from vllm_mp.client.tool_parsers import (
     TOOL_PARSERS,
     CallFormat,
+    HermesToolParser,
     JsonToolParser,
     Tool,
     ToolParser,
@@ -23,6 +25,8 @@ from vllm_mp.server.http.errors import ApiError
 
 _NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _MAX_TOOLS = 1024
+_MAX_FALLBACK_CALLS = 8
+"""Number of calls in an answer of a model that was not trained for tools; such models may repeat a call without end."""
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -94,14 +98,16 @@ def read_tools(
     form: StructuredOutputsParams | None,
     chat_template: str,
     parser_name: str,
+    tool_fallback: bool,
     path: str = "tools[{}].function",
     form_field: str = "response_format",
 ) -> ToolUse | None:
     """Return how a request's answers use the functions `definitions`; None if they use none.
 
     `choice` is "none", "auto", "required", or the name of a function behind "=". `form` is what the request demands of
-    an answer without a call. `parser_name` is the option `tool_call_parser`. `path` is the path of a function in the
-    request, and `form_field` the field that demands `form`. Raises ApiError, naming the field at fault.
+    an answer without a call. `parser_name` and `tool_fallback` are options of the server: how calls are found, and
+    whether tools are described as text for a template that knows none. `path` is the path of a function in the request,
+    and `form_field` the field that demands `form`. Raises ApiError, naming the field at fault.
     """
     if not definitions:
         if choice not in ("none", "auto"):
@@ -118,14 +124,16 @@ def read_tools(
         )
     if choice == "none":
         return None
-    if "tools" not in chat_template:
+    is_fallback = not knows_tools(chat_template)
+    if is_fallback and not tool_fallback:
         raise ApiError(
             400,
-            "the model's chat template knows no tools; leave out tools, serve a model that was trained for them, or "
-            "give a template with --chat-template",
+            "the model's chat template knows no tools; leave out tools, serve a model that was trained for them, give "
+            "a template with --chat-template, or start the server without --no-tool-fallback",
             param=path.partition("[")[0],
         )
-    parser = _parser_for(chat_template, parser_name)
+    # The built-in prompt for tools asks for calls in this parser's format.
+    parser = HermesToolParser if is_fallback else _parser_for(chat_template, parser_name)
     allowed = named or tools
     is_forced = bool(named) or choice == "required"
     call_format = parser.call_format(allowed, chat_template)
@@ -133,12 +141,12 @@ def read_tools(
         parser = JsonToolParser
         call_format = JsonToolParser.call_format(allowed, chat_template)
     is_single = bool(named) or not is_parallel
-    is_strict = [bool(definition.strict) for definition in definitions]
+    strict = frozenset(definition.name for definition in definitions if definition.strict)
     return ToolUse(
-        definitions=[_for_template(definition) for definition in definitions],
+        definitions=template_tools(definitions),
         tools=allowed,
         parser=parser,
-        form=_answer_form(call_format, form, form_field, is_forced, is_single, is_strict),
+        form=_answer_form(call_format, form, form_field, is_forced, is_single, strict, is_fallback),
         is_named=bool(named),
         is_single=is_single,
     )
@@ -168,6 +176,11 @@ def _checked_tools(definitions: Sequence[FunctionDefinition], path: str) -> list
     return list(tools.values())
 
 
+def template_tools(definitions: Sequence[FunctionDefinition]) -> list[dict[str, Any]]:
+    """Return `definitions` as chat templates read them."""
+    return [_for_template(definition) for definition in definitions]
+
+
 def _for_template(definition: FunctionDefinition) -> dict[str, Any]:
     function = msgspec.to_builtins(definition)
     function.pop("strict", None)
@@ -195,9 +208,18 @@ def _answer_form(
     form_field: str,
     is_forced: bool,
     is_single: bool,
-    is_strict: Sequence[bool],
+    strict: frozenset[str],
+    is_fallback: bool,
 ) -> StructuredOutputsParams | None:
-    """Return what an answer must match that consists of calls, of what `form` demands, or of text and calls."""
+    """Return what an answer must match that consists of calls, of what `form` demands, or of text and calls.
+
+    `strict` are the names of the functions that are strict. With `is_fallback` the model was not trained for tools:
+    then all calls have arguments of their schema and end the answer, and the schema of a function that is not strict is
+    held as far as a grammar can.
+    """
+    if is_fallback and call_format is not None:
+        calls = tuple(replace(call, is_lenient=call.name not in strict) for call in call_format.calls)
+        call_format = replace(call_format, calls=calls)
     if call_format is None:
         if form is None:
             return None
@@ -207,22 +229,26 @@ def _answer_form(
             "leave out one of them, or set tool_choice",
             param=form_field,
         )
+    max_calls = 1 if is_single else _MAX_FALLBACK_CALLS if is_fallback else None
     if is_forced:
-        return _structural_tag(_calls(call_format, is_single))
+        return _structural_tag(_calls(call_format, max_calls))
     if form is not None:
-        return _structural_tag({"type": "or", "elements": [_calls(call_format, is_single), _as_format(form)]})
-    if not call_format.trigger or not (any(is_strict) or is_single):
+        return _structural_tag({"type": "or", "elements": [_calls(call_format, max_calls), _as_format(form)]})
+    if is_fallback:
+        rule = [call_format.trigger, _some_calls(call_format, max_calls, after=call_format.trigger)]
+        return _structural_tag({"type": "dispatch", "rules": [rule], "loop": False})
+    if not call_format.trigger or not (strict or is_single):
         return None
     # The arguments of a function that is not strict may be any object.
-    calls = [
-        call if strict else {**call, "content": _schema({"type": "object"})}
-        for call, strict in zip(_tags(call_format), is_strict, strict=True)
+    tags = [
+        tag if call.name in strict else {**tag, "content": _schema({"type": "object"})}
+        for call, tag in zip(call_format.calls, _tags(call_format), strict=True)
     ]
     return _structural_tag(
         {
             "type": "triggered_tags",
             "triggers": [call_format.trigger],
-            "tags": calls,
+            "tags": tags,
             "at_least_one": False,
             "stop_after_first": is_single,
         }
@@ -234,23 +260,39 @@ def _structural_tag(format: dict[str, Any]) -> StructuredOutputsParams:
     return StructuredOutputsParams(structural_tag=tag)
 
 
-def _calls(call_format: CallFormat, is_single: bool) -> dict[str, Any]:
-    calls = {
-        "type": "tags_with_separator",
-        "tags": _tags(call_format),
-        "separator": call_format.separator,
-        "at_least_one": True,
-        "stop_after_first": is_single,
-    }
+def _calls(call_format: CallFormat, max_calls: int | None) -> dict[str, Any]:
+    """Return the format of an answer that consists of 1 to `max_calls` calls; None: of any number."""
     before, after = (
         [{"type": "const_string", "value": text}] if text else [] for text in (call_format.begin, call_format.end)
     )
-    return {"type": "sequence", "elements": [*before, calls, *after]}
+    return {"type": "sequence", "elements": [*before, _some_calls(call_format, max_calls), *after]}
+
+
+def _some_calls(call_format: CallFormat, max_calls: int | None, after: str = "") -> dict[str, Any]:
+    """Return the format of 1 to `max_calls` calls, or any number; the text `after` of the first is there already."""
+    tags = _tags(call_format)
+    first: list[dict[str, Any]] = [{**tag, "begin": tag["begin"].removeprefix(after)} for tag in tags]
+    if max_calls is None or max_calls == 1:
+        return {
+            "type": "tags_with_separator",
+            "tags": first,
+            "separator": call_format.separator + after,
+            "at_least_one": True,
+            "stop_after_first": max_calls == 1,
+        }
+    further = [{**tag, "begin": call_format.separator + tag["begin"]} for tag in tags]
+    more = {"type": "repeat", "min": 0, "max": max_calls - 1, "content": {"type": "or", "elements": further}}
+    return {"type": "sequence", "elements": [{"type": "or", "elements": first}, more]}
 
 
 def _tags(call_format: CallFormat) -> list[dict[str, Any]]:
     return [
-        {"type": "tag", "begin": call.begin, "content": _schema(call.arguments), "end": call.end}
+        {
+            "type": "tag",
+            "begin": call.begin,
+            "content": {**_schema(call.arguments), "lenient": call.is_lenient},
+            "end": call.end,
+        }
         for call in call_format.calls
     ]
 

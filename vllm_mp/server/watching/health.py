@@ -1,4 +1,4 @@
-"""The endpoints that say how server and core are: /health, /ready, /version and /core_status."""
+"""The endpoints that say how server and core are: /health, /ping, /ready, /load, /version and /core_status."""
 
 import asyncio
 from typing import Any
@@ -14,6 +14,7 @@ from vllm_mp.errors import EngineError
 from vllm_mp.server.http.admission import RETRY_AFTER
 from vllm_mp.server.http.errors import ApiError, public_text
 from vllm_mp.server.http.state import ServerState
+from vllm_mp.server.http.tenants import has_key
 from vllm_mp.server.watching import static_page
 from vllm_mp.version import __version__
 
@@ -26,17 +27,32 @@ async def health(request: Request) -> Response:
     return _json({"status": "ok"})
 
 
+async def ping(request: Request) -> Response:
+    """Return 200 while the server can serve, or can bring the core back; 503 once the core is gone for good."""
+    answer = await health(request)
+    return Response(status_code=answer.status_code)
+
+
+async def load(request: Request) -> Response:
+    """Return the number of live requests of this server process."""
+    server: ServerState = request.app.state.server
+    return _json({"server_load": server.admission.num_live})
+
+
 async def ready(request: Request) -> Response:
-    """Return 200 if requests are admitted and the core answers within the option `ready_timeout`, else 503."""
+    """Return 200 if requests are admitted and the core answers within the option `ready_timeout`, else 503.
+
+    The status is "ready", "starting" (also while the core does not answer), "draining" or "dead".
+    """
     server: ServerState = request.app.state.server
     if (refusal := server.admission.refusal) is not None:
-        return _not_ready(refusal.message)
+        return _not_ready(request, "draining", refusal.message)
     if server.shared is not None and (num_loading := server.shared.num_loading):
-        return _not_ready(f"{num_loading} of the server's processes are loading")
+        return _not_ready(request, "starting", f"{num_loading} of the server's processes are loading")
     try:
         await server.ping_core()
     except EngineError as error:
-        return _not_ready(public_text(error))
+        return _not_ready(request, "starting" if server.engine.dead_error is None else "dead", public_text(error))
     return _json({"status": "ready"})
 
 
@@ -55,9 +71,11 @@ async def core_status(request: Request) -> Response:
         return _json({"answers": False} | server.engine.last_core_status())
 
 
+PROBE_ROUTES = [Route("/health", health), Route("/ready", ready)]
 ROUTES = [
-    Route("/health", health),
-    Route("/ready", ready),
+    *PROBE_ROUTES,
+    Route("/ping", ping, methods=["GET", "POST"]),
+    Route("/load", load),
     Route("/version", version),
     Route("/core_status", core_status),
 ]
@@ -73,7 +91,7 @@ def loading_app() -> Starlette:
         return _json({"status": "ok"})
 
     async def loading_ready(request: Request) -> Response:
-        return _not_ready(_LOADING)
+        return _json({"status": "starting"}, 503)
 
     return Starlette(
         routes=[
@@ -96,8 +114,12 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     await error.response()(scope, receive, send)
 
 
-def _not_ready(reason: str) -> Response:
-    return _json({"status": "not ready", "reason": reason}, 503)
+def _not_ready(request: Request, status: str, reason: str) -> Response:
+    """Return the status, and to those who may use the server the reason."""
+    server: ServerState = request.app.state.server
+    if server.options.api_key and not has_key(request.scope):
+        return _json({"status": status}, 503)
+    return _json({"status": status, "reason": reason}, 503)
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:

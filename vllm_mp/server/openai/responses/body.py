@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from vllm_mp.server.http.body import Ignored, Refused, RequestBody, refused
+from vllm_mp.server.http.body import Ignored, Refused, RequestBody, refused, unserved
 from vllm_mp.server.openai.generation import GenerationBody
 from vllm_mp.server.openai.output_form import TextFormat
 from vllm_mp.server.openai.responses.input import InputItem
@@ -19,7 +19,7 @@ class TextConfig(RequestBody):
 
     format: TextFormat | None = None
     """The form of the answer; default: any text."""
-    verbosity: Annotated[Literal["medium"] | None, refused("must be 'medium': no other is served")] = None
+    verbosity: Annotated[Literal["medium"] | None, unserved("is served as 'medium' only")] = None
 
 
 class Reasoning(RequestBody):
@@ -69,8 +69,8 @@ class ResponseBody(GenerationBody, kw_only=True):
     """A text, or the turns of a conversation."""
     instructions: str | None = None
     """A system message before the input."""
-    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
-    """Maximum number of tokens of the answer; default: what the context has room for."""
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
+    """Maximum number of tokens of the answer; default: what the context has room for. 0: only read the input."""
     truncation: Literal["auto", "disabled"] | None = None
     """ "auto": leave out the oldest turns of a conversation that is too long for the context."""
     include: (

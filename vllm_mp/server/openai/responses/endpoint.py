@@ -16,7 +16,7 @@ from vllm_mp.client.prompts.prompt import TextPrompt
 from vllm_mp.outputs import CompletionOutput
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.server.http.endpoint import Call, post
-from vllm_mp.server.http.errors import ApiError
+from vllm_mp.server.http.errors import ApiError, as_refusal
 from vllm_mp.server.http.event_stream import EventStream
 from vllm_mp.server.http.state import ServerState
 from vllm_mp.server.openai.answer_parts import read_answer_format
@@ -33,6 +33,13 @@ from vllm_mp.server.openai.responses.object import InputTokensDetails, OutputTok
 from vllm_mp.server.openai.responses.output import ResponseOutput
 from vllm_mp.server.openai.sampling_fields import sampling_params
 from vllm_mp.server.openai.tools import ToolUse, read_tools
+
+
+class InputTokens(msgspec.Struct):
+    """The number of tokens of an input."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
 
 
 async def create_response(call: Call, body: ResponseBody) -> Response | EventStream:
@@ -88,13 +95,26 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
     output = ResponseOutput(response, call.request_id, answer_format)
     if body.stream:
         encoder = EventEncoder()
-        events = _events(generation, output, encoder, params, call.server.engine)
+        events = _events(generation, output, encoder, body, params, call.server.engine)
         return _ResponseStream(events, output, encoder)
     [result] = await generation.results()
     [completion] = result.outputs
-    output.add(completion.text, completion.token_ids, await _logprobs(completion, params, call.server.engine))
+    output.add(completion.text, completion.token_ids, await _logprobs(completion, body, params, call.server.engine))
     output.end(completion.finish_reason, _usage(generation))
     return Response(msgspec.json.encode(response), media_type="application/json")
+
+
+async def count_input_tokens(call: Call, body: ResponseBody) -> Response:
+    """Count the tokens of an input."""
+    check_model(call.server, body.model, generates=True)
+    params = _params(body, call.server.engine.model_config.default_sampling_params)
+    template = call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
+    text = await _prompt(call, body, _tools(body, call.server, params, template))
+    try:
+        tokens = await call.server.engine.tokenize(text, add_special_tokens=False)
+    except ValueError as error:
+        raise as_refusal(error) from error
+    return Response(msgspec.json.encode(InputTokens(len(tokens))), media_type="application/json")
 
 
 async def refuse_stored_response(request: Request) -> Response:
@@ -140,6 +160,7 @@ def _tools(body: ResponseBody, server: ServerState, params: SamplingParams, temp
         form=params.structured_outputs,
         chat_template=template,
         parser_name=server.options.tool_call_parser,
+        tool_fallback=server.options.tool_fallback,
         path="tools[{}]",
         form_field="text.format",
     )
@@ -189,7 +210,12 @@ async def _fits(call: Call, body: ResponseBody, text: str) -> bool:
 
 
 async def _events(
-    generation: Generation, output: ResponseOutput, encoder: EventEncoder, params: SamplingParams, engine: AsyncLLM
+    generation: Generation,
+    output: ResponseOutput,
+    encoder: EventEncoder,
+    body: ResponseBody,
+    params: SamplingParams,
+    engine: AsyncLLM,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed response."""
     begin = encoder.encode(output.begin())
@@ -199,7 +225,7 @@ async def _events(
     # A constraint may turn out to be wrong, which the status of the response says if no event was sent before.
     async for _, result in generation.outputs():
         [completion] = result.outputs
-        logprobs = await _logprobs(completion, params, engine)
+        logprobs = await _logprobs(completion, body, params, engine)
         events = output.add(completion.text, completion.token_ids, logprobs)
         if result.finished:
             events += output.end(completion.finish_reason, _usage(generation))
@@ -208,11 +234,14 @@ async def _events(
             begin = b""
 
 
-async def _logprobs(output: CompletionOutput, params: SamplingParams, engine: AsyncLLM) -> list[TokenLogprob]:
+async def _logprobs(
+    output: CompletionOutput, body: ResponseBody, params: SamplingParams, engine: AsyncLLM
+) -> list[TokenLogprob]:
     positions = output.logprobs
     if positions is None:
         return []
-    make = functools.partial(chat_logprobs, positions, params.logprobs or 0, engine.token_bytes)
+    as_ids = bool(body.return_tokens_as_token_ids)
+    make = functools.partial(chat_logprobs, positions, params.logprobs or 0, engine.token_bytes, as_ids=as_ids)
     return (await convert(make, positions)).content
 
 
@@ -229,6 +258,7 @@ def _usage(generation: Generation) -> Usage:
 
 ROUTES = [
     post("/v1/responses", create_response, ResponseBody, ResponseObject),
+    post("/v1/responses/input_tokens", count_input_tokens, ResponseBody, InputTokens),
     Route("/v1/responses/{response_id}", refuse_stored_response, methods=["GET", "DELETE"]),
     Route("/v1/responses/{response_id}/cancel", refuse_stored_response, methods=["POST"]),
     Route("/v1/responses/{response_id}/input_items", refuse_stored_response),

@@ -4,6 +4,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from vllm_mp.server.http.body import Ignored, RequestBody
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.openai.chat_messages import ChatMessage, FunctionCall, ToolCall
 
@@ -12,15 +13,24 @@ _SYSTEM_ROLES = ("system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
 
 
-class ContentPart(msgspec.Struct):
+class ContentPart(RequestBody):
     """A part of an item's content: text, or the text of a refusal."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    annotations: Ignored = None
+    logprobs: Ignored = None
+    image_url: Ignored = None
+    detail: Ignored = None
+    file_id: Ignored = None
+    file_url: Ignored = None
+    file_data: Ignored = None
+    filename: Ignored = None
+    input_audio: Ignored = None
 
 
-class InputItem(msgspec.Struct):
+class InputItem(RequestBody):
     """A turn of the conversation, or another item of a response that the client sends back."""
 
     type: str = "message"
@@ -34,6 +44,10 @@ class InputItem(msgspec.Struct):
     """The arguments of a call: a JSON object."""
     output: str | list[ContentPart] | None = None
     """The output of a call."""
+    id: Ignored = None
+    status: Ignored = None
+    summary: Ignored = None
+    encrypted_content: Ignored = None
 
 
 def chat_messages(given: str | list[InputItem], instructions: str | None) -> list[ChatMessage]:

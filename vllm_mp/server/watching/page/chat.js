@@ -1,13 +1,19 @@
-// The chat: a conversation whose answers stream, can be stopped, and say how fast they were.
+// The chat: a conversation whose answers stream and can be stopped. The browser keeps it over a reload.
 
 import { readEvents, request } from "./api.js";
-import { showText } from "./formatting.js";
+import { KeptChat, keptChats } from "./kept_chats.js";
 import { load, save } from "./storage.js";
-import { counted, latency, number } from "./units.js";
+import { RESTARTED, RESTARTS, Turn } from "./turn.js";
 
 const SETTINGS = "settings";
 const DEFAULTS = { system: "", tools: "", temperature: "", max_tokens: "512" };
-const COPIED_MS = 1500;
+const KEEP_MS = 1000; // Time between two writes of an answer that streams.
+const SILENCE_MS = 5000; // An answer of another tab that has not grown for this time has ended with its tab.
+const NOTES = {
+  kept: "",
+  forked: "Another tab went on with this chat. What this tab shows is kept as a chat of its own.",
+  refused: "The browser does not keep this chat: a reload ends it.",
+};
 
 const byId = (id) => document.getElementById(id);
 
@@ -23,8 +29,11 @@ export class Chat {
     this.list = byId("turns");
     this.message = byId("message");
     this.settings = byId("settings");
-    this.restoreSettings();
+    this.keptAt = 0;
+    this.kept = new KeptChat({ onChange: () => this.adopt(), onList: () => this.showList() });
+    this.showFields(JSON.parse(load("sessionStorage", SETTINGS) ?? "{}"));
     this.followEnd();
+    this.open(this.kept.id);
 
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -33,9 +42,23 @@ export class Chat {
     });
     this.message.addEventListener("keydown", (event) => this.onKey(event));
     this.message.addEventListener("input", () => this.fitMessage());
-    byId("clear").addEventListener("click", () => this.clear());
+    byId("new-chat").addEventListener("click", () => this.change(() => this.open(null)));
+    byId("delete-chat").addEventListener("click", () => this.change(() => this.remove()));
+    byId("chats").addEventListener("change", ({ target }) => this.change(() => this.open(target.value)));
+    document.addEventListener("visibilitychange", () => {
+      if (this.isOutdated) this.adopt();
+    });
+    // The browser then ends the connection, which is no error that should be kept.
+    window.addEventListener("pagehide", () => {
+      if (this.answering) this.keep(true);
+      this.isLeft = true;
+    });
+    window.addEventListener("pageshow", () => (this.isLeft = false));
     byId("settings-button").addEventListener("click", () => this.showSettings(this.settings.hidden));
-    this.settings.addEventListener("input", () => save("sessionStorage", SETTINGS, JSON.stringify(this.fields())));
+    this.settings.addEventListener("input", () => {
+      save("sessionStorage", SETTINGS, JSON.stringify(this.fields()));
+      if (this.turns.length) this.keep();
+    });
     this.settings.addEventListener("submit", (event) => event.preventDefault());
     for (const example of byId("welcome").querySelectorAll("button")) {
       example.addEventListener("click", () => this.send(example.textContent));
@@ -48,8 +71,8 @@ export class Chat {
     const turn = this.answering;
     if (turn === null) return;
     turn.incarnation ??= incarnation;
-    if (state === "restarting") turn.showRestart("The engine restarts; the answer will continue.");
-    else if (incarnation !== turn.incarnation) turn.showRestart("The engine restarted; the answer continued.");
+    if (state === "restarting") turn.showRestart(RESTARTS);
+    else if (incarnation !== turn.incarnation) turn.showRestart(RESTARTED);
   }
 
   send(words) {
@@ -62,24 +85,30 @@ export class Chat {
     }
     this.message.value = "";
     this.fitMessage();
-    const turn = new Turn(prompt, () => this.retry(turn));
-    this.turns.push(turn);
+    this.list.setAttribute("aria-live", "polite"); // Turns that the page restores are not announced.
     this.isAtEnd = true;
-    this.list.append(turn.element);
-    byId("welcome").hidden = true;
-    byId("clear").hidden = false;
+    const turn = this.add(prompt);
+    this.showParts();
     this.answer(turn);
   }
 
-  async answer(turn) {
+  /** Get the answer of `turn`, or the rest of it; return when it has ended. */
+  answer(turn, { goesOn = false } = {}) {
+    this.ended = this.stream(turn, goesOn);
+    return this.ended;
+  }
+
+  async stream(turn, goesOn) {
     this.answering = turn;
-    turn.begin(this.incarnation);
+    turn.begin(this.incarnation, { goesOn });
     this.showAnswering();
+    this.keep();
     try {
-      const response = await this.ask(turn);
+      const response = await this.ask(turn, goesOn);
       for await (const { data } of readEvents(response)) {
         if (data === "[DONE]") break;
         turn.take(JSON.parse(data));
+        if (performance.now() - this.keptAt > KEEP_MS) this.keep();
       }
       turn.end(turn.finishReason === null ? "The answer ended early: the connection was lost." : null);
     } catch (error) {
@@ -87,10 +116,11 @@ export class Chat {
     }
     this.answering = null;
     this.showAnswering();
+    this.keep();
   }
 
   /** Return the response that streams the answer of `turn`; ask for an API key if the server wants one. */
-  async ask(turn) {
+  async ask(turn, goesOn) {
     const { system, tools, temperature, max_tokens } = this.fields();
     const messages = system.trim() ? [{ role: "system", content: system.trim() }] : [];
     for (const each of this.turns) {
@@ -101,11 +131,13 @@ export class Chat {
           ? { role: "tool", tool_call_id: call.id, content: each.prompt } // The message after a call is its result.
           : { role: "user", content: each.prompt },
       );
-      if (each === turn) break;
+      if (each === turn && !goesOn) break;
       const calls = each.calls.length ? { tool_calls: each.calls } : {};
       messages.push({ role: "assistant", content: each.text, ...calls });
+      if (each === turn) break;
     }
     const body = { messages, stream: true, stream_options: { include_usage: true } };
+    if (goesOn) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
     if (tools.trim()) {
       body.tools = parsedTools(tools);
       body.parallel_tool_calls = false;
@@ -137,13 +169,91 @@ export class Chat {
     this.answer(turn);
   }
 
-  clear() {
+  /** Add a turn to the conversation. */
+  add(prompt) {
+    const turn = new Turn(prompt, {
+      onRetry: () => this.retry(turn),
+      onContinue: () => this.answering ?? this.answer(turn, { goesOn: true }),
+    });
+    this.turns.push(turn);
+    this.list.append(turn.element);
+    return turn;
+  }
+
+  /** Keep the conversation in the browser. If the page `isLeft`, the answer in progress is kept as interrupted. */
+  keep(isLeft = false) {
+    if (this.isLeft) return;
+    const turns = this.turns.map((turn) => turn.content(isLeft));
+    this.showNote(this.kept.keep(turns[0].prompt, { settings: this.fields(), turns }));
+    this.keptAt = performance.now();
+    this.showList();
+  }
+
+  showNote(result) {
+    const note = byId("chat-note");
+    if (NOTES[result]) note.textContent = NOTES[result];
+    note.hidden = !note.textContent;
+  }
+
+  /** Let the answer in progress end, then show another conversation. */
+  async change(show) {
     this.stop();
+    await this.ended;
+    byId("chat-note").textContent = "";
+    this.showNote("kept");
+    this.list.setAttribute("aria-live", "off");
+    this.isAtEnd = true;
+    show();
+    this.message.focus();
+  }
+
+  /** Show the kept conversation `id`; without one, an empty conversation. */
+  open(id) {
+    const content = this.kept.open(id);
     for (const { element } of this.turns) element.remove();
     this.turns = [];
-    byId("welcome").hidden = false;
-    byId("clear").hidden = true;
-    this.message.focus();
+    if (content !== null) this.showFields(content.settings);
+    const isFresh = Date.now() - this.kept.changed < SILENCE_MS;
+    for (const each of content?.turns ?? []) this.add(each.prompt).restore(each, isFresh);
+    clearTimeout(this.silence);
+    if (isFresh && content?.turns.some(({ isAnswering }) => isAnswering)) {
+      this.silence = setTimeout(() => this.adopt(), SILENCE_MS);
+    }
+    this.showParts();
+    this.showList();
+  }
+
+  remove() {
+    this.kept.remove();
+    this.open(null);
+  }
+
+  /** Show what another tab has made of this conversation. While this tab gets an answer, it goes its own way. */
+  adopt() {
+    this.isOutdated = document.hidden;
+    if (!this.answering && !document.hidden) this.open(this.kept.id);
+  }
+
+  /** Show what depends on whether the conversation has begun. */
+  showParts() {
+    const hasBegun = this.turns.length > 0;
+    byId("welcome").hidden = hasBegun;
+    byId("new-chat").hidden = byId("delete-chat").hidden = !hasBegun;
+  }
+
+  /** Show the kept conversations, from which the reader can choose. */
+  showList() {
+    const chats = keptChats();
+    const list = byId("chats");
+    list.hidden = !chats.length;
+    byId("chat-title").classList.toggle("visually-hidden", !list.hidden);
+    const options = chats.map(({ id, title }) => new Option(title, id, false, id === this.kept.id));
+    const isNew = this.kept.id === null;
+    if (isNew) options.unshift(new Option("New chat", "", false, true));
+    const key = JSON.stringify(options.map(({ value, text }) => [value, text]));
+    if (list.dataset.key === key && list.value === (this.kept.id ?? "")) return; // It may be open.
+    list.dataset.key = key;
+    list.replaceChildren(...options);
   }
 
   onKey(event) {
@@ -189,111 +299,10 @@ export class Chat {
     byId("settings-button").setAttribute("aria-expanded", areShown);
   }
 
-  restoreSettings() {
-    const kept = JSON.parse(load("sessionStorage", SETTINGS) ?? "{}");
-    for (const [name, value] of Object.entries({ ...DEFAULTS, ...kept })) this.settings.elements[name].value = value;
-  }
-}
-
-/** A message and its answer. */
-class Turn {
-  constructor(prompt, onRetry) {
-    this.prompt = prompt;
-    this.element = byId("turn-template").content.firstElementChild.cloneNode(true);
-    this.part = (name) => this.element.querySelector(`.${name}`);
-    this.part("prompt").textContent = prompt;
-    this.part("retry").addEventListener("click", onRetry);
-    this.part("copy").addEventListener("click", () => this.copy());
-  }
-
-  begin(incarnation) {
-    Object.assign(this, { text: "", thought: "", calls: [], numTokens: 0 });
-    Object.assign(this, { finishReason: null, firstAt: null, lastAt: null, incarnation });
-    this.abort = new AbortController();
-    this.startedAt = performance.now();
-    this.element.dataset.state = "answering";
-    this.part("error-text").hidden = true;
-    this.part("restart-mark").hidden = true;
-    this.part("stats").textContent = "";
-    this.show();
-  }
-
-  /** Take in a chunk of the answer. */
-  take({ choices = [], usage, error }) {
-    if (error) throw new Error(error.message);
-    for (const { delta, finish_reason } of choices) {
-      if (delta?.content || delta?.reasoning_content || delta?.tool_calls) {
-        this.text += delta.content ?? "";
-        this.thought += delta.reasoning_content ?? "";
-        for (const call of delta.tool_calls ?? []) this.takeCall(call);
-        this.numTokens += 1; // An estimate, until the usage is known.
-        this.lastAt = performance.now();
-        this.firstAt ??= this.lastAt;
-      }
-      if (finish_reason) this.finishReason = finish_reason;
+  showFields(fields) {
+    for (const [name, value] of Object.entries({ ...DEFAULTS, ...fields })) {
+      if (name in DEFAULTS) this.settings.elements[name].value = value;
     }
-    if (usage) this.numTokens = usage.completion_tokens;
-    this.frame ??= requestAnimationFrame(() => this.show());
-  }
-
-  /** Take in what is new of a call: its name first, then its arguments in pieces. */
-  takeCall({ index, id, function: { name, arguments: text = "" } }) {
-    this.calls[index] ??= { id, type: "function", function: { name, arguments: "" } };
-    this.calls[index].function.arguments += text;
-  }
-
-  /** End the answer; `error` is a message, or null. */
-  end(error) {
-    this.element.dataset.state = "done";
-    this.part("error-text").hidden = error === null;
-    this.part("error-text").textContent = error ?? "";
-    this.show();
-  }
-
-  show() {
-    cancelAnimationFrame(this.frame);
-    this.frame = undefined;
-    showText(this.part("answer"), this.text);
-    this.part("thought").hidden = !this.thought;
-    this.part("thought-text").textContent = this.thought;
-    this.part("calls").hidden = !this.calls.length;
-    this.part("calls").replaceChildren(
-      ...this.calls.map(({ function: { name, arguments: text } }) => {
-        const call = document.createElement("code");
-        call.textContent = `${name}(${text})`;
-        return call;
-      }),
-    );
-    this.part("stats").replaceChildren(
-      ...this.stats().map((words) => {
-        const statistic = document.createElement("span");
-        statistic.textContent = words;
-        return statistic;
-      }),
-    );
-    this.part("copy").hidden = !this.text;
-  }
-
-  /** Return how fast the answer was, how long it is, and why it ended early, if it did. */
-  stats() {
-    const end = this.abort.signal.aborted ? "stopped" : this.finishReason === "length" ? "limit" : "";
-    if (this.firstAt === null) return end ? [end] : [];
-    const seconds = (this.lastAt - this.firstAt) / 1000;
-    const speed = seconds > 0 ? [`${number((this.numTokens - 1) / seconds)} tokens/s`] : [];
-    const wait = latency((this.firstAt - this.startedAt) / 1000);
-    return [...speed, `first token ${wait}`, counted(this.numTokens, "token") + (end && ` (${end})`)];
-  }
-
-  showRestart(words) {
-    const mark = this.part("restart-mark");
-    mark.hidden = false;
-    if (mark.textContent !== words) mark.textContent = words;
-  }
-
-  async copy() {
-    const button = this.part("copy");
-    button.textContent = (await copyText(this.text)) ? "Copied" : "Not copied";
-    setTimeout(() => (button.textContent = "Copy"), COPIED_MS);
   }
 }
 
@@ -303,22 +312,5 @@ function parsedTools(text) {
     return JSON.parse(text);
   } catch (error) {
     throw new Error(`Tools in the settings are not JSON: ${error.message}`);
-  }
-}
-
-/** Copy `text` to the clipboard; return whether that worked. */
-async function copyText(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch {
-    // Browsers have this interface on https and localhost only; elsewhere the older command works.
-    const area = document.createElement("textarea");
-    area.value = text;
-    document.body.append(area);
-    area.select();
-    const isCopied = document.execCommand("copy");
-    area.remove();
-    return isCopied;
   }
 }

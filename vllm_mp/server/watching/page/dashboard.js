@@ -73,7 +73,9 @@ export class Dashboard {
     showReadings("throughput", {
       output: `${number(snapshot.output_tokens_per_s)} tokens/s`,
       prompt: `${number(snapshot.prompt_tokens_per_s)} tokens/s`,
+      drafts: `${percent(snapshot.accepted_drafts ?? 0)} %`,
     });
+    byId("drafts").hidden = snapshot.accepted_drafts === null;
     showReadings("streams", { running: number(snapshot.num_running), waiting: number(snapshot.num_waiting) });
     showReadings("first-token", {
       p50: latency(snapshot.time_to_first_token?.p50),

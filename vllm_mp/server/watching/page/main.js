@@ -4,6 +4,9 @@ import { setApiKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Dashboard } from "./dashboard.js";
 import { LiveFeed } from "./live.js";
+import { load, save } from "./storage.js";
+
+const VIEW = "view";
 
 const byId = (id) => document.getElementById(id);
 
@@ -39,8 +42,12 @@ function showView(view) {
 }
 
 for (const button of document.querySelectorAll(".views button")) {
-  button.addEventListener("click", () => showView(button.dataset.view));
+  button.addEventListener("click", () => {
+    showView(button.dataset.view);
+    save("sessionStorage", VIEW, button.dataset.view);
+  });
 }
+showView(load("sessionStorage", VIEW) ?? "engine");
 
 const dashboard = new Dashboard();
 const chat = new Chat(askForKey);

@@ -57,7 +57,7 @@ export class Plot {
     for (const minutes of [5, 4, 3, 2, 1]) {
       const anchor = minutes === 5 ? "start" : "middle";
       const words = minutes === 5 ? "5 min ago" : `${minutes}`;
-      if (minutes === 4 && plotWidth < 300) continue; // It would touch its neighbour.
+      if (minutes === 4 && plotWidth < 360) continue; // It would touch its neighbour in some fonts.
       parts.push(text(words, { class: "tick", x: x(now - 60 * minutes), y: HEIGHT - 4, "text-anchor": anchor }));
     }
     parts.push(text("now", { class: "tick", x: width - MARGIN.right, y: HEIGHT - 4, "text-anchor": "end" }));

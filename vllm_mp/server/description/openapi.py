@@ -23,6 +23,12 @@ _REQUEST_ID = {
     "description": "The id of the request, which the response repeats; by default it is drawn.",
     "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:/+=@-]{1,128}$"},
 }
+_STRICT = {
+    "name": "Prefer",
+    "in": "header",
+    "description": "`handling=strict`: refuse fields that the server does not know; by default they are ignored.",
+    "schema": {"type": "string", "examples": ["handling=strict"]},
+}
 
 
 async def show_openapi(request: Request) -> Response:
@@ -43,6 +49,10 @@ def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(
         [ErrorBody, *structs], ref_template="#/components/schemas/{name}"
     )
+    for component in components.values():
+        # Only strict requests are refused for fields that are not declared.
+        if component.get("additionalProperties") is False:
+            del component["additionalProperties"]
     by_struct = dict(zip([ErrorBody, *structs], schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in described:
@@ -82,7 +92,7 @@ def _operation(route: Route, method: str, schemas: dict[type[msgspec.Struct], di
         "responses": {"200": answer, "default": error},
     }
     if endpoint is not None:
-        parameters.append(_REQUEST_ID)
+        parameters += [_REQUEST_ID, _STRICT]
         operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schemas[endpoint.body_type]}},

@@ -1,0 +1,1 @@
+"""Anthropic's API: /v1/messages, and the count of its tokens."""

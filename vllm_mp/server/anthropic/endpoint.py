@@ -1,0 +1,165 @@
+"""The endpoints /v1/messages and /v1/messages/count_tokens."""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Send
+
+from vllm_mp.client.prompts.prompt import TextPrompt
+from vllm_mp.requests.structured_outputs import StructuredOutputsParams
+from vllm_mp.server.anthropic.answer import EventEncoder, MessageObject, Usage, fill
+from vllm_mp.server.anthropic.body import MessagesBody, TokensBody
+from vllm_mp.server.anthropic.conversation import chat_messages, choice_of, continues_answer, functions
+from vllm_mp.server.http.endpoint import Call, post
+from vllm_mp.server.http.errors import ApiError, as_refusal
+from vllm_mp.server.http.event_stream import EventStream
+from vllm_mp.server.openai.answer_parts import AnswerFormat, is_empty, read_answer_format
+from vllm_mp.server.openai.chat_prompt import chat_prompt
+from vllm_mp.server.openai.generation import Generation, GenerationBody, start_generation
+from vllm_mp.server.openai.models import check_model
+from vllm_mp.server.openai.sampling_fields import sampling_params
+from vllm_mp.server.openai.tools import ToolUse, read_tools
+
+_COMMON_FIELDS = ("stream", "max_tokens", "temperature", "top_p", "top_k", "priority")
+"""The fields that OpenAI's requests have too."""
+_FORM = "output_config.format"
+
+
+class TokenCount(msgspec.Struct):
+    """The number of tokens of a conversation."""
+
+    input_tokens: int
+
+
+async def create_message(call: Call, body: MessagesBody) -> Response | EventStream:
+    """Answer a conversation."""
+    model = check_model(call.server, body.model, generates=True)
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _COMMON_FIELDS}
+    fields["stop"] = body.stop_sequences
+    common = GenerationBody(**fields)
+    params = sampling_params(common, call.server.engine.model_config.default_sampling_params)
+    params.structured_outputs = _form(body)
+    tools = _tools(call, body, params.structured_outputs)
+    if tools is not None and tools.form is not None:
+        params.structured_outputs = tools.form
+    text = await _prompt(call, body, tools)
+    template = call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
+    shows_thought = body.thinking is None or body.thinking.type != "disabled"
+    answer_format = read_answer_format(call.server, params, template, text, tools, shows_thought)
+    # The template has written the special tokens.
+    generation = await start_generation(
+        call,
+        "msg",
+        [TextPrompt(prompt=text, cache_salt=call.tenant.cache_salt(body.cache_salt))],
+        params,
+        common,
+        field="messages",
+        add_special_tokens=False,
+        lora=model.lora,
+        form_field="tools" if tools is not None and tools.form is not None else _FORM,
+    )
+    message = MessageObject(id=f"msg_{call.request_id}", model=model.name, usage=Usage(0, 0, 0))
+    if body.stream:
+        return _MessageStream(_events(generation, message, answer_format), end=b"")
+    [result] = await generation.results()
+    [completion] = result.outputs
+    message.usage = Usage.of(generation.usage())
+    fill(message, answer_format.whole(completion.text), completion)
+    return Response(msgspec.json.encode(message), media_type="application/json")
+
+
+async def count_tokens(call: Call, body: TokensBody) -> Response:
+    """Count the tokens of a conversation."""
+    check_model(call.server, body.model, generates=True)
+    text = await _prompt(call, body, _tools(call, body, _form(body)))
+    try:
+        tokens = await call.server.engine.tokenize(text, add_special_tokens=False)
+    except ValueError as error:
+        raise as_refusal(error) from error
+    return Response(msgspec.json.encode(TokenCount(len(tokens))), media_type="application/json")
+
+
+class _MessageStream(EventStream):
+    """A stream of events, which ends with an error event if it fails."""
+
+    async def fail(self, error: ApiError, send: Send) -> None:
+        event = b"event: error\ndata: %b\n\n" % error.anthropic_body()
+        await send({"type": "http.response.body", "body": event})
+
+
+def _form(body: TokensBody) -> StructuredOutputsParams | None:
+    """Return the form that the answer must have. Raises ApiError if two fields demand one, or if it is none."""
+    config = body.output_config and body.output_config.format
+    if config is not None and body.output_format is not None:
+        message = f"{_FORM} and output_format both demand a form of the answer; leave out one"
+        raise ApiError(400, message, param="output_format")
+    form = config or body.output_format
+    if form is None:
+        return None
+    try:
+        return StructuredOutputsParams(json=form.schema_)
+    except (ValueError, TypeError) as error:
+        raise ApiError(400, str(error), param=_FORM if config else "output_format") from None
+
+
+def _tools(call: Call, body: TokensBody, form: StructuredOutputsParams | None) -> ToolUse | None:
+    """Return how the answer uses the tools of a request."""
+    return read_tools(
+        functions(body),
+        choice_of(body),
+        is_parallel=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
+        form=form,
+        chat_template=call.server.engine.chat_template.source_for(has_tools=bool(body.tools)),
+        parser_name=call.server.options.tool_call_parser,
+        tool_fallback=call.server.options.tool_fallback,
+        path="tools[{}]",
+        form_field=_FORM,
+    )
+
+
+async def _prompt(call: Call, body: TokensBody, tools: ToolUse | None) -> str:
+    """Return the conversation as the text of a prompt."""
+    variables: dict[str, Any] = {}
+    if body.thinking is not None:
+        variables["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+    messages = chat_messages(body)
+    return await chat_prompt(
+        call,
+        messages,
+        continue_final_message=continues_answer(body),
+        chat_template_kwargs={**variables, **(body.chat_template_kwargs or {})} or None,
+        tools=None if tools is None else tools.definitions,
+    )
+
+
+async def _events(
+    generation: Generation, message: MessageObject, answer_format: AnswerFormat
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a streamed answer."""
+    encoder, parts = EventEncoder(message), answer_format.begin()
+    has_begun = False
+    async for _, result in generation.outputs():
+        [completion] = result.outputs
+        events = b""
+        if not has_begun:
+            has_begun = True
+            message.usage = Usage.of(generation.usage())
+            events = encoder.begin()
+        if not is_empty(delta := parts.feed(completion.text)):
+            events += encoder.add(delta)
+        if result.finished:
+            if not is_empty(delta := parts.finish()):
+                events += encoder.add(delta)
+            events += encoder.end(completion, Usage.of(generation.usage()))
+        if events:
+            yield events
+
+
+ROUTES = [
+    post("/v1/messages", create_message, MessagesBody, MessageObject),
+    post("/v1/messages/count_tokens", count_tokens, TokensBody, TokenCount),
+]

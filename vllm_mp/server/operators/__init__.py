@@ -1,0 +1,1 @@
+"""Endpoints for operators, whose calls affect all clients of the engine."""

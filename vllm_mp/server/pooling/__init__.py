@@ -1,0 +1,1 @@
+"""Endpoints for vectors, classes and scores of texts."""
