@@ -5,15 +5,35 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_mp.arguments.config_file import flags_in
+
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An `ArgumentParser` that also accepts its flags with underscores: `--max_model_len` for `--max-model-len`."""
+    """An `ArgumentParser` that also accepts its flags with underscores: `--max_model_len` for `--max-model-len`.
+
+    If it has the flag `--config`, that names a YAML file with further flags.
+    """
 
     def parse_known_args(  # type: ignore[override]  # the overloads of the base class differ in types alone
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([self._spelled(arg) for arg in given], namespace)
+        given = [self._spelled(arg) for arg in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(self._with_file(given), namespace)
+
+    def _with_file(self, arguments: list[str]) -> list[str]:
+        """Return `arguments` after those of the file that `--config` names, if the parser has that flag."""
+        if "--config" not in self._option_string_actions:
+            return arguments
+        file = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        file.add_argument("--config")
+        try:
+            path = file.parse_known_args(arguments)[0].config
+            if path is None:
+                return arguments
+            flags = {argument.partition("=")[0] for argument in arguments}
+            return [*flags_in(path, self._option_string_actions, flags), *arguments]
+        except (ValueError, argparse.ArgumentError) as error:
+            self.error(str(error))
 
     def _spelled(self, arg: str) -> str:
         """Return a flag as the parser knows it, and any other argument as it is."""

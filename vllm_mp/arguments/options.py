@@ -7,6 +7,7 @@ import types
 import typing
 from typing import Any, ClassVar, Final, Self
 
+from vllm_mp.arguments.sizes import byte_size
 from vllm_mp.arguments.suggestions import did_you_mean
 from vllm_mp.arguments.unserved_arguments import tell_without_effect
 
@@ -126,14 +127,22 @@ def _add_flag(group: "argparse._ArgumentGroup", field: "dataclasses.Field[Any]",
             metavar=field.name.upper(),
         )
     else:
+        conversion = _conversion(field.name, value_type)
         action = group.add_argument(
             flag,
-            type=json.loads if value_type is dict else value_type,
+            type=conversion,
             default=field.default,
             choices=field.metadata["choices"],
-            metavar=_METAVARS.get(value_type),
+            metavar="SIZE" if conversion is byte_size else _METAVARS.get(value_type),
         )
     action.help = _help(field).replace("%", "%%")
+
+
+def _conversion(name: str, value_type: Any) -> Any:
+    """Return the function that makes the value of an option of the text of its flag."""
+    if value_type is int and name.endswith("_bytes"):
+        return byte_size
+    return json.loads if value_type is dict else value_type
 
 
 def _help(field: "dataclasses.Field[Any]") -> str:

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-_TEMPLATES = "AsyncLLM.chat and LLM.chat apply the chat template of a model"
 _SERVER = "`vllm-mp serve` is the server, and docs/using/server.md says how a program uses it"
+_DRAFTS = "the option speculative_config says how tokens are drafted"
 _EXECUTOR = "the core runs the model; the options tensor_parallel_size and data_parallel_backend say where"
 _MODELS = "docs/internals/adding_a_model.md says how a model is added"
 
@@ -17,13 +17,11 @@ MODULES = {
     "collect_env": "`vllm-mp env` prints versions, devices and settings",
     "compilation": "nothing is compiled",
     "entrypoints.api_server": _SERVER,
-    "entrypoints.chat_utils": _TEMPLATES,
     "entrypoints.cli": "`vllm-mp` is the command",
     "entrypoints.openai": _SERVER,
     "entrypoints.serve": _SERVER,
     "entrypoints.utils": _SERVER,
     "envs": "docs/operating/environment.md lists the environment variables; read os.environ",
-    "exceptions": "wrong arguments raise ValueError or TypeError, and vllm_mp.errors has the errors of an engine",
     "executor": _EXECUTOR,
     "forward_context": _MODELS,
     "model_executor": _MODELS,
@@ -31,11 +29,8 @@ MODULES = {
     "platforms": "the option device chooses the device, and torch.cuda tells about GPUs",
     "plugins": "logits_processors registers classes, and the server's options name files with parsers",
     "prompt_adapter": "vLLM has dropped prompt adapters; use LoRA adapters",
-    "reasoning": "vllm_mp.client.reasoning has the parsers of thoughts",
     "scalar_type": _MODELS,
-    "spec_decode": "no tokens are drafted",
-    "tasks": "AsyncLLM.get_supported_tasks() returns what a model can do, and PoolingParams.task is a text",
-    "tool_parsers": "vllm_mp.client.tool_parsers has the parsers of calls",
+    "spec_decode": _DRAFTS,
     "triton_utils": "import triton",
     "utils.print_utils": "use print()",
     "v1.core": "the core schedules and keeps the KV cache by itself",
@@ -43,7 +38,7 @@ MODULES = {
     "v1.metrics.reader": "stat_loggers of AsyncLLM and /metrics of `vllm-mp serve` have the figures",
     "v1.outputs": "vllm_mp.outputs has what callers get",
     "v1.serial_utils": "messages between client and core are vllm_mp.wire",
-    "v1.spec_decode": "no tokens are drafted",
+    "v1.spec_decode": _DRAFTS,
     "v1.structured_output": "SamplingParams.structured_outputs constrains an output",
     "v1.worker": _EXECUTOR,
     "worker": _EXECUTOR,

@@ -18,6 +18,32 @@ class Unserved(NamedTuple):
     is_harmless: bool = False
 
 
+SERVER_FLAGS = {
+    "allowed-headers": "--cors-allow-origin lets pages of an origin send any header",
+    "allowed-methods": "--cors-allow-origin lets pages of an origin send GET and POST",
+    "allowed-origins": "give --cors-allow-origin ORIGIN",
+    "allow-credentials": "keys are sent in headers, not in cookies",
+    "disable-access-log-for-endpoints": "there is no access log without --access-log",
+    "disable-fastapi-docs": "/docs and /openapi.json need a key if the server has one",
+    "disable-frontend-multiprocessing": "--api-server-count 1 is the default",
+    "disable-uvicorn-access-log": "there is no access log without --access-log",
+    "enable-prompt-tokens-details": "every usage has prompt_tokens_details",
+    "enable-request-id-headers": "every response has the header X-Request-Id",
+    "enable-server-load-tracking": "/load has the number of live requests",
+    "enable-ssl-refresh": "start the server again with the new certificate",
+    "enable-tokenizer-info-endpoint": "/tokenizer_info is served",
+    "h11-max-header-count": "give --max-header-bytes",
+    "h11-max-incomplete-event-size": "give --max-header-bytes",
+    "log-config-file": "give --log-format, or VLLM_MP_LOG_LEVEL in the environment",
+    "middleware": "put a proxy before the server",
+    "return-tokens-as-token-ids": "each request may set return_tokens_as_token_ids",
+    "ssl-cert-reqs": "--ssl-ca-certs requires certificates of clients",
+    "tool-server": "tools that the server itself runs are not served",
+    "uvicorn-log-level": "set VLLM_MP_LOG_LEVEL in the environment",
+}
+"""Flags of vLLM's server, and what to use instead."""
+
+
 def _refused(reason: str, **defaults: Any) -> dict[str, Unserved]:
     """Return the entries of arguments with these defaults; a default that is a tuple lists all accepted values."""
     return {name: Unserved(value if isinstance(value, tuple) else (value,), reason) for name, value in defaults.items()}
@@ -35,7 +61,7 @@ _LAYOUT = "the ranks of a core share each layer, and its experts"
 _ONE_SCHEDULER = "there is one scheduler, with one budget of tokens for all requests of a step"
 _DEVICES = "set CUDA_VISIBLE_DEVICES, num_threads or cpus"
 _CORES = "data_parallel_size starts the cores, and `vllm-mp engine --listen` one that is started apart"
-_NO_DRAFTS = "no tokens are drafted"
+_OTHER_DRAFTS = "give speculative_config, a dict of vLLM's names"
 _NO_STATE_SPACES = "models with state-space layers are not served"
 _FILES = "weights come from safetensors or GGUF files"
 _CONFIG = "a model's configuration comes from its config.json; change that file"
@@ -214,7 +240,7 @@ ENGINE_ARGUMENTS: dict[str, Unserved] = {
     **_refused("use AsyncEngineArgs", otlp_traces_endpoint=None),
     **_harmless("profiles are written to VLLM_TORCH_PROFILER_DIR", profiler_config=None),
     **_harmless("a core that dies is always replaced", fault_tolerance_config=None, enable_fault_tolerance=False),
-    **_refused("give the hub's branch or commit as revision", tokenizer_revision=None, code_revision=None),
+    **_refused("give the hub's branch or commit as revision", code_revision=None),
     **_refused(
         _CONFIG,
         hf_overrides=None,
@@ -244,6 +270,9 @@ ENGINE_ARGUMENTS: dict[str, Unserved] = {
         offload_num_in_group=1,
         offload_prefetch_step=1,
         offload_params=None,
+    ),
+    **_refused(
+        "prefix_cache_file and prefix_cache_file_bytes keep blocks in a file",
         kv_offloading_size=None,
         kv_offloading_backend="native",
     ),
@@ -258,11 +287,8 @@ ENGINE_ARGUMENTS: dict[str, Unserved] = {
         tokens_only=False,
     ),
     **_refused(
-        _NO_DRAFTS,
-        speculative_config=None,
-        spec_method=None,
+        _OTHER_DRAFTS,
         spec_model=None,
-        spec_tokens=None,
         speculative_model=None,
         speculative_model_quantization=None,
         speculative_draft_tensor_parallel_size=None,
@@ -388,7 +414,6 @@ CALL_ARGUMENTS: dict[str, Unserved] = {
     ),
     **_refused("give structured_outputs in the parameters", guided_options_request=None),
     **_refused("give the token ids as prompts", prompt_token_ids=None),
-    **_refused("call pause_generation(mode='keep', clear_cache=True) first", reset_running_requests=False),
-    **_refused(_NO_TRANSFER, reset_connector=False),
+    **_harmless(_NO_TRANSFER, reset_connector=False),
 }
 """The arguments of vLLM's `generate`, `encode`, `chat` and other calls that are not served."""

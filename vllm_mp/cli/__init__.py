@@ -22,17 +22,23 @@ from vllm_mp.version import __version__
 
 COMMANDS: Final = {
     "pull": "Fetch a model, convert it if need be, and print its folder.",
-    "list": "List the models in the cache, with their sizes.",
+    "list": "List the models in the cache, and those that could be pulled, with their sizes.",
+    "alias": "Give a model folder or a .gguf file a name of its own.",
     "rm": "Remove models from the cache.",
+    "prune": "Remove from the cache what no engine can use any more.",
     "generate": "Stream the answer to a prompt, or answer the prompts of a file.",
     "chat": "Chat with a model in the terminal.",
     "engine": "Run a core that clients reach at an address (AsyncLLM.connect), and keep it alive.",
     "serve": "Serve a model over HTTP with OpenAI's API.",
+    "health": "Ask whether the HTTP servers of this user on this machine are healthy.",
     "ps": "List the engines of this user that run on this machine.",
     "keys": "Make and list the keys of a core and of its clients, for tcp:// addresses.",
+    "completion": "Print a script with which a shell completes commands and options.",
     "env": "Print versions, machine, paths and settings for a problem report.",
 }
 """What each command does, by its name, which is the name of its module."""
+MODEL_COMMANDS: Final = ("pull", "list", "alias", "rm", "prune")
+"""The commands whose modules are in the package `models`."""
 SERVICES: Final = ("engine", "serve")
 """The commands that run until they are stopped; their log says what they do."""
 BENCHMARKS: Final = {
@@ -56,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         _prepare_streams()
-        set_up_log(is_service=args.is_service)
+        set_up_log(args.is_service, getattr(args, "log_format", None))
         code: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -114,13 +120,18 @@ def parser() -> CommandParser:
     return parser
 
 
+def module_of(command: str) -> str:
+    """Return the name of the module of a command; one below `bench` is `bench.NAME`."""
+    return f"{__name__}.models.{command}" if command in MODEL_COMMANDS else f"{__name__}.{command}"
+
+
 def _add_commands(commands: Any, helps: Mapping[str, str], prefix: str) -> None:
     """Add a parser for each command in `helps` to `commands`, the result of `add_subparsers`.
 
     The name of its module is `prefix` and the name of the command.
     """
     for name, text in helps.items():
-        load = functools.partial(_load, module_name=f"{__name__}.{prefix}{name}", is_service=name in SERVICES)
+        load = functools.partial(_load, module_name=module_of(f"{prefix}{name}"), is_service=name in SERVICES)
         commands.add_parser(name, help=text, description=text, load=load)
 
 

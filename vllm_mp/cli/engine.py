@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_mp.cli.flags.config_file import add_config_flag
+from vllm_mp.cli.flags.log_format import add_log_format_flag
 from vllm_mp.cli.headless import add_headless, run_headless
 from vllm_mp.config import ModelConfig
 from vllm_mp.config.engine_args import AsyncEngineArgs
@@ -31,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--headless. Required.",
     )
     add_headless(address_flags)
+    add_config_flag(parser)
+    add_log_format_flag(parser)
     parser.add_argument(
         "--key-file",
         metavar="FILE",
@@ -43,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Let clients that have the key in FILE pause the core and make other calls that affect all clients; FILE "
         "is made if it does not exist. Default: no client may.",
     )
+    parser.add_argument(
+        "--takeover",
+        action="store_true",
+        help="Take over from the engine that serves ADDRESS, with all streams, once the model is loaded; that engine "
+        "ends then, or goes on if this one does not start. Without such an engine start as usual. Default: off.",
+    )
     AsyncEngineArgs.add_cli_args(parser)
 
 
@@ -54,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
 
     from vllm_mp.client.cores.shared_core import SharedCore
+    from vllm_mp.client.cores.sources.handover import ask_to_take_over
     from vllm_mp.client.cores.sources.held_address import check_address
 
     if args.headless:
@@ -88,7 +99,15 @@ def run(args: argparse.Namespace) -> int:
 
         operator_key = ensure_operator_key(args.operator_key_file)
     try:
-        core = SharedCore(config, args.listen, args.key_file, operator_key, has_log_files=False)
+        core = SharedCore(
+            config,
+            args.listen,
+            args.key_file,
+            operator_key,
+            has_log_files=False,
+            inheritance=ask_to_take_over(args.listen) if args.takeover else None,
+            can_be_taken_over=True,
+        )
     except ValueError as error:
         raise EngineStartError(str(error)) from error
     return asyncio.run(_keep(core))
@@ -118,6 +137,8 @@ async def _keep(core: "SharedCore") -> int:
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     try:
         await keeping
+        if core.taken_by is not None:
+            print(f"process {core.taken_by} has taken over", file=sys.stderr, flush=True)
     except asyncio.CancelledError:
         pass
     except EngineDeadError:

@@ -27,6 +27,7 @@ USAGE = "[--json]"
 
 _PACKAGES = (
     "vllm-mp",
+    "vllm-mp-client",
     "torch",
     "transformers",
     "tokenizers",

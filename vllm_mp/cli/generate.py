@@ -11,6 +11,7 @@ from vllm_mp.cli.flags.connect import add_connect_flags, check_connect, open_eng
 from vllm_mp.cli.flags.model import names_model, set_model
 from vllm_mp.cli.flags.sampling import add_sampling_flags, sampling_params
 from vllm_mp.cli.terminal.repetition import LoopGuard, penalty_against_loops
+from vllm_mp.cli.terminal.restart_signs import with_restarts_shown
 from vllm_mp.cli.terminal.screen import Screen, print_error
 from vllm_mp.config.engine_args import AsyncEngineArgs
 from vllm_mp.errors import EngineError
@@ -181,7 +182,10 @@ async def stream_completion(
     It is stopped for that reason only with `stops_loops`.
     """
     text, guard = "", LoopGuard()
-    async with aclosing(llm.generate(prompt, params, lora_request=lora)) as outputs:
+    async with (
+        aclosing(llm.generate(prompt, params, lora_request=lora)) as answer,
+        aclosing(with_restarts_shown(llm, answer, screen)) as outputs,
+    ):
         async for output in outputs:
             piece = whole_text(output.outputs[0])
             screen.write(piece)

@@ -47,7 +47,7 @@ def _row(engine: "RunningEngine") -> tuple[str, ...]:
     address = "" if about is None else about.address
     return (
         "-" if engine.pid is None else str(engine.pid),
-        address or f"private, of process {engine.parent_pid}",
+        " ".join(engine.urls) or address or f"private, of process {engine.parent_pid}",
         "-" if about is None else about.model,
         engine.state,
         *(("-",) * 3 if status is None else map(str, (engine.num_clients, status.num_running, status.num_waiting))),

@@ -13,6 +13,7 @@ import msgspec
 from vllm_mp.core_link.core_description import CoreDescription
 from vllm_mp.core_link.core_status import CoreState, CoreStatus
 from vllm_mp.core_link.status_page import VERSION, StatusPage
+from vllm_mp.machine.listening_sockets import listening_addresses
 from vllm_mp.machine.page_file import page_path
 
 _SILENT_S = 5.0
@@ -38,6 +39,11 @@ class RunningEngine(NamedTuple):
     adapter_folders: tuple[str, ...] = ()
     page_location: str = ""
     """Where all cores of the engine have their pages; empty if the core has none yet."""
+
+    @property
+    def urls(self) -> list[str]:
+        """Where the HTTP server whose core it is listens; [] without one."""
+        return _urls_of(self.parent_pid)
 
     @property
     def name(self) -> str:
@@ -76,6 +82,7 @@ class RunningEngine(NamedTuple):
             report |= {
                 "kind": "shared" if about.address else "private",
                 "address": about.address or None,
+                "urls": self.urls,
                 "model": about.model,
                 "uptime_s": max(0.0, time.time() - about.started),
                 "restarts": about.num_restarts,
@@ -87,6 +94,28 @@ class RunningEngine(NamedTuple):
                 "waiting": status.num_waiting,
             }
         return report | {"memory_bytes": self.memory, **({"problem": self.problem} if self.problem else {})}
+
+
+def server_urls() -> list[str]:
+    """Return where the HTTP servers of this user listen on this machine."""
+    return sorted({url for process in _own_processes() for url in _urls_of(int(process.name))})
+
+
+def _urls_of(pid: int) -> list[str]:
+    """Return where a process listens if it is `vllm-mp serve`, by an address of this machine; else []."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+    if "serve" not in arguments or not any("vllm" in argument for argument in arguments[: arguments.index("serve")]):
+        return []
+    scheme = "https" if any(argument.startswith("--ssl-certfile") for argument in arguments) else "http"
+    # A server that listens at every address is asked at that of the machine itself.
+    local = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+    hosts = (address.rpartition(":") for address in listening_addresses(pid))
+    metrics = re.search(r"\0--metrics-port[=\0](\d+)", "\0".join(arguments))
+    metrics_port = metrics and metrics[1]
+    return [f"{scheme}://{local.get(host, host)}:{port}" for host, _, port in hosts if port != metrics_port]
 
 
 def running_engines() -> list[RunningEngine]:
@@ -161,7 +190,7 @@ def _page_location(page: Path) -> str:
 
 def _is_core(process: Path) -> bool:
     arguments = (process / "cmdline").read_bytes().split(b"\0")
-    return b"-m" in arguments and b"vllm_mp.core" in arguments
+    return b"-m" in arguments and b"vllm_mp.core" in arguments and b"--template" not in arguments
 
 
 def _engine(process: Path) -> RunningEngine | None:

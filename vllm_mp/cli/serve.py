@@ -4,9 +4,12 @@ import argparse
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm_mp.cli.flags.config_file import add_config_flag
 from vllm_mp.cli.flags.connect import check_connect
+from vllm_mp.cli.flags.log_format import add_log_format_flag
 from vllm_mp.cli.headless import add_headless, run_headless
 from vllm_mp.config.engine_args import AsyncEngineArgs
 from vllm_mp.server.http.options import ServerOptions
@@ -25,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help=f"Serve this model, as --model names it. Default: {AsyncEngineArgs.model}.",
     )
+    add_config_flag(parser)
+    add_log_format_flag(parser)
     add_headless(parser)
     ServerOptions.add_cli_args(parser)
     AsyncEngineArgs.add_cli_args(parser)
@@ -40,27 +45,38 @@ def run(args: argparse.Namespace) -> int:
         run_headless(engine_args)
 
     from vllm_mp.server.front.listening import is_loopback, listen_together, url_of
+    from vllm_mp.server.http.console import say
     from vllm_mp.server.http.parsers import load_parsers
-    from vllm_mp.server.http.security import read_api_keys, tls_context
+    from vllm_mp.server.http.security import read_api_keys, read_operator_keys, tls_context
 
     load_parsers(options)
     options = dataclasses.replace(
         options,
         api_key=read_api_keys(options, os.environ),
+        operator_key=read_operator_keys(options, os.environ),
         allow_runtime_lora_updating=options.allow_runtime_lora_updating
         or os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").strip().lower() in ("1", "true"),
     )
     tls = tls_context(options)
     # Before the engine: a port in use must cost no loading of a model.
     listeners = listen_together(options.host, options.port, options.api_server_count)
+    metrics_listeners = []
+    if options.metrics_port is not None:
+        metrics_listeners = listen_together(options.host, options.metrics_port, options.api_server_count)
     if not options.api_key and options.ssl_ca_certs is None and not is_loopback(listeners[0]):
         print(
             f"warning: everyone who reaches {options.host} can use the server; give --api-key, or --host 127.0.0.1",
             file=sys.stderr,
         )
     url = url_of(listeners[0], tls is not None)
+
+    def on_listening() -> None:
+        say(f"listening on {url}")
+        if metrics_listeners:
+            say(f"metrics at {url_of(metrics_listeners[0], is_tls=False)}/metrics")
+
     serve = _serve_with_fronts if options.api_server_count > 1 else _serve_alone
-    return serve(options, engine_args, tls, listeners, url)
+    return serve(options, engine_args, tls, listeners, metrics_listeners, url, on_listening)
 
 
 def _serve_alone(
@@ -68,7 +84,9 @@ def _serve_alone(
     engine_args: AsyncEngineArgs,
     tls: "ssl.SSLContext | None",
     listeners: "list[socket.socket]",
+    metrics_listeners: "list[socket.socket]",
     url: str,
+    on_listening: Callable[[], None],
 ) -> int:
     """Serve in this process, and return the exit code."""
     import asyncio
@@ -97,8 +115,9 @@ def _serve_alone(
         say(ready_line(engine.model_config.served_model_name, options, url))
 
     async def run() -> int:
-        process = ServerProcess(options, tls, listeners[0], load)
-        return await process.run(lambda: say(f"listening on {url}"), on_ready)
+        metrics_listener = metrics_listeners[0] if metrics_listeners else None
+        process = ServerProcess(options, tls, listeners[0], load, metrics_listener=metrics_listener)
+        return await process.run(on_listening, on_ready)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run())
@@ -109,7 +128,9 @@ def _serve_with_fronts(
     engine_args: AsyncEngineArgs,
     tls: "ssl.SSLContext | None",
     listeners: "list[socket.socket]",
+    metrics_listeners: "list[socket.socket]",
     url: str,
+    on_listening: Callable[[], None],
 ) -> int:
     """Serve in several processes, and return the exit code."""
     import asyncio
@@ -126,8 +147,8 @@ def _serve_with_fronts(
     name = str(options.connect) if config is None else config.model_config.served_model_name
 
     async def run() -> int:
-        say(f"listening on {url}")
-        fronts = FrontProcesses(options, engine_args, listeners, config)
+        on_listening()
+        fronts = FrontProcesses(options, engine_args, listeners, metrics_listeners, config)
         return await fronts.run(lambda: say(ready_line(name, options, url)))
 
     return asyncio.run(run())

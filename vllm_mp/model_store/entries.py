@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_store.folder import SAFETENSORS, weight_files
-from vllm_mp.model_store.gguf import PLACE_FILE, mapped_gguf
+from vllm_mp.model_store.gguf import CONVERTER_VERSION, MAPPED_VERSION, PLACE_FILE, is_of_gguf, mapped_gguf
+from vllm_mp.model_store.own_names import own_names
 from vllm_mp.model_store.package import PACKAGED_MODELS, packaged_folder
 
 _CONVERTED = re.compile(r"(?P<name>.+)-[0-9a-f]{16}-[vm]\d+")
@@ -37,10 +38,12 @@ class CacheEntry(NamedTuple):
     """Form and dtype of its weights."""
     last_use: float
     """When an engine last found it or read it, in seconds of `time.time()`."""
+    target: Path | None = None
+    """What a name that the user has given stands for; `folder` is then a link, and the model lies outside the cache."""
 
 
 def cache_entries(root: Path, hub: Path) -> list[CacheEntry]:
-    """Return the models of the cache folder `root` and of the hub's cache `hub`, sorted by name.
+    """Return the models of the cache folder `root` and of the hub's cache `hub`, and the user's names, sorted by name.
 
     Models of the same name have the names of their folders instead.
     """
@@ -52,7 +55,28 @@ def cache_entries(root: Path, hub: Path) -> list[CacheEntry]:
             snapshots = sorted(_folders(folder / "snapshots"), key=lambda snapshot: snapshot.stat().st_mtime)
             if snapshots:
                 found.append((folder.name.removeprefix(_HUB_PREFIX).replace("--", "/"), folder, snapshots[-1]))
-    return sorted(_entry(*parts) for parts in found)
+    return sorted(
+        [*(_entry(*parts) for parts in found), *(_named(name, link) for name, link in own_names(root).items())]
+    )
+
+
+def dead_reason(entry: CacheEntry, root: Path) -> str:
+    """Return why no engine can use a model of the cache folder `root`; empty if one can."""
+    if entry.target is not None:
+        return "" if entry.target.exists() else f"{entry.target} is gone"
+    if entry.folder.parent != root / "models":
+        return ""
+    if (entry.folder / PLACE_FILE).is_file():
+        try:
+            mapped_file = mapped_gguf(entry.folder)
+            assert mapped_file is not None
+            mapped_file.read()
+        except (ValueError, OSError) as error:
+            return str(error)
+        return "" if entry.folder.name.endswith(f"-{MAPPED_VERSION}") else "a later version reads its file again"
+    if is_of_gguf(entry.folder) and not entry.folder.name.endswith(f"-v{CONVERTER_VERSION}"):
+        return "a later version converts its file again"
+    return ""
 
 
 def remove_entry(entry: CacheEntry) -> None:
@@ -109,6 +133,16 @@ def _entry(name: str, folder: Path, model: Path) -> CacheEntry:
         last_use = max([last_use, *(info.st_atime for info in _files(folder))])
     size = 0 if folder.is_symlink() else folder_size(folder)
     return CacheEntry(name, folder, size, _format(model), last_use)
+
+
+def _named(name: str, link: Path) -> CacheEntry:
+    """Return the entry of a name that the user has given."""
+    target, last_use = Path(os.readlink(link)), link.lstat().st_mtime
+    if target.is_dir():
+        return CacheEntry(name, link, folder_size(target), _format(target), last_use, target)
+    if not target.is_file():
+        return CacheEntry(name, link, 0, "missing", last_use, target)
+    return CacheEntry(name, link, 512 * target.stat().st_blocks, "GGUF", last_use, target)
 
 
 def folder_size(folder: Path) -> int:

@@ -23,6 +23,7 @@ from typing import Final
 import msgspec
 
 from vllm_mp.machine.file_owner import open_own_file
+from vllm_mp.machine.installation import require_engine
 from vllm_mp.model_store.cache import build_once, run_child
 from vllm_mp.model_store.gguf_file.config import GgufFamily, family_of, read_gguf_config
 from vllm_mp.model_store.gguf_file.parts import read_gguf_model
@@ -47,10 +48,10 @@ _CONVERTER = "vllm_mp.core.weights.gguf_to_safetensors"
 DISK_FULL_EXIT = 3
 """Exit status of the converter if the converted model does not fit on the disk."""
 
-_CONVERTER_VERSION = 5
+CONVERTER_VERSION = 6
 """Version of the files that the converter writes. Raise it with every change, so that no older conversion is used."""
 
-_MAPPED_VERSION: Final = "m2"
+MAPPED_VERSION: Final = "m2"
 """Version of the folders of mapped files. Change it with every change of configurations or tokenizers."""
 
 _KEPT_SECONDS = 24 * 3600
@@ -129,14 +130,14 @@ def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Prog
     """Return the folder with configuration, tokenizer and path of `file`, which keeps the weights."""
     mapped_file = MappedGguf.of(file)
     folder = _cache_folder(
-        root, file.path.name, hashlib.sha256(msgspec.json.encode(mapped_file)).hexdigest(), _MAPPED_VERSION
+        root, file.path.name, hashlib.sha256(msgspec.json.encode(mapped_file)).hexdigest(), MAPPED_VERSION
     )
 
     def build(workspace: Path, lock: int) -> Path:
         config = read_gguf_config(file, family)
         target = workspace / "model"
         # The tokenizer depends on the header alone, so a file that was moved keeps its tokenizer.
-        found_folders = _mapped_folders(folder.parent, _MAPPED_VERSION)
+        found_folders = _mapped_folders(folder.parent, MAPPED_VERSION)
         same = [other for other, found in found_folders if found.digest == mapped_file.digest]
         if same:
             shutil.copytree(same[0], target)
@@ -163,7 +164,7 @@ def _mapped_folders(models: Path, version: str = "*") -> Iterator[tuple[Path, Ma
 
 def converted_folder(root: Path, file_name: str, sha256: str) -> Path:
     """Return the folder under `root` that keeps the model made from a file with this name and content."""
-    return _cache_folder(root, file_name, sha256, f"v{_CONVERTER_VERSION}")
+    return _cache_folder(root, file_name, sha256, f"v{CONVERTER_VERSION}")
 
 
 def _cache_folder(root: Path, file_name: str, key: str, version: str) -> Path:
@@ -179,7 +180,7 @@ def remove_older(folder: Path) -> None:
     stem = folder.name.rpartition("-v")[0]
     for older in folder.parent.glob(f"{stem}-v*"):
         version = older.name.removeprefix(f"{stem}-v")
-        if version.isdecimal() and int(version) < _CONVERTER_VERSION:
+        if version.isdecimal() and int(version) < CONVERTER_VERSION:
             _remove_unused(older)
 
 
@@ -231,6 +232,7 @@ def _convert_tokenizer(source: Path, target: Path, lock: int, progress: Progress
 
 def _run(command: list[str], source: Path, lock: int, follow: Callable[[subprocess.Popen[str]], None]) -> None:
     """Run the converter on `source`; raise the errors of `gguf_model` if it fails."""
+    require_engine(f"converting {source}")
     status, reason = run_child(command, {"HF_HUB_OFFLINE": "1"}, lock, follow)
     if status == 0:
         return

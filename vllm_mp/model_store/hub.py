@@ -90,6 +90,12 @@ def _download(
     """Download the model and return its snapshot folder; `at` names it in messages. Raises _Unreachable as well."""
     import huggingface_hub
     from huggingface_hub import constants, errors
+    from huggingface_hub.utils.tqdm import tqdm as hub_bar
+
+    from vllm_mp.machine.fitted_bar import FittedBar
+
+    class Bar(FittedBar, hub_bar):
+        """A bar that fits into the terminal, and that the hub's environment variables can turn off."""
 
     def ask() -> None:
         api = huggingface_hub.HfApi(token=token)
@@ -105,6 +111,7 @@ def _download(
                 etag_timeout=_CONNECT_TIMEOUT_S,
                 allow_patterns=patterns,
                 ignore_patterns=_IGNORED_FILES,
+                tqdm_class=Bar,
             )
         )
 

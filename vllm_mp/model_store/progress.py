@@ -1,6 +1,5 @@
 """The progress of long work: a bar on a terminal, plain lines elsewhere."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +8,8 @@ Say = Callable[[str], None]
 """A function that takes a line of text."""
 Show = Callable[[float], None]
 """A function that takes the fraction of the task that is done, 0.0 to 1.0."""
+_FORMS = ("{desc} {percentage:3.0f}%|{bar}| {elapsed}", "{desc} {percentage:3.0f}%|{bar}|", "{desc} {percentage:3.0f}%")
+"""What a bar shows, from much to little; see `FittedBar`."""
 
 
 class Progress:
@@ -37,12 +38,9 @@ class Progress:
             self.line(text)
             yield lambda _fraction: None
             return
-        from tqdm import tqdm
+        from vllm_mp.machine.fitted_bar import FittedBar
 
-        # A terminal that does not know its width reports 0, and tqdm would draw nothing.
-        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        style = "{desc} {percentage:3.0f}%|{bar}| {elapsed}"
-        with tqdm(total=1.0, desc=text, bar_format=style, ncols=width) as bar:
+        with FittedBar(total=1.0, desc=text, forms=_FORMS) as bar:
 
             def show(fraction: float) -> None:
                 bar.update(min(max(fraction, bar.n), 1.0) - bar.n)

@@ -13,6 +13,7 @@ from vllm_mp.model_store.folder import folder_problem
 from vllm_mp.model_store.gguf import gguf_model
 from vllm_mp.model_store.gguf_file.parts import first_part
 from vllm_mp.model_store.hub import hub_model, is_hub_id
+from vllm_mp.model_store.own_names import named_path, own_names
 from vllm_mp.model_store.package import DEFAULT_MODEL, PACKAGED_MODELS, packaged_model
 from vllm_mp.model_store.progress import Progress
 
@@ -30,8 +31,9 @@ def resolve_model(
 ) -> Path:
     """Return the local folder of `model`; fetch and convert its files first if need be.
 
-    `model` is, in this order: the alias of a packaged model, a local folder, a `.gguf` file or any part of a split one
-    (or a folder with exactly one such file and no config.json), or a hub id ("name" or "organisation/name").
+    `model` is, in this order: the alias of a packaged model, a name that the user has given to a folder or file
+    (`vllm-mp alias`), a local folder, a `.gguf` file or any part of a split one (or a folder with exactly one such file
+    and no config.json), or a hub id ("name" or "organisation/name").
 
     `revision` and `hf_token` are used for the hub only. `download_dir` replaces both the hub's cache and
     `cache_root()`. `load_format="dummy"` requires no weights, "tokenizer" requires only the tokenizer, and "gguf"
@@ -49,18 +51,10 @@ def resolve_model(
     cache = Path(download_dir).expanduser().absolute() if download_dir else None
     if model.lower() in PACKAGED_MODELS:
         return packaged_model(model.lower(), cache or cache_root(), report)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        gguf = _gguf_inside(path, load_format)
-        if gguf is not None:
-            return gguf_model(gguf, cache or cache_root(), report)
-        if problem := folder_problem(path, load_format):
-            raise ValueError(f"model {model!r}: {problem}")
-        return path.absolute()
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise ValueError(f"model {model!r} is a file, but not a .gguf file: name the folder that holds config.json")
-        return gguf_model(path.absolute(), cache or cache_root(), report)
+    path = named_path(model) or Path(model).expanduser()
+    local = local_model(model, path, load_format)
+    if local is not None:
+        return local if local.is_dir() else gguf_model(local, cache or cache_root(), report)
     if _looks_like_path(model):
         raise ValueError(f"model {model!r}: no such file or folder; correct the path{_similar_path(path)}")
     if not is_hub_id(model):
@@ -76,11 +70,31 @@ def resolve_model(
         raise
 
 
+def local_model(model: str, path: Path, load_format: str = "auto") -> Path | None:
+    """Return the model's folder or GGUF file that is at `path`, as an absolute path; None if nothing is there.
+
+    Raises ValueError, which calls it `model`, if what is there is no model.
+    """
+    if path.is_dir():
+        gguf = _gguf_inside(path, load_format)
+        if gguf is not None:
+            return gguf
+        if problem := folder_problem(path, load_format):
+            raise ValueError(f"model {model!r}: {problem}")
+        return path.absolute()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ValueError(f"model {model!r} is a file, but not a .gguf file: name the folder that holds config.json")
+        return path.absolute()
+    return None
+
+
 def _similar_alias(model: str) -> str:
     """Return the end of a message that suggests the alias most like `model`, or whose first words are like it."""
     if "/" in model:
         return ""
-    beginnings = {alias.rsplit("-", count)[0]: alias for alias in PACKAGED_MODELS for count in range(alias.count("-"))}
+    known = [*own_names(), *PACKAGED_MODELS]
+    beginnings = {alias.rsplit("-", count)[0]: alias for alias in known for count in range(alias.count("-") or 1)}
     return did_you_mean(model, beginnings)
 
 

@@ -8,7 +8,7 @@ from support.fake_core import FakeCore
 
 from vllm_mp import EngineArgs, EngineStartError, cli
 from vllm_mp.client.cores.connection import CoreConnection
-from vllm_mp.client.cores.sources.held_address import HeldAddress
+from vllm_mp.client.cores.sources.held_address import HeldAddress, listen_at
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.keys.authorized_clients import AuthorizedClients
 from vllm_mp.keys.curve_keys import encode_key, make_client_key, make_server_key, read_client_key, read_server_key
@@ -31,7 +31,8 @@ def address(default_model, keys, tmp_path):
     public = held.public_address()
     # A core has a descriptor of its own, which it closes.
     public = msgspec.structs.replace(public, listener=os.dup(public.listener))
-    bound = BoundSocket(f"ipc://{tmp_path}/core.sock", public)
+    path = tmp_path / "core.sock"
+    bound = BoundSocket(f"ipc://{path}", listen_at(path).detach(), public)
     core = FakeCore("", EngineArgs(model=str(default_model)).create_engine_config(), socket=bound.socket)
     yield held.address
     core.close()

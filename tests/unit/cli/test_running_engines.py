@@ -2,12 +2,14 @@
 
 import os
 import struct
+import subprocess
+import sys
 
 import msgspec
 import pytest
 
 from vllm_mp import cli
-from vllm_mp.cli.running_engines import RunningEngine, _engine, _joined, running_engines
+from vllm_mp.cli.running_engines import RunningEngine, _engine, _joined, running_engines, server_urls
 from vllm_mp.core_link.core_description import CoreDescription
 from vllm_mp.core_link.core_status import CoreState
 from vllm_mp.core_link.status_page import VERSION, StatusPage
@@ -94,3 +96,22 @@ def test_successor_of_a_dead_core_takes_its_place():
     assert successor.description.num_restarts == ABOUT.num_restarts + 1
     serving = starting._replace(description=ABOUT, page_location="/run/a")
     assert _joined([other, serving], [dead]) == [other, serving]
+
+
+def test_health_finds_the_servers_of_this_machine_by_the_addresses_at_which_they_listen(capsys):
+    code = """if True:
+        import http.server
+        server = http.server.HTTPServer(("0.0.0.0", 0), http.server.BaseHTTPRequestHandler)
+        print(server.server_port, flush=True)
+        server.serve_forever()"""
+    arguments = (sys.executable, "-c", code, "vllm-mp", "serve", "--port", "0")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        assert url in server_urls()
+        # This server knows no path.
+        assert cli.main(["health"]) == 1
+        assert f"{url}: 501" in capsys.readouterr().out
+        server.kill()
+    assert url not in server_urls()
+    assert cli.main(["health", url]) == 1
+    assert "Connection refused" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from support.tiny_gguf import split, write_tiny_gguf
 from transformers import PreTrainedTokenizerFast
 
 from vllm_mp.core.weights import gguf_to_safetensors
+from vllm_mp.core.weights.known_gguf import rounded_to_16_bits
 from vllm_mp.model_store import gguf, resolve_model
 
 
@@ -200,15 +201,16 @@ def test_conversion_without_room_on_the_disk_is_refused_before_it_starts(
     ("magnitude", "dtype"), [(1.0, torch.float16), (1e-6, torch.bfloat16), (1e6, torch.bfloat16), (0.0, torch.float16)]
 )
 def test_quantized_tensor_is_rounded_to_the_16_bits_that_hold_it_best(magnitude: float, dtype: torch.dtype) -> None:
-    weights = magnitude * np.random.default_rng(0).standard_normal(100, dtype=np.float32)
-    rounded = torch.from_numpy(gguf_to_safetensors._rounded(weights))
-    assert torch.equal(rounded, torch.from_numpy(weights).to(dtype).float())
+    weights = magnitude * torch.randn(100, generator=torch.Generator().manual_seed(0))
+    rounded = rounded_to_16_bits(weights)
+    assert rounded.dtype == dtype
+    assert torch.equal(rounded, weights.to(dtype))
 
 
 def test_conversion_of_an_older_version_is_removed_after_a_day_without_use(tmp_path: Path) -> None:
     now = time.time()
-    for name, hours in (("a-v1", 25), ("a-v2", 1), ("a-v5", 25), ("a-v99", 25), ("other-v1", 25)):
+    for name, hours in (("a-v1", 25), ("a-v2", 1), ("a-v6", 25), ("a-v99", 25), ("other-v1", 25)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (now, now - hours * 3600))
-    gguf.remove_older(tmp_path / "a-v5")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-v2", "a-v5", "a-v99", "other-v1"]
+    gguf.remove_older(tmp_path / "a-v6")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-v2", "a-v6", "a-v99", "other-v1"]

@@ -1,10 +1,14 @@
 """Hub ids, tested against a small hub server: downloads, the cache, and each reason for a missing model."""
 
+import contextlib
 import json
 import os
+import pty
+import re
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -90,7 +94,7 @@ def hub() -> Iterator[str]:
         server.shutdown()
 
 
-def resolve(model: str, hub: str, home: Path, **options: str) -> str:
+def resolve(model: str, hub: str, home: Path, stderr: int = subprocess.DEVNULL, **options: str) -> str:
     """Resolve `model` in a process whose only hub is `hub`; return the folder or the error message."""
     script = (
         "import json, sys\n"
@@ -101,7 +105,8 @@ def resolve(model: str, hub: str, home: Path, **options: str) -> str:
     environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub, "HF_HOME": str(home), "NO_PROXY": "*"}
     environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     command = [sys.executable, "-c", script, model, json.dumps(options)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    pipe = subprocess.PIPE
+    done = subprocess.run(command, env=environment, stdout=pipe, stderr=stderr, text=True, timeout=60, check=True)
     return done.stdout.strip()
 
 
@@ -114,6 +119,25 @@ def test_only_needed_files_are_downloaded_and_later_loads_do_not_ask_the_hub(hub
     assert names(folder) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert resolve("org/model", "http://127.0.0.1:1", tmp_path) == folder
     assert resolve("org/model", "http://127.0.0.1:1", tmp_path, revision=COMMIT) == folder
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_bars_of_a_download_fit_into_the_terminal(hub: str, tmp_path: Path, columns: int) -> None:
+    master, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, columns))
+    folder = resolve("org/model", hub, tmp_path, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # nothing is left
+        while data := os.read(master, 65_536):
+            shown += data
+    os.close(master)
+    assert "model.safetensors" in names(folder)
+    lines = [line.rstrip() for line in re.split(r"[\r\n]|\x1b\[A", shown.decode())]
+    assert max(map(len, lines)) <= columns
+    assert [line for line in lines if line.count("[") != line.count("]")] == []  # cut off
+    assert any(re.match(r"Fetching 3 files: 100%.* 3/3 \[\d\d:\d\d<\d\d:\d\d", line) for line in lines)
 
 
 @pytest.mark.extended

@@ -19,6 +19,7 @@ from vllm_mp.model_store import gguf, resolve_model
 from vllm_mp.model_store.entries import cache_entries
 from vllm_mp.model_store.gguf_file.config import family_of, read_gguf_config
 from vllm_mp.model_store.gguf_file.reader import LongArray, read_gguf
+from vllm_mp.model_store.own_names import give_name
 from vllm_mp.model_store.progress import Progress
 
 Entries = dict[str, tuple[object, gguf_package.GGUFValueType]]
@@ -109,6 +110,15 @@ def test_mapped_file_is_listed_with_the_type_of_its_weights(
     source.unlink()
     (entry,) = cache_entries(cache, tmp_path / "hub")
     assert entry.format == "GGUF, missing or changed"
+
+
+def test_name_of_a_file_finds_the_model_of_the_file(tmp_path: Path, cache: Path, tokenizers: list[Path]) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_tiny_gguf(source)
+    give_name("mine", source)
+    assert resolve_model("mine") == resolve_model(str(source))
+    [entry] = [entry for entry in cache_entries(cache, tmp_path / "hub") if entry.target is not None]
+    assert (entry.name, entry.format, entry.target) == ("mine", "GGUF", source)
 
 
 def test_folder_of_a_replaced_file_is_removed_after_a_day_without_use(tmp_path: Path, tokenizers: list[Path]) -> None:

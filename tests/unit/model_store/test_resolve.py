@@ -180,6 +180,8 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
     model = PackagedModel(
         requirement="some-model==1.0",
         wheel_bytes=1000,
+        licence="MIT",
+        description="nothing",
         package="some_model",
         folder="inside",
         files={name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},

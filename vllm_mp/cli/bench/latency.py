@@ -5,6 +5,7 @@ import dataclasses
 import os
 import random
 
+from vllm_mp.cli.bench.drafts import print_drafts, read_drafts
 from vllm_mp.cli.bench.flags import add_json_flag, positive_integer, write_json
 from vllm_mp.cli.bench.load_generator import LoadRequest, decode_rate, random_prompt, run_load, spread
 from vllm_mp.cli.bench.progress import progress
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
                 seconds.append(max(timeline.tokens[-1] for timeline in timelines))
                 if args.output_len > 2:
                     rates.append(decode_rate(timelines))
+        drafts = uvloop.run(read_drafts(llm))
     finally:
         llm.shutdown()
     num_tokens = args.batch_size * args.output_len
@@ -82,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
     for name, row in figures.items():
         if row is not None:
             print(f"{name:<26}" + "".join(f"{value:>10.2f}" for value in row.values()))
+    print_drafts(drafts)
     setting = {"model": args.model, "cores": os.cpu_count(), "batch_size": args.batch_size}
     setting |= {"input_len": args.input_len, "output_len": args.output_len, "rounds": args.rounds}
-    write_json(args.json, {**setting, **figures})
+    write_json(args.json, {**setting, **figures, **drafts})
     return 0

@@ -11,10 +11,11 @@ def progress(parts: str, total: int) -> Iterator[Callable[[], None]]:
     The work has `total` of the named `parts`; the yielded function counts the end of a part. Lines of the log appear
     above the bar.
     """
-    from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 
-    with tqdm(total=total, desc=parts, leave=False, dynamic_ncols=True, disable=None) as bar, logging_redirect_tqdm():
+    from vllm_mp.machine.fitted_bar import FittedBar
+
+    with FittedBar(total=total, desc=parts, leave=False, disable=None) as bar, logging_redirect_tqdm():
 
         def count() -> None:
             bar.update()

@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import itertools
 import os
+import random
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -22,8 +23,6 @@ USAGE = "[OPTIONS]"
 
 _TOKENS_BEFORE = 8
 """Tokens of each stream before the core is killed."""
-_STANDBY_S = 5.0
-"""Time for a standby process to start and to import everything."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=8,
         metavar="N",
         help="Run N streams at a time. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=positive_integer,
+        metavar="N",
+        help="Give each stream a prompt of its own of N tokens. Default: a few words.",
+    )
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="Replace the core by a new process, as restart_core does, instead of killing it. Default: off.",
     )
     add_json_flag(parser)
     AsyncEngineArgs.add_cli_args(parser)
@@ -52,26 +62,42 @@ def run(args: argparse.Namespace) -> int:
     )
     llm = AsyncLLM.from_engine_args(engine_args)
     try:
-        first, every = asyncio.run(_measure(llm, args.kills, args.streams))
+        pauses, recomputed = asyncio.run(_measure(llm, args))
     finally:
         llm.shutdown()
-    figures = {}
-    for name, gaps in (("first stream", first), ("every stream", every)):
-        figures[name] = dict(zip(("median", "p90", "max"), percentiles(gaps, (0.5, 0.9, 1.0)), strict=True))
-    print(f"kill to next token, s ({args.kills} kills, {args.streams} streams)")
-    print(f"{'':<14} {'median':>8} {'p90':>8} {'max':>8}")
+    quantiles = {"median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    figures = {
+        name: dict(zip(quantiles, percentiles(values, tuple(quantiles.values())), strict=True))
+        for name, values in pauses.items()
+    }
+    what = "longest wait for a token, s" if args.replace else "kill to next token, s"
+    how_often = f"{args.kills} {'replacements' if args.replace else 'kills'}"
+    print(f"{what} ({how_often}, {args.streams} streams)")
+    print(f"{'':<21}" + "".join(f" {name:>8}" for name in quantiles))
     for name, row in figures.items():
-        print(f"{name:<14} " + " ".join(f"{value:8.3f}" for value in row.values()))
-    report = {"model": args.model, "warm_standby": engine_args.warm_standby, "kills": args.kills, **figures}
+        label = f"  {name}" if name in _PARTS else name
+        print(f"{label:<21}" + "".join(f" {value:8.3f}" for value in row.values()))
+    print(
+        f"tokens that the next core computed again, median and max: {sorted(recomputed)[len(recomputed) // 2]:,}, "
+        f"{max(recomputed):,}"
+    )
+    options = {name: getattr(args, name) for name in ("model", "kills", "streams", "prompt_tokens", "replace")}
+    options |= {name: getattr(engine_args, name) for name in ("core_template", "recover_kv_cache")}
+    report = {**options, "recomputed_tokens": recomputed, **figures}
     write_json(args.json, report)
     return 0
+
+
+_PARTS = ("death is seen", "process is started", "model is loaded", "first token")
+"""What happens between a kill and the first token of any stream."""
 
 
 class _Load:
     """Streams that run all the time: each is started again when it ends."""
 
-    def __init__(self, llm: "AsyncLLM", count: int) -> None:
+    def __init__(self, llm: "AsyncLLM", count: int, prompt_tokens: int | None) -> None:
         self._llm = llm
+        self._prompt_tokens = prompt_tokens
         self.times: list[list[float]] = [[] for _ in range(count)]
         """The times of each stream's tokens, in seconds of `time.monotonic()`."""
 
@@ -79,8 +105,15 @@ class _Load:
         """Run the stream `index` until the task is cancelled."""
         params = SamplingParams(seed=index, max_tokens=200, ignore_eos=True)
         while True:
-            async for _ in self._llm.generate(f"Story {index}: once upon a time", params):
+            async for _ in self._llm.generate(self._prompt(index), params):
                 self.times[index].append(time.monotonic())
+
+    def _prompt(self, index: int) -> str | list[int]:
+        if self._prompt_tokens is None:
+            return f"Story {index}: once upon a time"
+        draw = random.Random(f"{index} {len(self.times[index])}")
+        vocab_size = self._llm.model_config.architecture.vocab_size
+        return [draw.randrange(vocab_size // 2, vocab_size) for _ in range(self._prompt_tokens)]
 
     async def wait(self, count: int, tasks: "list[asyncio.Task[None]]") -> None:
         """Discard the times so far except the last, and wait for `count` tokens of each stream."""
@@ -90,6 +123,13 @@ class _Load:
             _raise_if_failed(tasks)
             await asyncio.sleep(0.01)
 
+    async def go_on(self, tasks: "list[asyncio.Task[None]]") -> None:
+        """Wait for two more tokens of each stream."""
+        counts = [len(times) for times in self.times]
+        while any(len(times) < count + 2 for times, count in zip(self.times, counts, strict=True)):
+            _raise_if_failed(tasks)
+            await asyncio.sleep(0.002)
+
 
 def _raise_if_failed(tasks: "list[asyncio.Task[None]]") -> None:
     """Raise the error of a stream that has ended."""
@@ -98,37 +138,46 @@ def _raise_if_failed(tasks: "list[asyncio.Task[None]]") -> None:
             task.result()
 
 
-async def _measure(llm: "AsyncLLM", kills: int, streams: int) -> tuple[list[float], list[float]]:
-    """Return the seconds from each kill to the first token of any stream, and to the next token of every stream."""
-    load = _Load(llm, streams)
-    tasks = [asyncio.create_task(load.run(i)) for i in range(streams)]
-    first, every = [], []
+async def _measure(llm: "AsyncLLM", args: argparse.Namespace) -> tuple[dict[str, list[float]], list[int]]:
+    """Return the pauses, in seconds, by what they are, and the number of tokens that each next core computed again."""
+    load = _Load(llm, args.streams, args.prompt_tokens)
+    tasks = [asyncio.create_task(load.run(i)) for i in range(args.streams)]
+    pauses: dict[str, list[float]] = {}
+    recomputed = []
     try:
-        with progress("kills", kills) as count_kill:
-            for _ in range(kills):
-                await _wait_for_standby(llm)
+        with progress("replacements" if args.replace else "kills", args.kills) as count_kill:
+            for _ in range(args.kills):
                 await load.wait(_TOKENS_BEFORE, tasks)
-                status = await llm.core_status()
-                killed = time.monotonic()
-                os.kill(status["pid"], signal.SIGKILL)
-                await llm.core_status()  # answered by the next core
-                counts = [len(times) for times in load.times]
-                while any(len(times) < count + 2 for times, count in zip(load.times, counts, strict=True)):
-                    _raise_if_failed(tasks)
-                    await asyncio.sleep(0.002)
-                # Tokens in transit at the kill arrive at once, so a stream's longest gap is the wait for the next core.
-                gaps = [max((b - a, b) for a, b in itertools.pairwise(times))[1] - killed for times in load.times]
-                first.append(min(gaps))
-                every.extend(gaps)
+                for name, seconds in (await (_replace if args.replace else _kill)(llm, load, tasks)).items():
+                    pauses.setdefault(name, []).extend(seconds)
+                recomputed.append((await llm.core_status())["num_recomputed_tokens"])
                 count_kill()
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return first, every
+    return pauses, recomputed
 
 
-async def _wait_for_standby(llm: "AsyncLLM") -> None:
-    """Wait until the standby process has had time to import everything, if the engine keeps one."""
-    if llm.vllm_config.liveness_config.warm_standby:
-        await asyncio.sleep(_STANDBY_S)
+async def _kill(llm: "AsyncLLM", load: _Load, tasks: "list[asyncio.Task[None]]") -> dict[str, list[float]]:
+    """Kill the core; return the seconds to the first token of any stream, also by parts, and to the next of all."""
+    status = await llm.core_status()
+    killed = time.monotonic()
+    os.kill(status["pid"], signal.SIGKILL)
+    await llm.core_status()  # answered by the next core
+    await load.go_on(tasks)
+    # Tokens in transit at the kill arrive at once, so a stream's longest gap is the wait for the next core.
+    gaps = [max((b - a, b) for a, b in itertools.pairwise(times))[1] - killed for times in load.times]
+    restart = llm.cores.first.supervisor.last_restart
+    assert restart is not None
+    ends = itertools.pairwise((killed, *restart, killed + min(gaps)))
+    parts = {name: [end - begin] for name, (begin, end) in zip(_PARTS, ends, strict=True)}
+    return {"first stream": [min(gaps)], **parts, "every stream": gaps}
+
+
+async def _replace(llm: "AsyncLLM", load: _Load, tasks: "list[asyncio.Task[None]]") -> dict[str, list[float]]:
+    """Replace the core, and return the longest time between two tokens of each stream."""
+    await llm.restart_core()
+    await load.go_on(tasks)
+    gaps = [max(after - before for before, after in itertools.pairwise(times)) for times in load.times]
+    return {"every stream": gaps}

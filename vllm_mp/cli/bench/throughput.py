@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import os
 
+from vllm_mp.cli.bench.drafts import print_drafts, read_drafts
 from vllm_mp.cli.bench.flags import add_json_flag, positive_integer, write_json
 from vllm_mp.cli.bench.load_generator import LoadRequest, percentiles, run_load, uniform_load
 from vllm_mp.cli.bench.progress import progress
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         uvloop.run(run_load(llm, warm_up, args.temperature))
         with progress("requests", len(requests)) as count:
             timelines = uvloop.run(run_load(llm, requests, args.temperature, on_end=count))
+        drafts = uvloop.run(read_drafts(llm))
     finally:
         llm.shutdown()
     seconds = max(timeline.tokens[-1] for timeline in timelines)
@@ -80,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'':<26}{'p50':>10}{'p90':>10}{'p99':>10}")
     for name, row in latencies.items():
         print(f"{name:<26}" + "".join(f"{value:>10.1f}" for value in row))
+    print_drafts(drafts)
     report = {
         "model": args.model,
         "cores": os.cpu_count(),
@@ -90,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         "seconds": seconds,
         "output_tokens_per_s": num_out / seconds,
         "total_tokens_per_s": (num_in + num_out) / seconds,
+        **drafts,
         **{name: dict(zip(("p50", "p90", "p99"), row, strict=True)) for name, row in latencies.items()},
     }
     write_json(args.json, report)

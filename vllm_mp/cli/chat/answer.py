@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm_mp.arguments.counted import counted
 from vllm_mp.cli.chat_text import whole_text
 from vllm_mp.cli.terminal.repetition import LoopGuard, without_repetition
+from vllm_mp.cli.terminal.restart_signs import with_restarts_shown
 from vllm_mp.cli.terminal.screen import Screen
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.sampling_params import SamplingParams
@@ -20,8 +21,6 @@ class Answer:
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
-        self._mark: str | None = None
-        """What is to be shown at the end of the word that is being written."""
         self.text = ""
         """The text for the conversation; a block that was repeated until the answer was stopped is in it once."""
         self.num_tokens = 0
@@ -40,17 +39,14 @@ class Answer:
 
         An answer that repeats itself is stopped, unless the user asked for more with `ignore_eos`.
         """
-        incarnation = llm.last_core_status()["incarnation"]
-        started = last = time.monotonic()
-        async with aclosing(llm.generate(prompt, params, lora_request=lora)) as outputs:
+        started = time.monotonic()
+        async with (
+            aclosing(llm.generate(prompt, params, lora_request=lora)) as answer,
+            aclosing(with_restarts_shown(llm, answer, self._screen)) as outputs,
+        ):
             async for output in outputs:
                 [completion] = output.outputs
                 now = time.monotonic()
-                current = llm.last_core_status()["incarnation"]
-                if current != incarnation:
-                    self._mark = f"· engine restarted, {now - last:.1f} s ·"
-                    incarnation = current
-                last = now
                 if completion.token_ids and self.first_token_s is None:
                     self.first_token_s = now - started
                 self.num_tokens += len(completion.token_ids)
@@ -62,7 +58,6 @@ class Answer:
                     self.text = without_repetition(self.text)
                     self.notice = "stopped, as the answer repeats itself; /retry, or /set frequency_penalty X"
                     break
-        self._end()
 
     def _cut_notice(self, max_tokens: int | None, max_model_len: int) -> str:
         """Return what to say about an answer that a limit ended."""
@@ -71,16 +66,8 @@ class Answer:
         return f"cut off at the end of the context of {max_model_len} tokens; /clear begins a new conversation"
 
     def _write(self, piece: str) -> None:
-        """Write a piece; a mark that waits is written where a word begins."""
         self.text += piece
-        if self._mark is not None and (piece[:1].isspace() or not self.text.strip()):
-            self._screen.mark(self._mark)
-            self._mark = None
         self._screen.write(piece)
-
-    def _end(self) -> None:
-        if self._mark is not None:
-            self._screen.mark(self._mark)
 
     def summary(self) -> str:
         """Return the figures of the answer in a line."""

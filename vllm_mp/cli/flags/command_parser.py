@@ -8,10 +8,16 @@ from typing import Any, NoReturn
 
 from vllm_mp.arguments.argument_parser import FlexibleArgumentParser
 from vllm_mp.arguments.options import FURTHER, WITHOUT_EFFECT
+from vllm_mp.arguments.sizes import byte_size
 from vllm_mp.arguments.suggestions import did_you_mean
-from vllm_mp.arguments.unserved_table import ENGINE_ARGUMENTS
+from vllm_mp.arguments.unserved_table import ENGINE_ARGUMENTS, SERVER_FLAGS
 
-_NOUNS: dict[Any, str] = {int: "an integer", float: "a number", json.loads: "a JSON object"}
+_NOUNS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    json.loads: "a JSON object",
+    byte_size: "a size in bytes, such as 4GiB or 512MB",
+}
 """What the value of a flag must be, by the function that converts it."""
 _REQUIRED = "the following arguments are required: "
 """How the base class begins the message about missing arguments."""
@@ -104,6 +110,8 @@ class CommandParser(FlexibleArgumentParser):
         entry = ENGINE_ARGUMENTS.get(flag.removeprefix("--").removeprefix("no-").replace("-", "_"))
         if entry is not None and "--max-model-len" in known:
             return f"{flag} is not served: {entry.reason}; leave it out"
+        if (remedy := SERVER_FLAGS.get(flag.removeprefix("--").replace("_", "-"))) is not None and "--api-key" in known:
+            return f"{flag} is not served: {remedy}"
         hint = did_you_mean(flag, known)
         return f"unknown option {flag}" + (hint or f"; see {self.prog} {help_flag}")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_mp.arguments.options import FURTHER
+from vllm_mp.cli.terminal.waiting_line import WaitingLine
 from vllm_mp.config.engine_args import AsyncEngineArgs
 from vllm_mp.model_store.folder import has_chat_template
 
@@ -73,15 +74,17 @@ def open_engine(args: argparse.Namespace, *, for_chat: bool = False) -> "AsyncLL
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if args.connect is None:
-        config = engine_args.create_engine_config()
+        config = engine_args.create_engine_config()  # says itself what it fetches or converts
         _check_model(config.model_config, for_chat)
-        return AsyncLLM.from_vllm_config(config)
+        with WaitingLine(f"loading {engine_args.model}"):
+            return AsyncLLM.from_vllm_config(config)
     # The same command gives the same answers, also if others use the core.
     options = engine_args.client_options() | {"seed": engine_args.seed}
     timeout = _CONNECT_TIMEOUT_S if all(map(_listens, args.connect.split(","))) else _ABSENT_TIMEOUT_S
-    return AsyncLLM.connect(
-        args.connect, key_file=args.key_file, core_owner=args.core_owner, timeout=timeout, **options
-    )
+    with WaitingLine(f"connecting to {args.connect}"):
+        return AsyncLLM.connect(
+            args.connect, key_file=args.key_file, core_owner=args.core_owner, timeout=timeout, **options
+        )
 
 
 def _listens(address: str) -> bool:

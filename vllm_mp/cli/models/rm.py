@@ -16,7 +16,10 @@ USAGE = "MODEL... [--yes]"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "models", metavar="MODEL", nargs="+", help="Remove this model, as `vllm-mp list` names it. Required."
+        "models",
+        metavar="MODEL",
+        nargs="+",
+        help="Remove this model, or only the name that you have given it, as `vllm-mp list` names it. Required.",
     )
     parser.add_argument("--yes", "-y", action="store_true", help="Remove without a question. Default: off.")
 
@@ -38,17 +41,18 @@ def run(args: argparse.Namespace) -> int:
         entry = entries.get(name.lower())
         if entry is None:
             raise ValueError(f"{name!r} is not a model in the cache; `vllm-mp list` shows those that are")
-        _check_unused(entry, engines)
+        if entry.target is None:
+            check_unused(entry, engines)
         chosen.append(entry)
-    if not args.yes and not _is_confirmed(chosen):
+    if not args.yes and not confirmed(", ".join(map(_described, chosen))):
         return 1
     for entry in chosen:
         remove_entry(entry)
-        print(f"removed {entry.name} ({size_text(entry.size)})")
+        print(f"removed {_described(entry)}")
     return 0
 
 
-def _check_unused(entry: "CacheEntry", engines: "list[RunningEngine]") -> None:
+def check_unused(entry: "CacheEntry", engines: "list[RunningEngine]") -> None:
     """Raise ValueError if an engine of this user reads files of the entry, or may do so."""
     folder = entry.folder.resolve()
     for engine in engines:
@@ -61,9 +65,13 @@ def _check_unused(entry: "CacheEntry", engines: "list[RunningEngine]") -> None:
             )
 
 
-def _is_confirmed(entries: "list[CacheEntry]") -> bool:
-    """Ask whether to remove the entries. Raises ValueError if there is no terminal to ask on."""
-    what = ", ".join(f"{entry.name} ({size_text(entry.size)})" for entry in entries)
+def _described(entry: "CacheEntry") -> str:
+    """Return the name of an entry with its size, or with what it stands for, which stays."""
+    return f"{entry.name} ({size_text(entry.size) if entry.target is None else f'the name of {entry.target}'})"
+
+
+def confirmed(what: str) -> bool:
+    """Ask whether to remove `what`. Raises ValueError if there is no terminal to ask on."""
     if not sys.stdin.isatty():
         raise ValueError(f"standard input is not a terminal to ask whether to remove {what}; give --yes")
     try:

@@ -1,0 +1,53 @@
+"""Flags in a YAML file: the option `--config` of commands, in the form that vLLM has."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+
+def flags_in(path: str, known: Collection[str], given: Collection[str]) -> list[str]:
+    """Return the arguments that a file of options stands for; flags of the command line, `given`, replace its own.
+
+    `known` are the flags of the command. The file maps names of options to values: true and false for switches, lists
+    for options that may be repeated, mappings for options in JSON. Raises ValueError, naming the file and the option.
+    """
+    arguments: list[str] = []
+    for name, value in _read(path).items():
+        flag = f"--{str(name).replace('_', '-')}"
+        opposite = flag.replace("--no-", "--", 1) if flag.startswith("--no-") else flag.replace("--", "--no-", 1)
+        if flag not in known:
+            raise ValueError(f"--config {path}: there is no option {str(name)!r:.100}; see --help-all")
+        if value is None or flag in given or opposite in given:
+            continue
+        if isinstance(value, bool):
+            if not value and opposite not in known:
+                continue  # a switch without an opposite is off by itself
+            arguments.append(flag if value else opposite)
+        elif isinstance(value, list):
+            for each in value:
+                arguments += [flag, _text(each)]
+        else:
+            arguments += [flag, _text(value)]
+    return arguments
+
+
+def _read(path: str) -> dict[Any, Any]:
+    import yaml  # imported here, because few commands read a file
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}; name a file that can be read") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: it is not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: it must map names of options to values, got {type(content).__name__}")
+    return content
+
+
+def _text(value: Any) -> str:
+    """Return a value as it stands on the command line."""
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)

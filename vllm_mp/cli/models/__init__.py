@@ -1,0 +1,1 @@
+"""The commands about the models in the cache."""
