@@ -60,6 +60,8 @@ class Batch:
         """Rows whose logits are changed by what the output tokens so far are."""
         self.is_processed = np.zeros(max_num_seqs, np.bool_)
         """Rows with a registered logits processor."""
+        self.may_draft = np.zeros(max_num_seqs, np.bool_)
+        """Rows that may have draft tokens."""
         self.is_constrained = np.zeros(max_num_seqs, np.bool_)
         """Rows whose output must match a grammar."""
         self.has_prompt_embeds = np.zeros(max_num_seqs, np.bool_)
@@ -94,7 +96,7 @@ class Batch:
     def add(self, request: Request, blocks: npt.NDArray[np.int32], num_computed_tokens: int = 0) -> int:
         """Give `request` a row, with the `blocks` [n] that hold or will hold its keys and values; return the row.
 
-        `blocks` already hold the first `num_computed_tokens` tokens, which fill whole blocks. There must be a free row.
+        `blocks` already hold the first `num_computed_tokens` tokens. There must be a free row.
         """
         row = self._free_rows.pop()
         count = len(request.tokens)
@@ -110,6 +112,7 @@ class Batch:
         self.max_total_tokens[row] = request.max_total_tokens
         self.has_logits_processors[row] = request.logits_processors is not None
         self.is_processed[row] = request.processed is not None
+        self.may_draft[row] = request.max_drafts > 0 and request.processed is None and request.prompt_embeds is None
         self.is_constrained[row] = request.constrained is not None
         self.reads_output[row] = (
             request.processed is not None

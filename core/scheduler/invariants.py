@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_mp.core.lora.cached_adapter import NO_SLOT
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch
-from vllm_mp.core.scheduler.block_pool import BlockPool
+from vllm_mp.core.scheduler.cache.block_pool import BlockPool
 from vllm_mp.core.scheduler.request import NO_ROW, Line
 from vllm_mp.core.scheduler.scheduler import Scheduler
 
@@ -134,7 +134,8 @@ def _check_counters(scheduler: Scheduler) -> None:
         rows[(computed < 0) | (computed >= tokens) & ~is_pooled_now],
     )
     _require("computed tokens lie in blocks", rows[computed > blocks * size])
-    _require("no block is held in advance", rows[blocks > -(-tokens // size)])
+    most = 0 if scheduler.drafting is None else scheduler.drafting.max_drafts
+    _require("no block is held in advance, except for drafts", rows[blocks > -(-(tokens + most) // size)])
 
 
 def _check_pending_steps(scheduler: Scheduler) -> None:

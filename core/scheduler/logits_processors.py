@@ -80,6 +80,20 @@ class TokenCounts:
         used = len(self._index_of)
         return self._ids[:used], self._counts[:used]
 
+    def ahead(self, drafts: npt.NDArray[np.int32]) -> tuple[Ids, npt.NDArray[np.float32]]:
+        """Return what `catch_up` would return if `drafts` [n] followed the tokens so far, without counting them."""
+        used = len(self._index_of)
+        ids, counts = self._ids[:used], self._counts[:used].copy()
+        new: dict[int, int] = {}
+        for token in drafts.tolist():
+            index = self._index_of.get(token)
+            if index is None:
+                new[token] = new.get(token, 0) + 1
+            else:
+                counts[index] += 1
+        more = np.fromiter(new.values(), np.float32, len(new))
+        return np.concatenate([ids, as_ids(new)]), np.concatenate([counts, more])
+
     def _index(self, token: int) -> int:
         """Return the index of `token` in the arrays, which grow if it is new and they are full."""
         index = self._index_of.setdefault(token, len(self._index_of))

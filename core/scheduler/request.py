@@ -15,6 +15,7 @@ from vllm_mp.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.core.lora.cached_adapter import CachedAdapter
+    from vllm_mp.core.speculation.request_drafts import RequestDrafts
     from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 
 NO_ROW = -1
@@ -90,6 +91,12 @@ class Request:
     """The process, or the key, that the request's client belongs to."""
     tenant: int = 0
     """The party of the client for which the request runs."""
+    max_drafts: int = 0
+    """Maximum number of draft tokens in a step; 0: the request gets none."""
+    draft_pool: bytes = b""
+    """Requests with the same pool may get drafts from one another's answers."""
+    drafts: "RequestDrafts | None" = None
+    """What the request keeps for its drafts; None until it first may have one."""
     row: int = NO_ROW
     """Row of the batch; `NO_ROW` while the request waits."""
 

@@ -1,7 +1,7 @@
 """Rows and blocks for requests: how they are found, made by preempting other requests, and taken back."""
 
 from vllm_mp.core.scheduler.batch import Batch, Mask
-from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
+from vllm_mp.core.scheduler.cache.kv_cache_manager import CachedPrefix, KVCacheManager
 from vllm_mp.core.scheduler.preemption import next_to_preempt
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import PendingSteps
@@ -25,7 +25,7 @@ class Room:
         self._refused: tuple[tuple[int, int], int] | None = None
         """(order of the next request, `pool.num_returned`) when that request last had no room."""
 
-    def find(self, request: Request) -> list[int] | None:
+    def find(self, request: Request) -> CachedPrefix | None:
         """Return the cached blocks of `request`'s prefix; None if no row is free, or too few blocks are."""
         batch, cache = self._batch, self._cache
         if batch.is_full or self._refused == (request.order, cache.pool.num_returned):
@@ -38,7 +38,7 @@ class Room:
             return None
         return found
 
-    def make(self, suspect: Request) -> list[int] | None:
+    def make(self, suspect: Request) -> CachedPrefix | None:
         """Preempt requests that are not isolated until there is room for `suspect`; return as `find` does."""
         batch, cache = self._batch, self._cache
         if self._adapters is not None and not self._adapters.make_slot(suspect, batch, self.preempt):

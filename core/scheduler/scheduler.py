@@ -19,23 +19,24 @@ out among the steps, or all stages but one would wait.
 Suspects of the death of an earlier core run isolated, in steps without other requests (`Isolation`).
 
 The last output token of a request is computed by a decode, also when the tokens before it are computed again by a
-prefill. So a successor repeats the step during which a core died. Only forced tokens are computed together with the
-token before them.
+prefill. So a successor repeats the step during which a core died. Only forced tokens and drafts (`Drafting`) are
+computed together with the token before them.
 """
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
-from vllm_mp.config import SchedulerConfig
+from vllm_mp.config import SchedulerConfig, SpeculativeConfig
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
+from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
+from vllm_mp.core.scheduler.drafting import NO_DRAFTED_ROWS, DraftedRows, Drafting
 from vllm_mp.core.scheduler.endings import Ending, find_endings
 from vllm_mp.core.scheduler.forced_tokens import ForcedTokens
 from vllm_mp.core.scheduler.isolation import Isolation
-from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.prefill_pace import PrefillPace
 from vllm_mp.core.scheduler.request import NO_ROW, GroupKey, Request, RequestKey
 from vllm_mp.core.scheduler.room import Room
@@ -54,6 +55,11 @@ from vllm_mp.core.scheduler.waiting.waiting_queue import WaitingQueue
 from vllm_mp.core.structured_output.compiler import NotCompiledError
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
 from vllm_mp.wire import Finished
+
+_READ_S: Final = 0.005
+"""Time in each step for reading the beginning of a request from the prefix cache file, while other requests run."""
+_READ_ALONE_S: Final = 0.05
+"""The same while no request runs; messages are received in between."""
 
 
 class Grammars(Protocol):
@@ -75,8 +81,13 @@ class Scheduler:
         adapters: AdapterTurns | None = None,
         num_stages: int = 1,
         clock: Callable[[], float] = time.perf_counter,
+        speculation: SpeculativeConfig | None = None,
     ) -> None:
-        """`num_stages` is the number of stages of the pipeline that computes the steps. `clock` returns seconds."""
+        """`num_stages` is the number of stages of the pipeline that computes the steps. `clock` returns seconds.
+
+        `speculation` says how tokens are drafted; None: none are. With it, no step may be scheduled for a row whose
+        last token a pending step samples.
+        """
         self.config = config
         self.batch = batch
         self.cache = cache
@@ -86,6 +97,8 @@ class Scheduler:
         self.isolation = Isolation(batch, self.waiting.isolated)
         self.room = Room(batch, cache, self.waiting, self.pending_steps)
         self._num_stages = num_stages
+        self.drafting = None if speculation is None else Drafting(speculation, batch, cache)
+        """What gives drafts to rows; None: no tokens are drafted."""
         self._forced = ForcedTokens(batch, self.pending_steps, config.num_cheap_tokens)
         self._pace = PrefillPace(config.max_prefill_slowdown, clock)
         self._scheduled_at = self._updated_at = clock()
@@ -219,7 +232,7 @@ class Scheduler:
         No step may be pending. Running requests are preempted.
         """
         self.preempt_all()
-        self.cache.forget_prefixes()
+        self.cache.forget_prefixes(keeps_file=True)
         self._is_asleep = True
 
     def wake_up(self) -> None:
@@ -278,19 +291,31 @@ class Scheduler:
         decodes = decodes[:share]
         awaits = NO_ROWS if is_awaited is None else np.flatnonzero(is_awaited[decodes])
         self.cache.register_decodes(decodes, awaits)
-        prefills = self._continue_prefills(rows[wanted > 1], len(decodes))
-        self._admit(prefills)
-        return self._step_of(decodes, prefills, awaits)
+        drafted, num_decodes = NO_DRAFTED_ROWS, len(decodes)
+        if self.drafting is not None and num_decodes:
+            budget = (self.config.max_num_batched_tokens - num_decodes) // 2  # the rest is for prompts
+            decodes, drafted = self.drafting.choose(decodes, budget)
+        prefills = self._continue_prefills(rows[wanted > 1], num_decodes + len(drafted.drafts.tokens))
+        decodes = np.concatenate([decodes, self._admit(prefills)])
+        return self._step_of(decodes, prefills, awaits, drafted)
 
-    def _step_of(self, decodes: Rows, prefills: Prefills, awaits: Rows = NO_ROWS) -> ScheduledStep | None:
-        """Return the step with `decodes` [n] and `prefills`; None if it has no row."""
-        rows, counts = decodes, np.ones(len(decodes), np.int64)
+    def _step_of(
+        self, decodes: Rows, prefills: Prefills, awaits: Rows = NO_ROWS, drafted: DraftedRows = NO_DRAFTED_ROWS
+    ) -> ScheduledStep | None:
+        """Return the step with `decodes` [n], the rows that are `drafted`, and `prefills`; None if it has no row."""
+        rows, counts, drafts = decodes, np.ones(len(decodes), np.int64), None
+        if len(drafted.rows):
+            num_drafts = np.concatenate([0 * decodes, drafted.drafts.counts, np.zeros(len(prefills.rows), np.int64)])
+            drafts = drafted.drafts._replace(counts=num_drafts)
+            rows = np.concatenate([rows, drafted.rows])
+            counts = np.concatenate([counts, drafted.drafts.counts + 1])
         if prefills.rows:
-            rows = np.concatenate([decodes, np.array(prefills.rows, np.int64)])
-            counts = np.array([1] * len(decodes) + prefills.counts, np.int64)
+            rows = np.concatenate([rows, np.array(prefills.rows, np.int64)])
+            counts = np.concatenate([counts, np.array(prefills.counts, np.int64)])
         if not len(rows):
             return None
-        step = ScheduledStep.of(self.batch, rows, counts, len(decodes), awaits)
+        awaited = self.pending_steps.indices_of_tokens(rows[awaits]) if len(awaits) else NO_ROWS
+        step = ScheduledStep.of(self.batch, rows, counts, len(decodes), awaits, awaited, drafts)
         self._scheduled_at = self._pace.clock()
         return step._replace(num_prompt_tokens=prefills.num_prompt_tokens)
 
@@ -298,6 +323,8 @@ class Scheduler:
         """Queue `step`, just launched under `number`, as pending; from now on its tokens count as known tokens."""
         batch = self.batch
         ends = batch.num_computed_tokens[step.rows] + step.counts
+        if step.drafts is not None:
+            ends -= step.drafts.counts
         batch.num_computed_tokens[step.rows] = ends
         batch.num_tokens[step.rows[step.samples]] = ends[step.samples] + 1
         self.pending_steps.append(PendingStep(number, step, output, ends, {}, {}, self._scheduled_at))
@@ -311,14 +338,22 @@ class Scheduler:
         batch = self.batch
         pending = self.pending_steps.pop_oldest()
         self._note_time(pending)
+        accepted = None
+        if self.drafting is not None and pending.step.drafts is not None:
+            pending, output, accepted = self.drafting.accept(pending, output)
         live = pending.live_output(output)
         endings = find_endings(batch, live)
+        self.cache.note_computed(pending, [row for row, ending in endings.items() if ending.error])
         rows, ends, tokens = live.rows, live.ends, live.tokens
         if any(ending.error for ending in endings.values()):
             is_sampled = tokens >= 0  # A negative number stands for a token that could not be sampled.
             rows, ends, tokens = rows[is_sampled], ends[is_sampled], tokens[is_sampled]
         batch.token_ids[rows, ends] = tokens
         rows, ends, tokens = self._forced.follow(rows, ends, tokens, set(endings), pending.forced)
+        if accepted is not None:
+            rows = np.concatenate([accepted.rows, rows])
+            ends = np.concatenate([accepted.ends, ends])
+            tokens = np.concatenate([accepted.tokens, tokens])
         self.isolation.release_suspects()
         # Read before the requests below leave their rows.
         slots, clients, positions = batch.slot[rows], batch.client[rows], ends - batch.num_prompt_tokens[rows]
@@ -357,6 +392,8 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             self.room.vacate(request)
+            if self.drafting is not None:
+                self.drafting.note_end(request)
         del self._requests[request.key]
         if self.adapters is not None:
             self.adapters.note_end(request)
@@ -374,7 +411,7 @@ class Scheduler:
         decodes = rows[wanted == 1]
         self.cache.register_decodes(decodes, NO_ROWS)
         prefills = self._continue_prefills(rows[wanted > 1], len(decodes))
-        self._admit(prefills, self.isolation.group)
+        decodes = np.concatenate([decodes, self._admit(prefills, self.isolation.group)])
         return self._step_of(decodes, prefills)
 
     def _note_time(self, pending: PendingStep) -> None:
@@ -382,6 +419,9 @@ class Scheduler:
         now, step = self._pace.clock(), pending.step
         seconds = now - max(pending.scheduled_at, self._updated_at)
         self._pace.observe(step.num_prompt_tokens, int(step.counts.sum()) - step.num_prompt_tokens, seconds)
+        if self.drafting is not None and not step.num_prompt_tokens:
+            num_drafts = 0 if step.drafts is None else len(step.drafts.tokens)
+            self.drafting.observe(len(step.rows), num_drafts, seconds)
         self._updated_at = now
 
     def _continue_prefills(self, rows: Rows, num_decodes: int) -> Prefills:
@@ -423,27 +463,39 @@ class Scheduler:
             self.cache.register(row, computed + count)
         prefills.add(row, count, wanted)
 
-    def _admit(self, prefills: Prefills, group: GroupKey | None = None) -> None:
+    def _admit(self, prefills: Prefills, group: GroupKey | None = None) -> Rows:
         """Give rows and blocks to the next waiting requests and add chunks of them, as the budget and room allow.
 
-        With a `group`, admit its suspects alone, and preempt other requests if there is no room.
+        With a `group`, admit its suspects alone, and preempt other requests if there is no room. Return the rows that
+        are no part of the prefills, because only the last output is missing, which a decode computes.
         """
         config, batch, cache = self.config, self.batch, self.cache
+        decodes: list[int] = []
         while prefills.budget > 0 and prefills.num_partial < config.max_num_partial_prefills:
             request = self.waiting.first() if group is None else self.waiting.isolated.first(group)
             if request is None:
-                return
+                break
             found = self.room.find(request) if group is None else self.room.make(request)
             if found is None:
-                return
-            num_cached = len(found) * cache.block_size
+                break
+            if group is None:
+                seconds = _READ_S if len(batch) else _READ_ALONE_S
+                found, has_more = cache.read_from_file(request, found, seconds)
+                if has_more:
+                    break
+            num_cached = found.num_tokens
             wanted = len(request.tokens) - num_cached
             if wanted > 1 and request.num_output_tokens:
                 wanted -= 1  # A decode computes the last output.
             count = prefills.chunk(wanted)
             if count < wanted and not config.enable_chunked_prefill:
-                return
+                break
             self.waiting.pop(request, wanted)
             row = batch.add(request, cache.allocate(request, found), num_cached)
             cache.register(row, num_cached + count)
-            prefills.add(row, count, wanted)
+            if wanted == 1 and request.num_output_tokens:
+                decodes.append(row)
+                prefills.budget -= 1
+            else:
+                prefills.add(row, count, wanted)
+        return np.array(decodes, np.int64)

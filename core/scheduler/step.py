@@ -11,8 +11,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Mask, Rows, Vector
+from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Counts, Mask, Rows, Vector
 from vllm_mp.core.scheduler.request import Request, RequestKey
+from vllm_mp.core.speculation.drafts import Drafts, num_accepted, spread
 from vllm_mp.wire import Finished, TokenLogprobs
 
 
@@ -31,20 +32,83 @@ class ScheduledStep(NamedTuple):
     """[num_rows] True: the row of a pooling request reaches its last token, so its vector is made."""
     awaits: Rows = NO_ROWS
     """[n] indexes into `rows` of the decodes whose input token the pending step samples."""
+    awaited: Rows = NO_ROWS
+    """[n] for each of `awaits`, the index of its token among those that the pending step samples."""
     samples_after_update: bool = False
     """True: how a row is sampled depends on a token that the pending step samples, which must be processed before."""
     num_prompt_tokens: int = 0
     """Tokens of prompts; rows in decode have none."""
+    drafts: Drafts | None = None
+    """The drafts among the tokens; None if no row has any."""
 
     @classmethod
     def of(
-        cls, batch: Batch, rows: Rows, counts: npt.NDArray[np.int64], num_decodes: int, awaits: Rows = NO_ROWS
+        cls,
+        batch: Batch,
+        rows: Rows,
+        counts: npt.NDArray[np.int64],
+        num_decodes: int,
+        awaits: Rows = NO_ROWS,
+        awaited: Rows = NO_ROWS,
+        drafts: Drafts | None = None,
     ) -> "ScheduledStep":
         """Return the step that computes the next `counts` [num_rows] tokens of `rows` [num_rows] of `batch`."""
-        reaches_end = batch.num_computed_tokens[rows] + counts == batch.num_tokens[rows]
+        num_known = counts if drafts is None else counts - drafts.counts
+        reaches_end = batch.num_computed_tokens[rows] + num_known == batch.num_tokens[rows]
         is_pooled = batch.is_pooled[rows]
         after_update = bool(batch.reads_output[rows[awaits]].any())
-        return cls(rows, counts, num_decodes, reaches_end & ~is_pooled, reaches_end & is_pooled, awaits, after_update)
+        samples, pools = reaches_end & ~is_pooled, reaches_end & is_pooled
+        return cls(rows, counts, num_decodes, samples, pools, awaits, awaited, after_update, drafts=drafts)
+
+    @property
+    def num_choices(self) -> Counts:
+        """Number of tokens [num_sampled] that are chosen for each row that is sampled: one, and one for each draft."""
+        if self.drafts is None:
+            return np.ones(int(np.count_nonzero(self.samples)), np.int64)
+        return self.drafts.counts[self.samples] + 1
+
+    def choices(self, num_computed: Counts) -> tuple[Rows, Counts]:
+        """Return the row [num_chosen] of each token that is chosen, and the number of tokens [num_chosen] before it.
+
+        `num_computed` [num_rows] counts the tokens of each row that were computed before the step.
+        """
+        rows, num_tokens = self.rows[self.samples], (num_computed + self.counts)[self.samples]
+        if self.drafts is None:
+            return rows, num_tokens
+        lengths = self.num_choices
+        return rows.repeat(lengths), (num_tokens - lengths + 1).repeat(lengths) + spread(lengths)
+
+    def chosen_indices(self) -> Rows:
+        """Return the index, among the tokens of the step, of the token after which each token is chosen."""
+        last = (np.cumsum(self.counts) - 1)[self.samples]
+        if self.drafts is None:
+            return last
+        lengths = self.num_choices
+        return (last - lengths + 1).repeat(lengths) + spread(lengths)
+
+    def num_accepted(self, tokens: npt.NDArray[np.int64]) -> Counts:
+        """Return how many of its drafts each row that is sampled accepts [num_sampled].
+
+        `tokens` [num_chosen] are those of the model output.
+        """
+        assert self.drafts is not None
+        return num_accepted(self.drafts.counts[self.samples], self.drafts.tokens, tokens)
+
+    def is_yielded(self, tokens: npt.NDArray[np.int64]) -> Mask:
+        """Return a mask [num_chosen]: True if the step yields the token, of those that the model output has."""
+        is_yielded: Mask = spread(self.num_choices) <= self.num_accepted(tokens).repeat(self.num_choices)
+        return is_yielded
+
+    def of_rows(self, is_kept: Mask) -> "ScheduledStep":
+        """Return the step with the rows that `is_kept` [num_rows] marks, without awaited tokens."""
+        return self._replace(
+            rows=self.rows[is_kept],
+            counts=self.counts[is_kept],
+            num_decodes=int(is_kept[: self.num_decodes].sum()),
+            samples=self.samples[is_kept],
+            pools=self.pools[is_kept],
+            drafts=None if self.drafts is None else self.drafts.of_rows(is_kept),
+        )
 
 
 class Prefills:
@@ -85,7 +149,9 @@ class ModelOutput(NamedTuple):
     """The results of a step: tokens, log-probabilities, vectors."""
 
     tokens: npt.NDArray[np.int64]
-    """[num_sampled] new tokens of the rows that the step samples, in order. Negative: no token could be sampled."""
+    """[num_chosen] new tokens of the rows that the step samples, in order: one for each, and one after each draft.
+
+    Negative: no token could be sampled."""
     logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
     """(client, log-probabilities) of new tokens."""
     prompt_logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
@@ -155,7 +221,7 @@ class PendingStep(NamedTuple):
     step: ScheduledStep
     output: OutputHandle
     ends: npt.NDArray[np.int64]
-    """[num_rows] number of computed tokens of each row after this step."""
+    """[num_rows] number of computed tokens of each row after this step, without drafts."""
     gone: dict[int, RequestKey]
     """By row, the request that left the row after the launch."""
     forced: dict[int, list[int]]
@@ -219,6 +285,15 @@ class PendingSteps:
         for pending in self._steps:
             mask[pending.step.rows[pending.live]] = True
         return mask
+
+    def indices_of_tokens(self, rows: Rows) -> Rows:
+        """Return for each of `rows` [n] the index of its token among those that the latest pending step samples."""
+        step = self._steps[-1].step
+        sampled = step.rows[step.samples]
+        indices = np.zeros(self._max_num_seqs, np.int64)
+        indices[sampled] = np.arange(len(sampled))
+        found: Rows = indices[rows]
+        return found
 
     def awaited_rows(self) -> Mask:
         """Return a mask [max_num_seqs]: True if a pending step samples the row's last token, which the host lacks."""

@@ -1,5 +1,6 @@
 """The configuration of an engine: its options, how they are resolved, and the result in sections."""
 
+from vllm_mp.arguments.unserved_names import refuse
 from vllm_mp.config.sections import (
     AttentionConfig,
     CacheConfig,
@@ -11,6 +12,7 @@ from vllm_mp.config.sections import (
     ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 
@@ -25,5 +27,17 @@ __all__ = [
     "ObservabilityConfig",
     "ParallelConfig",
     "SchedulerConfig",
+    "SpeculativeConfig",
     "VllmConfig",
 ]
+
+__getattr__ = refuse(
+    __name__,
+    {
+        "CompilationConfig": "nothing is compiled; max_cudagraph_capture_size bounds what is captured",
+        "KVTransferConfig": "a core keeps its KV cache to itself",
+        "PoolerConfig": "give pooling_type and normalize in PoolingParams",
+        "ProfilerConfig": "VLLM_TORCH_PROFILER_DIR names the folder of traces",
+        "StructuredOutputsConfig": "the options guided_decoding_backend and its neighbours are those of the engine",
+    },
+)

@@ -7,7 +7,7 @@ from vllm_mp.arguments.options import option
 from vllm_mp.arguments.unserved_arguments import accepts_unserved
 from vllm_mp.arguments.unserved_table import ENGINE_ARGUMENTS
 from vllm_mp.arguments.usage_context import UsageContext
-from vllm_mp.config import VllmConfig
+from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.config.engine_options import EngineOptions
 from vllm_mp.config.resolution import resolve_config
 
@@ -42,6 +42,10 @@ class EngineArgs(EngineOptions):
         `resolve_model` raises.
         """
         return resolve_config(self)
+
+    def create_model_config(self) -> ModelConfig:
+        """Return the section of `create_engine_config` that describes the model."""
+        return self.create_engine_config().model_config
 
 
 @_accepts_unserved_options

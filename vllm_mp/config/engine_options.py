@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from vllm_mp.arguments.options import MAX_INTEGER, Options, option
+from vllm_mp.config.speculation import METHODS, read_speculative_config
 from vllm_mp.fault_injection.faults import parse_faults
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS
 from vllm_mp.requests.processor_registration import as_specs, registered
@@ -57,6 +58,11 @@ class EngineOptions(Options):
     revision: str | None = option(
         None,
         "Fetch this branch, tag or commit of the model from the hub. Default: the main branch.",
+    )
+    tokenizer_revision: str | None = option(
+        None,
+        "Fetch this branch, tag or commit of the tokenizer from the hub. Default: the model's own, or the main branch "
+        "of another repository.",
     )
     hf_token: str | None = option(
         None,
@@ -148,6 +154,16 @@ class EngineOptions(Options):
     )
     enable_prefix_caching: bool | None = option(
         None, "Compute the common beginning of prompts only once. Default: on, except for encoders."
+    )
+    prefix_cache_file: str | None = option(
+        None,
+        "Keep prompts and answers that were read in this file too, which outlives the engine: after a restart they are "
+        "not read again. On CPUs, with one rank. Default: none.",
+    )
+    prefix_cache_file_bytes: int = option(
+        4 * 2**30,
+        "Let prefix_cache_file have at most N bytes; blocks that were not used for longest are replaced.",
+        low=1,
     )
     max_num_seqs: int | None = option(
         None,
@@ -268,9 +284,9 @@ class EngineOptions(Options):
     )
     guided_decoding_backend: str = option(
         "auto",
-        "Compile the constraints of structured output with this library; auto: with llguidance, and what it refuses "
-        "with xgrammar, if that is installed.",
-        choices=tuple(BACKEND_NAMES),
+        "Accepted for programs that name vLLM's libraries of structured output. Every name means llguidance, which "
+        "compiles all constraints.",
+        choices=BACKEND_NAMES,
     )
     guided_decoding_disable_any_whitespace: bool = option(
         False, "Let JSON have only the whitespace of a compact form, unless a request gives a whitespace pattern."
@@ -288,6 +304,24 @@ class EngineOptions(Options):
         "Set options of structured output by vLLM's newer names, as a JSON object: backend, disable_any_whitespace, "
         "disable_additional_properties, whitespace_pattern. Default: the options of these commands.",
     )
+    speculative_config: dict[str, Any] | None = option(
+        None,
+        "Draft tokens that the model verifies several at a time, as this JSON object says by vLLM's names, such as "
+        '{"method": "ngram"}. Default: no tokens are drafted.',
+    )
+    spec_method: str | None = option(
+        None,
+        "Draft tokens by this method; it sets `method` of speculative_config. ngram: from the request's own text; "
+        "suffix: also from recent answers to other requests. Default: as speculative_config says.",
+        choices=METHODS,
+    )
+    spec_tokens: int | None = option(
+        None,
+        "Draft at most N tokens of a request in a step; it sets `num_speculative_tokens` of speculative_config. "
+        "Default: as speculative_config says, or 8.",
+        low=1,
+        high=64,
+    )
     logits_processors: tuple[str, ...] | None = option(
         (),
         "Load this logits processor, MODULE:CLASS or the name of an entry point; it applies to every request, or with "
@@ -300,7 +334,8 @@ class EngineOptions(Options):
     disable_log_stats: bool = option(False, "Write no statistics to the log.")
     engine_iteration_timeout_s: float | None = option(
         None,
-        "Replace a core that has work and makes no progress for this many seconds. Default: the value of the "
+        "Replace a core that has work and makes no progress for this many seconds, or earlier if its process stands "
+        "still for far longer than such steps usually take. Default: the value of the "
         f"environment variable {TIMEOUT_VARIABLE}, or {DEFAULT_TIMEOUT_S:g}.",
         low=MIN_TIMEOUT_S,
     )
@@ -312,8 +347,17 @@ class EngineOptions(Options):
     core_restart_window_s: float = option(
         300.0, "Count restarts for max_core_restarts over this many seconds.", low=1.0
     )
-    warm_standby: bool = option(
-        False, "Keep a standby process that has imported everything, so that it replaces a dead core sooner."
+    core_template: bool = option(
+        True,
+        "Keep template processes that have imported everything and, for a core of one rank on a CPU, loaded the model, "
+        "and fork the next core at once.",
+    )
+    recover_kv_cache: str = option(
+        "auto",
+        "Keep the KV cache outside of the core, and let the next core use what a dead one has computed. auto: unless "
+        "the core died by itself, such as of an invalid address; always: after every death; never: the cache ends with "
+        "the core.",
+        choices=("auto", "always", "never"),
     )
     fault_injection: str = option(
         "", "Inject these faults into the core, for tests, such as exit@step=3. Default: none."
@@ -325,6 +369,7 @@ class EngineOptions(Options):
         super().__post_init__()
         registered(self.logits_processors)
         self._apply_structured_outputs_config()
+        self._complete_speculative_config()
         parse_faults(self.fault_injection, self.device)
         self.dtype = _DTYPES.get(self.dtype, self.dtype)
         executor = self.distributed_executor_backend
@@ -347,6 +392,14 @@ class EngineOptions(Options):
         token: Any = self.hf_token
         if token is True:  # the token that the hub's own programs use
             self.hf_token = None
+
+    def _complete_speculative_config(self) -> None:
+        """Put the options for single fields into `speculative_config`, and check it."""
+        single = {"method": self.spec_method, "num_speculative_tokens": self.spec_tokens}
+        given = {name: value for name, value in single.items() if value is not None}
+        if given:
+            self.speculative_config = {**(self.speculative_config or {}), **given}
+        read_speculative_config(self.speculative_config or {})
 
     def _apply_structured_outputs_config(self) -> None:
         """Set the options that `structured_outputs_config` names, and check their values."""

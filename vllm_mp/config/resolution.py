@@ -28,7 +28,9 @@ from vllm_mp.config import (
 )
 from vllm_mp.config.engine_options import DEFAULT_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_VARIABLE, EngineOptions
 from vllm_mp.config.nodes import check_nodes, node_key_file
+from vllm_mp.config.speculation import read_speculative_config
 from vllm_mp.machine.host_cpus import parse_cpus
+from vllm_mp.machine.installation import require_engine
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.end_tokens import end_token_ids
 from vllm_mp.model_config.families.registry import FP8_ARCHITECTURES, read_architecture
@@ -41,7 +43,6 @@ from vllm_mp.model_store.gguf import is_of_gguf
 from vllm_mp.model_store.hf_config import read_hf_config
 from vllm_mp.requests.lora_request import parse_adapter
 from vllm_mp.requests.processor_registration import import_folders
-from vllm_mp.requests.structured_outputs import BACKEND_NAMES
 
 _DEFAULT_MAX_NUM_SEQS = 256
 _MIN_NODES_TIMEOUT_S = 2.0
@@ -53,8 +54,10 @@ def resolve_config(args: EngineOptions) -> VllmConfig:
     """Find the model, fetching and converting it if need be, and return the configuration that `args` ask for.
 
     Raises ValueError, naming field, value and remedy, for a model that cannot be found or read, an unknown
-    architecture, or settings that contradict each other or the model. Raises what `resolve_model` raises.
+    architecture, settings that contradict each other or the model, or an installation without the engine. Raises what
+    `resolve_model` raises.
     """
+    require_engine(f"model={args.model!r}")
     if args.cpus:
         parse_cpus(args.cpus)
     check_nodes(args, uses_ray=_backends(args)[0] == "ray")
@@ -66,15 +69,21 @@ def resolve_config(args: EngineOptions) -> VllmConfig:
         load_format=args.load_format,
     )
     tokenizer = folder
-    if args.tokenizer is not None:
+    if args.tokenizer is not None or args.tokenizer_revision is not None:
         tokenizer = resolve_model(
-            args.tokenizer, hf_token=args.hf_token, download_dir=args.download_dir, load_format="tokenizer"
+            args.tokenizer or args.model,
+            revision=args.tokenizer_revision,
+            hf_token=args.hf_token,
+            download_dir=args.download_dir,
+            load_format="tokenizer",
         )
     hf_config = read_hf_config(folder, args.load_format)
     architecture = read_architecture(hf_config)
     is_encoder = architecture.is_encoder
     if is_encoder:
         _check_encoder_options(args)
+    if args.prefix_cache_file is not None:
+        _check_prefix_cache_file(args)
     check_tensor_parallel(_with_blocks(args, architecture), args.tensor_parallel_size, args.model)
     check_pipeline_parallel(architecture, args.pipeline_parallel_size, args.model)
     max_model_len = _max_model_len(args, architecture, read_max_seq_length(folder))
@@ -117,7 +126,7 @@ def resolve_config(args: EngineOptions) -> VllmConfig:
         device_config=_section(DeviceConfig, args),
         attention_config=AttentionConfig(backend=args.attention_backend),
         decoding_config=DecodingConfig(
-            backend=BACKEND_NAMES[args.guided_decoding_backend],
+            backend=args.guided_decoding_backend,
             disable_any_whitespace=args.guided_decoding_disable_any_whitespace,
             disable_additional_properties=args.guided_decoding_disable_additional_properties,
             whitespace_pattern=args.guided_whitespace_pattern or "",
@@ -125,6 +134,7 @@ def resolve_config(args: EngineOptions) -> VllmConfig:
         observability_config=_section(ObservabilityConfig, args),
         liveness_config=_section(LivenessConfig, args, engine_iteration_timeout_s=_iteration_timeout(args)),
         lora_config=_lora_config(args, architecture),
+        speculative_config=read_speculative_config(args.speculative_config or {}),
     )
 
 
@@ -296,13 +306,27 @@ def _check_encoder_options(args: EngineOptions) -> None:
                 f"{name}=True: {args.model} is an encoder, where each token attends to the whole prompt, so that no "
                 "part of a prompt can be computed before the rest; leave it None"
             )
-    for name in ("enable_prompt_embeds", "logits_processors"):
+    for name in ("enable_prompt_embeds", "logits_processors", "prefix_cache_file", "speculative_config"):
         if value := getattr(args, name):
             raise ValueError(f"{name}={value!r}: {args.model} is an encoder, which generates no text; leave it out")
     if args.kv_cache_dtype != "auto":
         raise ValueError(
             f"kv_cache_dtype={args.kv_cache_dtype!r}: {args.model} is an encoder, which has no cache; leave it 'auto'"
         )
+
+
+def _check_prefix_cache_file(args: EngineOptions) -> None:
+    """Raise ValueError if `args` ask for a prefix cache file and for what it does not work with."""
+    file = f"prefix_cache_file={args.prefix_cache_file!r}"
+    if not args.prefix_cache_file:
+        raise ValueError(f"{file} is no path; name a file, or leave it out")
+    if args.enable_prefix_caching is False:
+        raise ValueError(f"{file} needs the prefix cache, but enable_prefix_caching=False; leave out one of them")
+    if args.device == "cuda":
+        raise ValueError(f"{file} is served on CPUs only, but device='cuda'; leave out one of them")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (size := getattr(args, name)) > 1:
+            raise ValueError(f"{file} needs a core with one rank, but {name}={size}; leave out one of them")
 
 
 def _max_model_len(args: EngineOptions, architecture: Architecture, max_seq_length: int | None) -> int:
@@ -366,6 +390,11 @@ def _scheduler_config(args: EngineOptions, max_model_len: int, is_encoder: bool)
             f"async_scheduling=True: with pipeline_parallel_size={args.pipeline_parallel_size} as many steps are under "
             "way as there are stages, and a request gets its next token only after the token before it is known; leave "
             "it out"
+        )
+    if args.async_scheduling and args.speculative_config:
+        raise ValueError(
+            "async_scheduling=True: drafts follow the last token of a request, which must be known when the next step "
+            "is scheduled; leave it out, or leave out speculative_config"
         )
     max_num_seqs = args.max_num_seqs
     if max_num_seqs is None:

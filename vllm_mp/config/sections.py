@@ -14,7 +14,6 @@ from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.model_config.pooling import PoolingConfig
 from vllm_mp.requests.lora_request import LoRARequest
-from vllm_mp.requests.structured_outputs import Backend
 
 
 class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
@@ -118,6 +117,10 @@ class CacheConfig(msgspec.Struct, kw_only=True):
     cache_dtype: str
     """"fp8", or "auto" for keys and values of the model's dtype."""
     enable_prefix_caching: bool
+    prefix_cache_file: str | None = None
+    """Path of the file with blocks for the engine after a restart; None: there is none."""
+    prefix_cache_file_bytes: int = 4 * 2**30
+    """Maximum size of that file."""
     num_blocks: int = 0
     """0 until the core has chosen the size of the cache."""
 
@@ -217,11 +220,37 @@ class LoRAConfig(msgspec.Struct, kw_only=True):
     """The adapters that the core loads before it serves."""
 
 
+class SpeculativeConfig(msgspec.Struct, kw_only=True):
+    """How tokens are drafted."""
+
+    method: str
+    """"ngram" or "suffix"."""
+    num_speculative_tokens: int
+    """Maximum number of draft tokens of a request in a step."""
+    prompt_lookup_min: int
+    """Number of tokens of the shortest n-gram that is looked up."""
+    prompt_lookup_max: int
+    """The same of the longest."""
+    suffix_decoding_max_tree_depth: int = 24
+    """Maximum number of tokens of a match that count."""
+    suffix_decoding_max_cached_requests: int = 1000
+    """Number of the latest answers in which other requests look for matches; 0: each request looks in itself alone."""
+    suffix_decoding_max_spec_factor: float = 2.0
+    """Number of drafts for each token of a match."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """Least share of the places of a match at which a draft has followed."""
+
+    @property
+    def max_step_drafts(self) -> int:
+        """Maximum number of draft tokens in a step, of all requests: each has logits of the whole vocabulary."""
+        return 128
+
+
 class DecodingConfig(msgspec.Struct, kw_only=True):
     """Structured output and reasoning."""
 
-    backend: Backend = "auto"
-    """The library that compiles constraints; "auto": the default library, and another for what it refuses."""
+    backend: str = "auto"
+    """The name that `guided_decoding_backend` gives, without effect: llguidance compiles all constraints."""
     reasoning_backend: str = ""
     """Empty: no reasoning parser."""
     disable_any_whitespace: bool = False
@@ -255,8 +284,10 @@ class LivenessConfig(msgspec.Struct, kw_only=True):
     max_core_restarts: int = 16
     """Maximum number of restarts within `core_restart_window_s`."""
     core_restart_window_s: float = 300.0
-    warm_standby: bool = False
-    """Keep a standby process."""
+    core_template: bool = True
+    """Keep template processes that fork the next core."""
+    recover_kv_cache: str = "auto"
+    """After which deaths the next core uses the KV cache of the core before: "auto", "always" or "never"."""
     fault_injection: str = ""
     """Faults that the core injects into itself, for tests; empty: no faults."""
 
@@ -275,3 +306,5 @@ class VllmConfig(msgspec.Struct, kw_only=True):
     attention_config: AttentionConfig = msgspec.field(default_factory=AttentionConfig)
     lora_config: LoRAConfig | None = None
     """None: no request may use an adapter."""
+    speculative_config: SpeculativeConfig | None = None
+    """None: no tokens are drafted."""

@@ -49,7 +49,7 @@ WITHOUT_EFFECT = {"swap_space"}
 SERVED = [name for name in FIELDS if name not in WITHOUT_EFFECT]
 ALIASES = {"half", "float", "fp8_e4m3", "FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA", "uni"}
 """Choices that are replaced by another name."""
-FINDS_FILES = {"model", "tokenizer", "revision", "hf_token", "download_dir", "load_format"}
+FINDS_FILES = {"model", "tokenizer", "tokenizer_revision", "revision", "hf_token", "download_dir", "load_format"}
 """The options that choose files. Their values are used before there is a configuration."""
 NOT_READ = {
     "decoding_config.reasoning_backend",
@@ -81,6 +81,7 @@ _SPECIAL_VALUES: dict[str, typing.Any] = {
     "lora_modules": ("sql=/adapters/a b", '{"name": "law", "path": "/adapters/law"}'),
     "max_logprobs": -1,
     "override_generation_config": {"top_k": 5},
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
     "structured_outputs_config": {"disable_any_whitespace": True},
 }
 """Values of options that have special rules, and values that need quoting as a flag."""
@@ -266,7 +267,7 @@ def test_options_for_ray_that_contradict_each_other_are_refused_by_name(model, o
 
 def test_engine_on_ray_without_ray_says_what_to_install(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"data_parallel_backend='ray' needs Ray.*pip install 'vllm-mp\[ray\]'"):
+    with pytest.raises(ValueError, match=r"data_parallel_backend='ray' needs Ray.*pip install ray"):
         AsyncLLM.from_vllm_config(config_of(model(), engine_use_ray=True))
 
 

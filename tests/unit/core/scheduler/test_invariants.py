@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.stand_in_engine import BLOCK, EOS, Engine
 
+from vllm_mp.config import SpeculativeConfig
 from vllm_mp.core.scheduler.invariants import InvariantError, check_invariants
 
 LENGTH = 32
@@ -19,12 +20,14 @@ def chosen_token(slot, position):
     return (7, 8, 8, 7, 8, 7, 7, 8, 7, 8, EOS)[(7 * slot + 3 * position + position // 5) % 11]
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 ACTIONS = ["add"] * 4 + ["step"] * 6 + ["abort", "abort", "fail", "forget", "pause", "resume"]
 ACTIONS += ["sleep", "wake_up", "wake_up"]
 
 
 def let_events_happen(data):
     """Let events happen in an interleaving that `data` draws, check the invariants after each, and end all requests."""
+    ahead = data.draw(st.integers(0, 1))
     engine = Engine(
         num_blocks=data.draw(st.integers(LENGTH // BLOCK, 20)),
         max_num_seqs=data.draw(st.integers(1, 6)),
@@ -32,7 +35,8 @@ def let_events_happen(data):
         budget=data.draw(st.integers(6, 24)),
         max_num_partial_prefills=data.draw(st.integers(1, 3)),
         policy=data.draw(st.sampled_from(["fcfs", "priority"])),
-        ahead=data.draw(st.integers(0, 1)),
+        ahead=ahead,
+        speculation=SpeculativeConfig(**NGRAM) if not ahead and data.draw(st.booleans()) else None,
     )
     live, limits, drains, clients = set(), {}, [], {}
     for slot in range(data.draw(st.integers(1, 50))):

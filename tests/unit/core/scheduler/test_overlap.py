@@ -4,6 +4,7 @@ The random interleavings of `test_invariants` also run with a pending step.
 """
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -209,6 +210,8 @@ def test_nothing_is_sent_about_a_request_that_ended_while_the_step_was_pending()
 class StandInMemory:
     """Logs what is released and restored."""
 
+    late_captures = None
+
     def __init__(self, log):
         self.log = log
 
@@ -227,6 +230,12 @@ class StandInRunner:
         self.token = 7
         self.processed_before_sampling = {}
         """By step, the steps that were waited for when it was sampled."""
+
+    def seal_table(self):
+        return None
+
+    def prefix_reader(self):
+        return None
 
     def note(self, event):
         self.log.append(event)
@@ -333,6 +342,44 @@ def test_with_overlap_each_step_is_launched_before_the_step_before_is_waited_for
     core.run()
     assert runner.log == ["launch 1", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"]
     assert handler.published == [(1, [0], [0]), (2, [0], [1]), (3, [0], [2])]
+
+
+class StandInCaptures:
+    """Has graphs to capture: those of `wanted` while there is work, and `num_left` in all."""
+
+    def __init__(self, log, num_left, wanted=0):
+        self.log, self.num_left, self.wanted = log, num_left, wanted
+
+    def is_due(self, *, is_idle):
+        return self.num_left > 0 and (is_idle or self.wanted > 0)
+
+    def capture_next(self):
+        self.log.append("capture")
+        self.num_left -= 1
+        self.wanted -= 1
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_graph_that_a_step_lacks_is_captured_when_no_step_is_pending(make_core, overlaps):
+    core, runner, handler, add = make_core(overlaps)
+    late = runner.memory.late_captures = StandInCaptures(runner.log, num_left=2)
+    add(0)
+    handler.actions = [lambda: None, lambda: setattr(late, "wanted", 1)]
+    core.run()
+    steps = [event for event in runner.log if event.startswith(("launch", "wait", "capture"))]
+    before = steps[: steps.index("capture")]
+    assert sum(event.startswith("launch") for event in before) == sum(event.startswith("wait") for event in before) > 0
+    assert [positions for _, _, positions in handler.published] == [[0], [1], [2]]
+
+
+def test_core_without_work_captures_one_graph_between_two_looks_at_its_messages(make_core):
+    core, runner, handler, add = make_core(True)
+    runner.memory.late_captures = StandInCaptures(runner.log, num_left=3)
+    handler.actions = [lambda: None, lambda: None, lambda: add(0)]
+    core._poller = Mock(wraps=core._poller)
+    core.run()
+    assert runner.log[:3] == ["capture", "capture", "launch 1"], "the request does not wait for the third"
+    assert {call.args for call in core._poller.poll.call_args_list} == {(0,)}, "the core does not wait for messages"
 
 
 def test_step_whose_logits_depend_on_an_awaited_token_is_launched_early_and_sampled_late(make_core):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from vllm_mp.core.scheduler.block_pool import BlockPool
+from vllm_mp.core.scheduler.cache.block_pool import BlockPool
 
 
 def test_each_block_is_allocated_once_and_the_padding_block_never():

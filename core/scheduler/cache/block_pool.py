@@ -2,10 +2,12 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from vllm_mp.core.scheduler.cache.seal_table import FoundBlock, SealTable
 
 
 class BlockPool:
@@ -18,8 +20,8 @@ class BlockPool:
     Block 0 is never allocated: block tables are padded with it, so that no padded write can reach a request's block.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        """`num_blocks` counts the padding block."""
+    def __init__(self, num_blocks: int, table: SealTable | None = None) -> None:
+        """`num_blocks` counts the padding block. `table` loses the entry of each block that is allocated."""
         self.num_blocks = num_blocks - 1
         """Number of blocks, without the padding block."""
         self._num_users = np.zeros(num_blocks, np.int32)
@@ -30,6 +32,13 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         """Registered blocks by hash; `_hash_of` is its inverse."""
         self._hash_of: dict[int, bytes] = {}
+        self._table = table
+        self._after: dict[bytes, list[FoundBlock]] = {}
+        """Blocks of an earlier core by the hash of what precedes them, as far as they were not allocated since."""
+        self.num_found = 0
+        """Number of blocks that `adopt` was given."""
+        self._before: dict[int, bytes] = {}
+        """The hash of what precedes each block in `_after`."""
 
     @property
     def num_free(self) -> int:
@@ -44,6 +53,8 @@ class BlockPool:
         for block in blocks:
             self._forget(block)
         result = np.array(blocks, np.int32)
+        if self._table is not None:
+            self._table.forget(result)
         self._num_users[result] = 1
         return result
 
@@ -86,15 +97,55 @@ class BlockPool:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
+    def adopt(self, found: Sequence[FoundBlock]) -> None:
+        """Let the blocks of an earlier core be found, the oldest first in `found`. No block may be in use."""
+        self.num_found = len(found)
+        for each in found:
+            if each.digest is not None:
+                self.register(each.block, each.digest)
+            self._after.setdefault(each.before, []).append(each)
+            self._before[each.block] = each.before
+            self._free.move_to_end(each.block)
+
+    def find_begun(self, before: bytes, tokens: npt.NDArray[np.int32]) -> tuple[int, int]:
+        """Return a free block of an earlier core that begins with some of `tokens` [n], and with how many.
+
+        They are those after the tokens with the hash `before`. Of several blocks, it is one that holds most of them,
+        and of these one with the fewest others, which an equal request that was further may need. (0, 0): none.
+        """
+        best = 0, 0, 0
+        for each in self._after.get(before, ()):
+            if not self._num_users[each.block]:
+                count = min(len(tokens), len(each.tokens))
+                differs = np.flatnonzero(each.tokens[:count] != tokens[:count])
+                num_common = int(differs[0]) if len(differs) else count
+                best = max(best, (num_common, num_common - len(each.tokens), each.block), key=lambda rank: rank[:2])
+        return best[2], best[0]
+
+    def take_begun(self, block: int, count: int) -> None:
+        """Give the block that `find_begun` has just returned to one user, who goes on after `count` tokens of it."""
+        del self._free[block]
+        self._num_users[block] = 1
+        self._forget(block)
+        if self._table is not None:
+            self._table.seal(np.array([block], np.int32), count)
+
     def forget_all(self) -> None:
-        """Remove all hashes, so that `find` returns no blocks. Blocks in use stay with their users."""
-        self._block_of.clear()
-        self._hash_of.clear()
+        """Remove all hashes, so that no block is found. Blocks in use stay with their users."""
+        for records in (self._block_of, self._hash_of, self._after, self._before):
+            records.clear()
+        if self._table is not None:
+            self._table.clear()
 
     def _forget(self, block: int) -> None:
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
+        before = self._before.pop(block, None)
+        if before is not None:
+            left = [each for each in self._after.pop(before) if each.block != block]
+            if left:
+                self._after[before] = left
 
 
 def root_hash(salt: str, adapter: int = 0) -> bytes:

@@ -1,0 +1,149 @@
+"""How many drafts pay: their chance of being accepted against what they cost, both as measured.
+
+A step of few rows waits for the weights, so that drafts cost hardly anything; a step of many rows computes for as long
+as it has tokens. And a request that repeats its prompt accepts nearly all drafts, where others accept none. So a draft
+is computed only if its chance is above what it costs, as a share of what a token of the step costs without drafts.
+
+The chance is measured also while nothing is drafted, as each step shows whether the first proposed token came.
+"""
+
+from typing import Final
+
+_FIRST_RATIO: Final = 0.25
+"""The cost of a draft, as a share of a token's, before it is measured."""
+_MAX_RATIO: Final = 2.0
+_MARGIN: Final = 0.05
+"""By how much the chance of a draft must exceed its cost."""
+_MEMORY: Final = 0.8
+"""Weight of what is known of the steps of a size beside the next such step."""
+_MAX_SURPRISE: Final = 1.5
+"""Factor beyond what was expected from which the time of a step counts no further: the machine held it up."""
+_STEPS_TO_LOOK: Final = 128
+"""Number of steps with drafts after which a step without drafts is measured again."""
+_FORGETS: Final = 0.995
+"""Factor of the cost in each step in which it forbids all drafts, so that it is measured again some time."""
+_MAX_MATCH: Final = 16
+"""Matches of so many tokens or more are one kind."""
+_FEW: Final = 4.0
+"""Weight, in drafts, of what all requests accept beside what one request accepts."""
+_REST: Final = 3
+"""Number of steps for which nothing is proposed after a proposal that was worth nothing, if most were not accepted."""
+_LEAST_SHARE: Final = 0.25
+_ENGINE_MEMORY: Final = 0.995
+_REQUEST_MEMORY: Final = 0.9
+"""Weight of what was accepted so far beside the next draft."""
+
+
+class Share:
+    """Which share of some drafts is accepted; the latest count most."""
+
+    __slots__ = ("_memory", "accepted", "total")
+
+    def __init__(self, memory: float, accepted: float = 0.0, total: float = 0.0) -> None:
+        self._memory = memory
+        self.accepted = accepted
+        self.total = total
+
+    def note(self, is_accepted: bool) -> None:
+        """Count a draft."""
+        self.accepted = self._memory * self.accepted + is_accepted
+        self.total = self._memory * self.total + 1
+
+
+class RequestPace:
+    """What is known of the drafts of one request."""
+
+    __slots__ = ("expected", "match", "position", "rest", "share")
+
+    def __init__(self) -> None:
+        self.share = Share(_REQUEST_MEMORY)
+        self.expected = -1
+        """The token that was proposed and not drafted for `position`; -1: none."""
+        self.position = 0
+        self.match = 0
+        """Length of the match by which it was proposed."""
+        self.rest = 0
+        """Number of steps for which nothing is proposed."""
+
+
+class DraftPace:
+    """Decides how many of the proposed tokens of a row become drafts."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        """Seconds of a step without drafts, by the size of the step."""
+        self._ratios: dict[int, float] = {}
+        """The cost of a draft as a share of that of a token, by the size of the step."""
+        self._shares = [Share(_ENGINE_MEMORY, 0.5, 1.0) for _ in range(_MAX_MATCH + 1)]
+        """Of the drafts of all requests, by the length of the match before each."""
+        self._num_to_look = 0
+        self._is_refused = False
+        """In the step that is being scheduled, the cost has forbidden a draft."""
+
+    def least_chance(self, num_rows: int) -> float:
+        """Return the least chance of a draft in a step of `num_rows` rows that decode; above 1 if none may be drafted.
+
+        Called once for each step.
+        """
+        size = _size(num_rows)
+        if self._is_refused and size in self._ratios:
+            self._ratios[size] *= _FORGETS
+        self._is_refused = False
+        if size not in self._seconds or self._num_to_look >= _STEPS_TO_LOOK:
+            return 2.0  # the step shows what steps without drafts take
+        return self._ratios.get(size, _FIRST_RATIO) + _MARGIN
+
+    def num_worthwhile(self, request: RequestPace, match: int, most: int, least_chance: float) -> int:
+        """Return how many tokens that follow a match of `match` tokens are worth a draft, at most `most`."""
+        chance, share = 1.0, request.share
+        for count in range(most):
+            of_all = self._shares[min(match + count, _MAX_MATCH)]
+            typical = of_all.accepted / of_all.total
+            chance *= (_FEW * typical + share.accepted) / (_FEW + share.total)
+            if chance < least_chance:
+                self._is_refused |= count == 0 and chance > _MARGIN
+                return count
+        return most
+
+    def is_resting(self, request: RequestPace) -> bool:
+        """Return whether nothing need be proposed for a request in this step. Called once for each step."""
+        if request.rest:
+            request.rest -= 1
+            return True
+        return False
+
+    def note_refusal(self, request: RequestPace) -> None:
+        """Note that nothing of a proposal became a draft."""
+        share = request.share
+        if share.total >= _FEW and share.accepted < _LEAST_SHARE * share.total:
+            request.rest = _REST
+
+    def note_drafts(self, request: RequestPace, match: int, num_drafts: int, num_accepted: int) -> None:
+        """Note that a row has accepted `num_accepted` of `num_drafts` drafts, which followed a match of `match`."""
+        for index in range(min(num_drafts, num_accepted + 1)):
+            is_accepted = index < num_accepted
+            request.share.note(is_accepted)
+            self._shares[min(match + index, _MAX_MATCH)].note(is_accepted)
+
+    def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Note how long a step without tokens of prompts has taken, of `num_rows` rows with `num_drafts` drafts."""
+        size = _size(num_rows)
+        alone = self._seconds.get(size)
+        if not num_drafts:
+            self._num_to_look = 0
+            known = seconds if alone is None else alone
+            self._seconds[size] = _MEMORY * known + (1 - _MEMORY) * min(seconds, _MAX_SURPRISE * known)
+            return
+        self._num_to_look += 1
+        if alone:
+            known = self._ratios.get(size, _FIRST_RATIO)
+            most = _MAX_SURPRISE * (alone + known * alone / num_rows * num_drafts)
+            ratio = (min(seconds, most) - alone) / num_drafts * num_rows / alone
+            ratio = max(0.0, min(_MAX_RATIO, ratio))
+            self._ratios[size] = _MEMORY * known + (1 - _MEMORY) * ratio
+
+
+def _size(num_rows: int) -> int:
+    """Return a number that is the same for about as many rows."""
+    shift = max(0, num_rows.bit_length() - 3)
+    return num_rows >> shift << shift

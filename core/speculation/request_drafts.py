@@ -1,0 +1,14 @@
+"""What a request keeps for its drafts, from one turn of running to the next."""
+
+from vllm_mp.core.speculation.draft_pace import RequestPace
+from vllm_mp.core.speculation.proposer import DraftSource
+
+
+class RequestDrafts:
+    """The source of a request's drafts, and what is known of them."""
+
+    __slots__ = ("pace", "source")
+
+    def __init__(self, source: DraftSource) -> None:
+        self.source = source
+        self.pace = RequestPace()

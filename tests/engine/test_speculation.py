@@ -1,0 +1,112 @@
+"""Speculation changes no answer: an engine with drafts beside one without, in float32."""
+
+import asyncio
+
+import pytest
+
+from vllm_mp import SamplingParams
+from vllm_mp.sampling_params import StructuredOutputsParams
+from vllm_mp.testing.engines import answer, running_engine
+
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
+LINES = "\n".join(f"{name} = read(path / '{name}.txt', encoding='utf-8')" for name in ("first", "second", "third"))
+COPY = f"Write this code again, with no change:\n{LINES}\n{LINES}\n{LINES}\nHere it is:\n{LINES[:40]}"
+LIST = "A list of numbers: one, two, three, one, two, three, one, two,"
+SCHEMA = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}},
+    "maxItems": 4,
+}
+KINDS = {
+    "greedy": (COPY, {}),
+    "log-probabilities": (COPY, {"logprobs": 3, "prompt_logprobs": 1}),
+    "seeded": (LIST, {"temperature": 0.8, "seed": 7}),
+    "several": (LIST, {"temperature": 0.9, "n": 3, "top_p": 0.9, "seed": 3}),
+    "without a seed": (COPY, {"temperature": 0.5, "min_p": 0.05}),
+    "penalties": (LIST, {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "temperature": 0.7, "seed": 1}),
+    "stop string": (COPY, {"stop": ["third ="], "include_stop_str_in_output": True}),
+    "stop string with a minimum": (LIST, {"stop": ["two"], "min_tokens": 12}),
+    "stop token": (LIST, {"ignore_eos": False}),
+    "bad words and biases": (COPY, {"bad_words": ["second"], "logit_bias": {28: 1.0}}),
+    "JSON": ("People in JSON:", {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "logprobs": 0}),
+    "forced JSON": (
+        "People in JSON:",
+        {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "temperature": 0.9},
+    ),
+    "no drafts": (COPY, {"extra_args": {"num_speculative_tokens": 0}}),
+}
+
+
+def params(kind):
+    settings = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, **KINDS[kind][1]}
+    return SamplingParams(**settings)
+
+
+def content(output):
+    return [
+        (completion.text, completion.token_ids, completion.logprobs, completion.finish_reason, completion.stop_reason)
+        for completion in output.outputs
+    ], output.prompt_logprobs
+
+
+async def answers(engine):
+    """Return the content of all kinds of requests, which run together."""
+    outputs = (answer(engine, KINDS[kind][0], params(kind)) for kind in KINDS)
+    return dict(zip(KINDS, map(content, await asyncio.gather(*outputs)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(default_model):
+    """The answers without drafts, of an engine with the seed 0."""
+    with running_engine(default_model, seed=0) as engine:
+        return asyncio.run(answers(engine))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"async_scheduling": False},
+        {"spec_method": "suffix"},
+        {"max_num_batched_tokens": 24, "max_num_seqs": 6, "check_invariants": True},
+        pytest.param({"block_size": 4, "kv_cache_memory_bytes": 60 * 2**20}, marks=pytest.mark.extended),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.extended),
+        pytest.param({"enable_prefix_caching": False, "recover_kv_cache": "never"}, marks=pytest.mark.extended),
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_requests_of_all_kinds_answer_the_same_with_drafts(default_model, expected, options):
+    with running_engine(default_model, seed=0, **{"spec_method": "ngram", **options}) as engine:
+
+        async def run():
+            found = await answers(engine)
+            return found, await engine.core_status()
+
+        found, status = asyncio.run(run())
+    for kind in KINDS:
+        assert found[kind] == expected[kind], kind
+    assert 20 < status["num_accepted_tokens"] <= status["num_draft_tokens"]
+    assert sum(status["num_accepted_tokens_per_pos"]) == status["num_accepted_tokens"]
+    assert status["num_drafts"] <= status["num_draft_tokens"]
+
+
+def test_answers_are_drafted_from_earlier_ones_of_the_same_salt(make_engine):
+    engine = make_engine(spec_method="suffix", seed=0)
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+    async def num_accepted(salt):
+        before = (await engine.core_status())["num_accepted_tokens"]
+        prompt = {"prompt": "My favourite books are", "cache_salt": salt}
+        output = await answer(engine, prompt, greedy)
+        return (await engine.core_status())["num_accepted_tokens"] - before, output.outputs[0].token_ids
+
+    async def run():
+        for _ in range(3):  # while the first steps are measured, nothing is drafted
+            _, first = await num_accepted("a")
+        again, second = await num_accepted("a")
+        other, third = await num_accepted("b")
+        assert first == second == third
+        assert again > 20
+        assert other < again / 2
+
+    asyncio.run(run())

@@ -1,0 +1,89 @@
+"""How many drafts pay, by what is accepted and by what they cost."""
+
+from vllm_mp.core.speculation.draft_pace import DraftPace, RequestPace
+
+LOOKS = 2.0
+"""The least chance in a step that shows what steps without drafts take."""
+
+
+def measured_pace(num_rows, cost, num_steps=60):
+    """Return a pace that has seen steps in which a draft costs the share `cost` of a token."""
+    pace, token = DraftPace(), 0.001
+    for _ in range(num_steps):
+        num_drafts = 2 * num_rows if pace.least_chance(num_rows) < LOOKS else 0
+        pace.observe(num_rows, num_drafts, token * (num_rows + cost * num_drafts))
+    return pace
+
+
+def test_first_step_of_a_size_has_no_drafts():
+    pace = DraftPace()
+    assert pace.least_chance(4) == LOOKS
+    pace.observe(4, 0, 0.01)
+    assert pace.least_chance(4) < 1
+    assert pace.least_chance(50) == LOOKS
+
+
+def test_requests_that_accept_get_more_drafts_and_requests_that_reject_get_none():
+    pace = measured_pace(1, cost=0.1)
+    least = pace.least_chance(1)
+    lucky, unlucky = RequestPace(), RequestPace()
+    before = pace.num_worthwhile(lucky, 3, 8, least)
+    for _ in range(30):
+        pace.note_drafts(lucky, 3, 4, 4)
+    assert pace.num_worthwhile(lucky, 3, 8, least) == 8 > before
+    for _ in range(30):
+        pace.note_drafts(unlucky, 3, 4, 0)
+    assert pace.num_worthwhile(unlucky, 3, 8, least) == 0
+
+
+def test_proposals_of_a_request_rest_while_hardly_any_is_accepted():
+    pace, lucky, unlucky = DraftPace(), RequestPace(), RequestPace()
+    for _ in range(8):
+        pace.note_drafts(lucky, 3, 1, 1)
+        pace.note_drafts(unlucky, 3, 1, 0)
+    pace.note_refusal(lucky)
+    assert not pace.is_resting(lucky)
+    pace.note_refusal(unlucky)
+    assert [pace.is_resting(unlucky) for _ in range(5)] == [True, True, True, False, False]
+
+
+def test_the_dearer_a_draft_the_fewer_are_worth_it():
+    numbers = []
+    for cost in (0.02, 0.3, 0.7, 1.2):
+        pace, request = measured_pace(16, cost), RequestPace()
+        for _ in range(8):
+            pace.note_drafts(request, 3, 1, 1)
+            pace.note_drafts(request, 3, 1, 1)
+            pace.note_drafts(request, 3, 1, 0)
+        numbers.append(pace.num_worthwhile(request, 3, 8, pace.least_chance(16)))
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] > numbers[1] > numbers[-1] == 0
+
+
+def test_steps_without_drafts_are_measured_again_from_time_to_time():
+    pace = measured_pace(2, cost=0.1)
+    looks = 0
+    for _ in range(500):
+        is_look = pace.least_chance(2) == LOOKS
+        looks += is_look
+        pace.observe(2, 0 if is_look else 4, 0.01)
+    assert 2 <= looks <= 5
+
+
+def test_drafts_that_were_too_dear_are_tried_again_some_time():
+    pace, request = measured_pace(16, cost=1.2), RequestPace()
+    for _ in range(40):
+        pace.note_drafts(request, 3, 1, 1)
+    num_steps = 0
+    while not pace.num_worthwhile(request, 3, 4, pace.least_chance(16)):
+        num_steps += 1
+        assert num_steps < 500
+    assert num_steps > 20
+
+
+def test_one_slow_step_does_not_forbid_drafts():
+    pace, request = measured_pace(1, cost=0.05), RequestPace()
+    for _ in range(20):
+        pace.note_drafts(request, 3, 2, 2)
+    pace.observe(1, 2, 10.0)
+    assert pace.num_worthwhile(request, 3, 4, pace.least_chance(1)) > 0
