@@ -120,11 +120,12 @@ class AsyncLLM(EngineClient):
     ) -> Self:
         """Start a core, or `data_parallel_size` of them, and return when all are ready; with or without a running loop.
 
-        With `start_engine_loop=False` the core starts too, but requests are refused until `start_background_loop` is
-        called. `usage_context` is accepted for callers of vLLM and has no effect. `stat_loggers` is a list of factories
-        (classes, as a rule) that are called with the configuration and 0, or a dict of loggers by name. They are called
-        beside the logger "logging", which `disable_log_stats` leaves out. Raises ValueError or TypeError for options
-        that cannot work and EngineStartError, with the cause, if the core does not start.
+        With `start_engine_loop=False` the core starts too, but requests are refused while the background loop is
+        stopped: until `start_background_loop`, and after `shutdown_background_loop`. `usage_context` is accepted for
+        callers of vLLM and has no effect. `stat_loggers` is a list of factories (classes, as a rule) that are called
+        with the configuration and 0, or a dict of loggers by name. They are called beside the logger "logging", which
+        `disable_log_stats` leaves out. Raises ValueError or TypeError for options that cannot work and
+        EngineStartError, with the cause, if the core does not start.
         """
         config = engine_args.create_engine_config(usage_context)
         return cls.from_vllm_config(config, start_engine_loop, usage_context, stat_loggers)
@@ -264,12 +265,13 @@ class AsyncLLM(EngineClient):
         wait with the same priority run in its order; it has no effect on other clients.
 
         `data_parallel_rank` names the core that gets the request, by default the one where it waits least. While that
-        core does not serve, or is drained, another one gets it, because a lost stream is worse than a strange place.
+        core does not serve, or is drained, another one gets it, because running on another core is better than failing
+        the request.
 
         Raises ValueError or TypeError for a request that cannot run, DuplicateRequestIdError if a live request has the
         id, NotImplementedError for a feature that is not served, EngineGenerateError if this request fails,
         NotOperatorError if only an operator may have its adapter loaded, and EngineDeadError if the core is gone for
-        good or the background loop is stopped.
+        good, or the background loop is stopped and does not start by itself.
         """
 
         text, adapter = prompt_text, lora_request
@@ -366,8 +368,9 @@ class AsyncLLM(EngineClient):
         `messages` have a "role" and a "content" each, as in OpenAI's API. `chat_template` replaces the model's own.
         The prompt ends where the answer begins, without `add_generation_prompt` after the last message, and with
         `continue_final_message` inside of it. `tools` and `chat_template_kwargs` are what the template reads besides;
-        calls of tools are not parsed (see `vllm_mp.client.answer_parser`). The template writes the special tokens,
-        unless `tokenization_kwargs` has add_special_tokens=True.
+        calls of tools are not parsed (see `vllm_mp.client.answer_parser`). If the template knows no tools, a built-in
+        prompt describes them, which asks for calls that `HermesToolParser` reads. The template writes the special
+        tokens, unless `tokenization_kwargs` has add_special_tokens=True.
 
         Raises ValueError for messages or a template that cannot be used, and what `generate` raises.
         """
@@ -435,7 +438,7 @@ class AsyncLLM(EngineClient):
         trace_context = self._trace_context(trace_headers)
         self._inputs.check(params, priority)
         arrival_time = time.time() if arrival_time is None else checked_arrival_time(arrival_time)
-        self._engine.attach_for_request()
+        self._engine.admit_request()
         lora = await self._adapters.prepare(lora_request)
         given = CallerRequest(
             request_id=uuid.uuid4().hex if request_id is None else checked_request_id(request_id),
@@ -456,9 +459,9 @@ class AsyncLLM(EngineClient):
                 else:
                     stream = await self._inputs.generation(given, params)
             except Exception:
-                self._engine.attach_for_request()  # raises the error to report if the engine was shut down meanwhile
+                self._engine.attach_admitted()  # raises the error to report if the engine was shut down meanwhile
                 raise
-            self._engine.attach_for_request()
+            self._engine.attach_admitted()
             is_sent = self.cores.client_for(stream, data_parallel_rank).add(stream)
         except BaseException:
             self._engine.requests.cancel(given.request_id)
@@ -486,7 +489,7 @@ class AsyncLLM(EngineClient):
             self.cores.abort(checked_request_id(each))
 
     async def abort_request(self, request_id: str | int | Iterable[str | int]) -> None:
-        """Do what `abort` does, of which this is another name."""
+        """Alias of `abort`."""
         await self.abort(request_id)
 
     def get_num_unfinished_requests(self) -> AwaitableInt:
@@ -531,13 +534,12 @@ class AsyncLLM(EngineClient):
         return self._engine.is_forked
 
     async def check_health(self) -> None:
-        """Return if a core is well.
+        """Return if a core is well, also while the background loop is stopped.
 
-        Raises EngineDeadError if all cores are gone for good or the background loop is stopped, and EngineError if no
-        core answers in time: because it hangs, or because it died and its successor is not ready yet. Both are
-        RuntimeErrors.
+        Raises EngineDeadError if all cores are gone for good, and EngineError if no core answers in time: because it
+        hangs, or because it died and its successor is not ready yet. Both are RuntimeErrors.
         """
-        self._engine.attach_for_request()
+        self._engine.attach()
         await self.cores.check_health(self.vllm_config.liveness_config.engine_iteration_timeout_s)
 
     async def ping(self, timeout: float) -> None:
@@ -553,7 +555,9 @@ class AsyncLLM(EngineClient):
         """Return the core's incarnation, pid, restarts, requests, KV blocks, heartbeat age and standby.
 
         `restarts` counts those by the core's parent, for a shared core that of `vllm-mp engine`. `last_death` says why
-        the predecessor died; None if there was none. A core on Ray also has `node`, with what is reserved there.
+        the predecessor died; None if there was none. `num_late_graphs` counts the shapes of steps that the core will
+        still capture as CUDA graphs, when it has no work or a step needs them. A core on Ray also has `node`, with what
+        is reserved there.
 
         With several cores, numbers of requests, blocks, steps and restarts are sums, the rest is the first core's, and
         `cores` has the status of each core with its `rank` and `state`; that of a core without an answer is what
@@ -640,12 +644,12 @@ class AsyncLLM(EngineClient):
         """End a pause, whichever client began it; no-op if the engine is not paused."""
         await self._engine.ask("resume")
 
-    async def sleep(self, level: int = 1, mode: str = "keep") -> None:
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release the memory of the KV cache and of the weights until `wake_up`.
 
         `level` 1 keeps the weights in host memory, which on a CPU changes nothing for them; 2 drops them, and `wake_up`
-        loads them again. Returns when the memory is free. Live requests are held and continue after the wake-up as if
-        nothing had happened, or with `mode` "abort" end with finish_reason "abort"; requests that arrive meanwhile are
+        loads them again. Returns when the memory is free. Live requests end with finish_reason "abort", or with `mode`
+        "keep" are held and continue after the wake-up as if nothing had happened; requests that arrive meanwhile are
         accepted and wait. The prefix cache is emptied.
 
         The sleep holds for every client of a shared core, even after this client has left, and beside a pause:
@@ -666,14 +670,17 @@ class AsyncLLM(EngineClient):
         return await self._control.wake_up(tags)
 
     async def reset_prefix_cache(
-        self, device: Any = None, *, reset_running_requests: bool = False, reset_connector: bool = False
+        self, reset_running_requests: Any = False, reset_connector: bool = False, *, device: Any = None
     ) -> bool:
         """Empty the prefix cache, so that later requests share nothing with earlier ones; return True.
 
-        `device` may name the device that holds the cache, as "cpu", "cuda" or vLLM's `Device.GPU`; a bool in its place
-        is `reset_running_requests`. Raises ValueError for another device, because there is no cache on it, and
-        NotImplementedError for `reset_running_requests` and `reset_connector`.
+        With `reset_running_requests`, running requests are computed again from their beginning, with the same tokens.
+        `reset_connector` has no effect, because the prefix cache file is always emptied too. `device` may name the
+        device that holds the cache, as "cpu", "cuda" or vLLM's `Device.GPU`; older callers give it as the first
+        argument. Raises ValueError for another device.
         """
+        if not isinstance(reset_running_requests, bool):
+            reset_running_requests, device = False, reset_running_requests
         await self._control.reset_prefix_cache(
             device, reset_running_requests=reset_running_requests, reset_connector=reset_connector
         )
@@ -705,6 +712,17 @@ class AsyncLLM(EngineClient):
         EngineError after `engine_iteration_timeout_s`.
         """
         return await self._control.collective_rpc(method, timeout, args, kwargs)
+
+    async def restart_core(self) -> None:
+        """Replace the core by a new process, without ending a stream, and return when that serves.
+
+        The new process imports the code as it is installed now. It loads the model beside the core, which stops between
+        two steps once all is loaded; with `data_parallel_size` the cores are replaced one after another. The KV cache
+        is handed over where it outlives the core (see `recover_kv_cache`). Raises EngineStartError, with the cause, if
+        the new process does not start: then the core goes on. Raises ValueError for a core that another process has
+        started, and for an engine with `recovery=False`.
+        """
+        await self._control.restart_cores()
 
     async def start_profile(self) -> None:
         """Record the core's next steps, at most 256, with PyTorch's profiler.
@@ -878,7 +896,7 @@ class AsyncLLM(EngineClient):
         return await self._tokenizer.detokenize(token_ids, options)
 
     def start_background_loop(self) -> CompletedCall:
-        """Accept requests, after `start_engine_loop=False` or `shutdown_background_loop`; `await` is optional.
+        """Accept requests with `start_engine_loop=False`, or after `shutdown_background_loop`; `await` is optional.
 
         Raises RuntimeError if the loop runs, and EngineDeadError if the core is gone for good.
         """
@@ -886,9 +904,10 @@ class AsyncLLM(EngineClient):
         return CompletedCall()
 
     def shutdown_background_loop(self) -> CompletedCall:
-        """Abort all requests, as `abort` does, and refuse further ones until `start_background_loop`; idempotent.
+        """Abort all requests, as `abort` does; idempotent. `await` is optional.
 
-        The core keeps running, and other calls still work; `shutdown` ends the core. `await` is optional.
+        The next request starts the loop again; with `start_engine_loop=False` requests are refused until
+        `start_background_loop`. The core keeps running, and other calls still work; `shutdown` ends the core.
         """
         self._engine.shutdown_background_loop()
         return CompletedCall()

@@ -320,6 +320,11 @@ class LLM:
         return [similarity(query, text) for query, text in zip(queries, texts, strict=True)]
 
     @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What requests may ask of the model: "generate", "embed", "classify" and "score", as far as it can."""
+        return tuple(self.model_config.supported_tasks)
+
+    @property
     def llm_engine(self) -> LLMEngine:
         """The attributes of vLLM's inner engine that programs read: `vllm_config`, `model_config` and the tokenizer."""
         return LLMEngine(self.async_llm)
@@ -338,10 +343,7 @@ class LLM:
         return parallel.world_size * (parallel.data_parallel_size if include_dp else 1)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Empty the prefix cache, and return True.
-
-        Raises NotImplementedError for `reset_running_requests` and `reset_connector`.
-        """
+        """Empty the prefix cache as `AsyncLLM.reset_prefix_cache` does, and return True."""
         self.thread.run(
             self.async_llm.reset_prefix_cache(
                 reset_running_requests=reset_running_requests, reset_connector=reset_connector

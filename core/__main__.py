@@ -1,6 +1,8 @@
 """`python -m vllm_mp.core`: one core process, which reads its launch line on standard input.
 
 With `--worker` it is another rank of a core, with `--rank-host` it runs the ranks of another machine (`core.parallel`).
+With `--template` it forks cores, which continue here, and with `--leave-template=DESCRIPTOR` it forks such a process
+before it becomes a core (`core.template`).
 """
 
 import logging
@@ -10,6 +12,16 @@ import sys
 from vllm_mp.core.temporary_folder import settle_temporary_folder
 
 settle_temporary_folder()
+if "--template" in sys.argv[1:]:
+    from vllm_mp.core.core_imports import import_core
+    from vllm_mp.core.template import run_template
+
+    run_template(import_core)
+elif leaving := [argument for argument in sys.argv[1:] if argument.startswith("--leave-template=")]:
+    from vllm_mp.core.core_imports import import_core
+    from vllm_mp.core.template import leave_template
+
+    leave_template(int(leaving[0].partition("=")[2]), import_core)
 if "--worker" in sys.argv[1:]:
     from vllm_mp.core.parallel.worker_main import main
 elif "--rank-host" in sys.argv[1:]:

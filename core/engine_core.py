@@ -22,14 +22,17 @@ from vllm_mp.core.lora.reader import adapter_reader
 from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.parallel.followers import Followers, GroupMemory, GroupProfiler
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
+from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.invariants import check_invariants
-from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.scheduler.waiting.adapter_turns import AdapterTurns
+from vllm_mp.core.step_limits import StepLimits
 from vllm_mp.core.stop_signal import StopSignal
-from vllm_mp.core.structured_output.backends import grammar_compiler
+from vllm_mp.core.structured_output.compiler import GrammarCompiler
+from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
+from vllm_mp.core.structured_output.trial_compilation import TrialCompilation
 from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core.worker.memory.sleep import Sleep
 from vllm_mp.core.worker.model_runner import ModelRunner
@@ -37,7 +40,7 @@ from vllm_mp.core.worker.profiler import Profiler
 from vllm_mp.core.worker.sampling.registered_processors import RegisteredProcessors
 from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.core.worker.worker import Worker
-from vllm_mp.core_link.core_status import NOT_SUSPENDED, StepRequests, Suspension, TriedConstraint
+from vllm_mp.core_link.core_status import NOT_SUSPENDED, StepRequests, Suspension
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.model_store.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 from vllm_mp.requests.lora_request import AdapterRecord
@@ -76,24 +79,29 @@ class EngineCore:
         processors: RegisteredProcessors | None = None,
         adapters: Sequence[AdapterRecord] | None = None,
         followers: Followers | None = None,
-        tried_constraints: Sequence[TriedConstraint] = (),
+        tried_constraints: Sequence[bytes] = (),
     ) -> None:
         """`socket` is polled for messages, which `handler` reads. `page` gets every change of state.
 
         `processors` are the operator's logits processors.
         The core enters `suspension`, the pause and the sleep of its predecessor, and knows its `adapters`. Without a
         predecessor it loads the configuration's adapters. `followers` are the other ranks, if there are any, which
-        `runner` leads. `tried_constraints` are compiled without a trial. Raises ValueError if an adapter cannot be
-        loaded.
+        `runner` leads. `tried_constraints` are the digests of constraints that need no trial. Raises ValueError if an
+        adapter cannot be loaded.
         """
         scheduler_config, cache = config.scheduler_config, config.cache_config
         model = config.model_config
         self._batch = Batch(scheduler_config.max_num_seqs, model.max_model_len, cache.block_size, model.eos_token_ids)
-        self._cache = KVCacheManager(self._batch, cache.num_blocks, cache.block_size)
+        table, file = runner.seal_table(), runner.prefix_reader()
+        self._cache = KVCacheManager(self._batch, cache.num_blocks, cache.block_size, table, file)
+        if num_found := self._cache.pool.num_found:
+            logger.info("%d blocks of the KV cache hold what the core before has computed", num_found)
         self._outside = OutsideWork(page)
         self._adapters, turns = _make_adapters(config, runner, page, adapters, self._outside)
         num_stages = config.parallel_config.pipeline_parallel_size
-        self._scheduler = Scheduler(scheduler_config, self._batch, self._cache, turns, num_stages)
+        self._scheduler = Scheduler(
+            scheduler_config, self._batch, self._cache, turns, num_stages, speculation=config.speculative_config
+        )
         logs_activity = handler.is_shared and not config.observability_config.disable_log_stats
         self._activity = ActivityLog(self._scheduler, logs_activity)
         self._sampler = Sampler(self._batch, device, processors)
@@ -106,7 +114,8 @@ class EngineCore:
         self._sleep = Sleep(self._scheduler, memory, handler.send_ends, record.note_sleep)
         self._pause.enter(suspension.pause, suspension.num_draining)
         self._sleep.enter(suspension.sleep)
-        self._grammars = grammar_compiler(model, config.decoding_config.backend, self._outside, page.note_tried)
+        compilation = TrialCompilation(TokenizerSource.of(model))
+        self._grammars = GrammarCompiler(compilation, self._outside, page.note_tried)
         self._grammars.inherit(tried_constraints)
         self._scheduler.grammars = self._grammars
         self._checks_invariants = scheduler_config.check_invariants
@@ -115,6 +124,7 @@ class EngineCore:
         self._runner = runner
         self._handler = handler
         self._page = page
+        self._limits = StepLimits()
         self._num_launched = 0
         """Number of the latest launched step; steps are counted from 1."""
         self._poller = zmq.Poller()
@@ -134,7 +144,7 @@ class EngineCore:
             "status": self.status,
             LIST_CALL: tokenizer_files.sizes,
             READ_CALL: tokenizer_files.read,
-            "reset_prefix_cache": OperatorCall(self._between_steps(self._cache.forget_prefixes)),
+            "reset_prefix_cache": OperatorCall(self._between_steps(self._reset_prefix_cache)),
             "pause": OperatorCall(self._between_steps(self._pause.pause), record),
             "resume": OperatorCall(self._pause.resume, record),
             "start_profile": OperatorCall(self._between_steps(self._profiler.start)),
@@ -160,6 +170,7 @@ class EngineCore:
                 self._settle_adapters()
                 self._settle_grammars()
                 self._settle_outside()
+                self._capture_late()
                 self._run_step()
                 self._pause.settle()
                 if self._checks_invariants:
@@ -179,14 +190,19 @@ class EngineCore:
             "num_preemptions": self._scheduler.num_preemptions,
             "free_blocks": self._cache.pool.num_free,
             "total_blocks": self._cache.pool.num_blocks,
+            "num_found_blocks": self._cache.pool.num_found,
+            "num_recomputed_tokens": self._cache.num_recomputed_tokens,
+            "num_blocks_from_file": self._cache.num_blocks_from_file,
             "is_paused": self._scheduler.is_paused,
             "is_sleeping": bool(self._sleep.state.missing),
             "sleep_level": self._sleep.state.level,
+            "num_late_graphs": 0 if (late := self._runner.memory.late_captures) is None else late.num_left,
             "num_dropped_messages": self._handler.num_dropped,
             "num_clients": self._handler.num_clients,
             "rank_pids": [os.getpid(), *([] if self._followers is None else self._followers.pids)],
             "rank_nodes": [rank // self._parallel.ranks_per_node for rank in range(self._parallel.world_size)],
             "node_names": [gethostname(), *([] if self._followers is None else self._followers.machines)],
+            **({} if self._scheduler.drafting is None else self._scheduler.drafting.counters.figures()),
         }
 
     @property
@@ -202,7 +218,7 @@ class EngineCore:
         self._scheduler.assign_adapters()
         if not (self._scheduler.has_work or self._scheduler.pending_steps):
             self._note_state()  # also beats; requests that were aborted after the latest step are not counted any more
-            self._poller.poll(_BEAT_MS)
+            self._poller.poll(0 if self._captures_are_due else _BEAT_MS)
             if self._followers is not None:
                 self._followers.look()
             self._activity.note_idle()
@@ -231,12 +247,29 @@ class EngineCore:
             self._process_all_but(0)
             self._outside.run_alone(self._page.beat)
 
+    @property
+    def _captures_are_due(self) -> bool:
+        """Whether a graph should be captured before the next step."""
+        late = self._runner.memory.late_captures
+        is_idle = not (self._scheduler.has_work or self._scheduler.pending_steps)
+        return late is not None and late.is_due(is_idle=is_idle)
+
+    def _capture_late(self) -> None:
+        """Capture at most one graph that the start left out, after all pending steps."""
+        if self._captures_are_due:
+            self._process_all_but(0)
+            late = self._runner.memory.late_captures
+            assert late is not None
+            late.capture_next()
+
     def _run_step(self) -> None:
         """Launch the next step, if one may be scheduled, and process the pending steps that are due."""
         step = self._scheduler.schedule()
         if step is not None:
             self._num_launched += 1
-            self._page.begin_step(self._num_launched, self._requests_with(step))
+            num_tokens = int(step.counts.sum())
+            limit_ns = self._limits.begin(num_tokens, step.num_decodes < len(step.rows))
+            self._page.begin_step(self._num_launched, self._requests_with(step), num_tokens, limit_ns)
             output = self._runner.launch(step, self._batch, self._sampler)
             self._scheduler.launched(step, output, self._num_launched)
             if step.samples_after_update:
@@ -244,6 +277,7 @@ class EngineCore:
             output.sample()
         # Without a step, the oldest pending step must end before another can be scheduled.
         self._process_all_but(self._num_ahead if step is not None else max(0, len(self._scheduler.pending_steps) - 1))
+        self._limits.end()
 
     def _process_all_but(self, count: int) -> None:
         """Wait for the pending steps except the last `count`, process their outputs and publish the updates."""
@@ -262,6 +296,14 @@ class EngineCore:
         """Return the result of a method of the worker, or with several ranks the list of their results by rank."""
         own = self._worker.call(method, arguments)
         return own if self._followers is None else [own, *self._followers.run("collective_rpc", method, arguments)]
+
+    def _reset_prefix_cache(self, recomputes_running: bool = False) -> None:
+        """Forget all cached prefixes, and with `recomputes_running` what running requests have computed too."""
+        if not isinstance(recomputes_running, bool):
+            raise ValueError(f"reset_running_requests must be a bool, got {recomputes_running!r}")
+        if recomputes_running:
+            self._scheduler.preempt_all()
+        self._cache.forget_prefixes()
 
     def _between_steps(self, call: Callable[P, T]) -> Callable[P, T]:
         """Return a function that processes all pending steps, then calls `call`.

@@ -1,9 +1,10 @@
-"""The life of a core process: start, standby, signals, the parent's death, a clean end.
+"""The life of a core process: start, signals, the parent's death, a clean end.
 
 This module imports no torch, which takes a second or more: the address is bound first.
 """
 
 import contextlib
+import faulthandler
 import gc
 import io
 import logging
@@ -11,28 +12,39 @@ import os
 import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
+import zmq
 
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
-from vllm_mp.core.parent_watch import wait_for_end_of_parent
+from vllm_mp.core.parent_watch import parent_has_ended, wait_for_end_of_parent
+from vllm_mp.core.start_times import StartTimes
 from vllm_mp.core.stop_signal import StopSignal
+from vllm_mp.core.template import LEAVE_MODEL_TEMPLATE, drop_argument
 from vllm_mp.core_link.core_description import CoreDescription
-from vllm_mp.core_link.core_launch import CoreLaunch
+from vllm_mp.core_link.core_launch import STACKS_SIGNAL, CoreLaunch, KeptCache, waiting_path
 from vllm_mp.core_link.core_status import CoreState
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.machine.host_cpus import bind_process
+from vllm_mp.machine.log_setup import set_up_core_log
+from vllm_mp.version import __version__
+from vllm_mp.wire import PROTOCOL_VERSION, SCHEMA
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm_mp.core.engine_core import EngineCore
     from vllm_mp.core.parallel.ranks import Ranks
+    from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 
 logger = logging.getLogger("vllm_mp.core")
 
@@ -40,11 +52,14 @@ _STOP_GRACE_S = 5.0
 """Time that the loop has to stop after the parent's death, before the process is ended."""
 _PARENT_END_S = 2.0
 """Time from the end of the parent's pipe to the end of the parent or its SIGTERM."""
-_STANDBY_PARENT_CHECK_MS = 2000
 _LINGER_MS = 1000
 """Time that unsent messages have to leave when the socket is closed."""
 _FAILED_LINGER_MS = 200
 """The same for a core that failed while it served: the supervisor waits for its end before it starts the next."""
+_HELLO_WAIT_S = 0.5
+"""Time that clients get to say hello to a core that only accepts their connections to refuse them."""
+_unread = bytearray()
+"""What has been read of standard input beyond a launch line."""
 _kept: list[Exception] = []
 """The error that ended the core. Its frames keep all objects of the core alive until the process is gone: after an
 error of the device, an object that holds device memory may hang when it is destroyed."""
@@ -53,69 +68,215 @@ error of the device, an object that holds device memory may hang when it is dest
 def main() -> int:
     """Run the core that the launch line on standard input describes; return the exit code, 1 if the core failed.
 
-    With `--standby` the process first imports everything, then waits for its launch line, and returns 0 if none comes.
     A core that a signal stops dies by that signal, so that the parent learns the cause. A core with a public address
     finishes its requests first if the signal is SIGINT.
     """
     _make_output_lossy()
+    faulthandler.register(STACKS_SIGNAL, file=sys.stderr.fileno(), all_threads=True)
     gc.disable()  # until `_load` has imported everything
-    if "--standby" in sys.argv[1:] and not _stand_by():
-        return 0
     launch = _read_launch()
-    logging.basicConfig(
-        level=os.environ.get("VLLM_MP_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s core: %(message)s",
-        stream=sys.stderr,
-    )
+    set_up_core_log("core")
     stop = StopSignal()
     stop.listen(drains=launch.public is not None)
-    stopped = threading.Event()
-    _follow_parent(launch, stop, stopped)
+    start = _Start(launch, stop)
     try:
-        failed = _serve(launch, stop)
+        failed = _serve(start)
     finally:
-        stopped.set()
+        start.stopped.set()
     if _parent_has_died(launch, stop):
-        _remove_files(launch)
+        start.remove_files()
     if stop.signal is not None:
         signal.signal(stop.signal, signal.SIG_DFL)
         signal.raise_signal(stop.signal)
     return 1 if failed else 0
 
 
-def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
+class _Start:
+    """What a core has while it starts."""
+
+    def __init__(self, launch: CoreLaunch, stop: StopSignal) -> None:
+        self.launch = launch
+        """The latest launch line."""
+        self.stop = stop
+        self.stopped = threading.Event()
+        """Set when the core has stopped."""
+        self.page: StatusPage | None = None
+        self.template_socket = _template_socket()
+        """The socket for a template process with the model, if this core is to leave one."""
+        self.bound: BoundSocket | None = None
+        self.handler: RequestHandler | None = None
+        self.is_public = not (launch.waits or launch.serves_later)
+        """Clients can find the core: the public address and the status page are its own."""
+        self._has_threads = False
+        self._orphan_since: float | None = None
+        """When the end of the parent was seen; None: it has not ended."""
+
+    def check_version(self) -> None:
+        """Raise ValueError if the parent has another version of the package, whose messages differ."""
+        if self.launch.protocol != (PROTOCOL_VERSION, SCHEMA):
+            raise ValueError(
+                f"the package is now vllm-mp {__version__} with other messages than those of the process that starts "
+                "this core; restart that process too"
+            )
+
+    def start_threads(self) -> None:
+        """Watch the parent, note signals, and open the address unless the core waits for its turn; idempotent.
+
+        Neither the threads nor the notes may be there when a template process or a rank is forked.
+
+        Raises ValueError as `open_address` does.
+        """
+        if self._has_threads:
+            return
+        self._has_threads = True
+        _follow_parent(self)
+        assert self.page is not None
+        _note_signals(self.page)
+        if not self.launch.waits:
+            self.open_address()
+
+    def look_at_parent(self) -> None:
+        """Do once what the thread of `_follow_parent` does, before that thread exists."""
+        if self._orphan_since is None:
+            if parent_has_ended(self.launch.parent_pid):
+                self._orphan_since = time.monotonic()
+                self.stop.set()
+        elif time.monotonic() > self._orphan_since + _STOP_GRACE_S:
+            self.end_orphan()
+
+    def open_address(self) -> None:
+        """Accept connections at the addresses of the launch. Raises ValueError if that is not possible."""
+        launch = self.launch
+        self.bound = BoundSocket(launch.address, launch.listener, launch.public if self.is_public else None)
+        self.handler = RequestHandler(
+            self.bound.socket,
+            launch.config,
+            launch.incarnation,
+            operator_key=launch.operator_key,
+            predecessor=launch.predecessor,
+            is_shared=launch.public is not None,
+        )
+
+    def make_page(self) -> StatusPage:
+        """Make the status page, which describes the core unless the core waits for its turn."""
+        path = self.launch.status_path
+        if path is not None and not self.is_public:
+            path = str(waiting_path(Path(path)))
+        self.page = StatusPage.create(path, self.launch.incarnation)
+        if not self.launch.waits:
+            self._describe(self.page)
+        return self.page
+
+    def take_turn(self) -> KeptCache | None:
+        """Wait, if the launch says so, until there is no other core, and open the address; return where the cache lies.
+
+        Raises `StopSignal.Stopped` if it is not to become the core, and ValueError as `open_address` does.
+        """
+        waiting = self.launch
+        if waiting.waits:
+            assert self.page is not None
+            self.page.enter(CoreState.WAITING)
+            launch = _read_launch(self.stop)
+            launch.config = waiting.config  # which says what the device and the model have decided
+            self.launch = launch
+            self.is_public = not launch.serves_later
+            self.open_address()
+            if self.is_public:
+                self._show_page()
+            self._describe(self.page)
+            self.page.enter(CoreState.LOADING, 1.0)
+        return self.launch.kept_cache
+
+    def wait_to_serve(self) -> bool:
+        """Answer the parent alone, if the launch says so, until the core may serve; return False if it is told to stop.
+
+        Then open the public address. Raises ValueError if that is not possible.
+        """
+        if self.is_public:
+            return True
+        assert self.bound is not None
+        assert self.handler is not None
+        assert self.page is not None
+        poller = zmq.Poller()
+        poller.register(self.bound.socket, zmq.POLLIN)
+        poller.register(self.stop.fd, zmq.POLLIN)
+        poller.register(0, zmq.POLLIN)
+        while b"\n" not in _unread:
+            events = dict(poller.poll())
+            if self.stop.is_set or (0 in events and not _read_more()):
+                return False
+            self.handler.receive()
+        self.is_public = True
+        self._show_page()
+        if self.launch.public is not None:
+            self.bound.listen(self.launch.public)
+        return True
+
+    def remove_files(self) -> None:
+        """Remove, in place of the parent, which has died, its runtime folder and the files of its public address.
+
+        Until the core serves there, the address is that of another parent.
+        """
+        launch = self.launch
+        if launch.runtime_dir is not None:
+            shutil.rmtree(launch.runtime_dir, ignore_errors=True)
+        if launch.public is not None and self.is_public:
+            launch.public.remove_files()
+        elif launch.status_path is not None:
+            waiting_path(Path(launch.status_path)).unlink(missing_ok=True)
+
+    def end_orphan(self) -> NoReturn:
+        """End the process, whose parent is gone or does not want it any more."""
+        if os.getppid() != self.launch.parent_pid:
+            self.remove_files()
+        os._exit(1)
+
+    def _show_page(self) -> None:
+        """Put the status page where clients find it."""
+        assert self.launch.status_path is not None
+        os.replace(waiting_path(Path(self.launch.status_path)), self.launch.status_path)
+
+    def refuse(self, reason: str) -> None:
+        """Tell the clients why there is no core, if they can reach it."""
+        wait_s = 0.0
+        if self.handler is None and not self.launch.waits:  # they wait for an answer, but none has been read
+            wait_s = _HELLO_WAIT_S
+            with contextlib.suppress(ValueError):
+                self.open_address()
+        if self.handler is not None:
+            self.handler.refuse(reason, wait_s)
+
+    def close_address(self, linger_ms: int) -> None:
+        """Close the address, with time for what is not sent yet; idempotent."""
+        if self.bound is not None:
+            self.bound.close(linger_ms)
+
+    def _describe(self, page: StatusPage) -> None:
+        page.describe(_description(self.launch))
+        page.note_suspension(self.launch.suspension)  # for the successor, in case this core dies before it serves
+
+
+def _serve(start: _Start) -> bool:
     """Bind the address, load the model and run; return True if that failed.
 
     The reason is then logged, and sent to the clients if the address was bound.
     """
-    try:
-        bound = BoundSocket(launch.address, launch.public)
-    except ValueError as error:
-        logger.error("%s", error)
-        return True
-    handler = RequestHandler(
-        bound.socket,
-        launch.config,
-        launch.incarnation,
-        operator_key=launch.operator_key,
-        predecessor=launch.predecessor,
-        is_shared=launch.public is not None,
-    )
     core, page, ranks = None, None, None
     try:
-        page = StatusPage.create(launch.status_path, launch.incarnation)
-        _note_signals(page)
-        page.describe(_description(launch))
-        page.note_suspension(launch.suspension)  # for the successor, in case this core dies before it serves
-        ranks = _start_ranks(launch, page)
-        core = _load(launch, page, handler, bound, stop, ranks)
+        start.check_version()
+        page = start.make_page()
+        ranks = _start_ranks(start.launch, page)
+        if start.template_socket is None:
+            start.start_threads()
+        core = _load(start, page, ranks)
         if core is not None:
-            core.run()
+            if start.wait_to_serve():
+                core.run()
             core.close()
         if ranks is not None:
             ranks.close()
         page.enter(CoreState.STOPPED)
-        bound.close(_LINGER_MS)
+        start.close_address(_LINGER_MS)
         return False
     except Exception as error:
         _kept.append(error)
@@ -126,7 +287,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
         else:
             reason = f"{type(error).__name__}: {error}"
             logger.exception("the core failed")
-        handler.refuse(reason)
+        start.refuse(reason)
         # The page of a core that failed while it served still says what the core was doing.
         if page is not None and core is None:
             page.enter(CoreState.STOPPED)
@@ -134,7 +295,7 @@ def _serve(launch: CoreLaunch, stop: StopSignal) -> bool:
     finally:
         if ranks is not None:
             ranks.close(at_once=True)
-        bound.close(_LINGER_MS if core is None else _FAILED_LINGER_MS)
+        start.close_address(_LINGER_MS if core is None else _FAILED_LINGER_MS)
 
 
 def _start_ranks(launch: CoreLaunch, page: StatusPage) -> "Ranks | None":
@@ -143,7 +304,8 @@ def _start_ranks(launch: CoreLaunch, page: StatusPage) -> "Ranks | None":
         return None
     from vllm_mp.core.parallel.ranks import Ranks
 
-    return Ranks(launch.config, Path(launch.runtime_dir or tempfile.gettempdir()), page.beat)
+    folder = Path(launch.runtime_dir or tempfile.gettempdir())
+    return Ranks(launch.config, folder, page.beat, launch.kept_cache)
 
 
 def _description(launch: CoreLaunch) -> CoreDescription:
@@ -167,14 +329,7 @@ def _note_signals(page: StatusPage) -> None:
         _signal_sender.note_in(page.outside_signal)
 
 
-def _load(
-    launch: CoreLaunch,
-    page: StatusPage,
-    handler: RequestHandler,
-    bound: BoundSocket,
-    stop: StopSignal,
-    ranks: "Ranks | None",
-) -> "EngineCore | None":
+def _load(start: _Start, page: StatusPage, ranks: "Ranks | None") -> "EngineCore | None":
     """Return the core with its weights loaded; None if it was told to stop in the meantime.
 
     `ranks` are the other ranks; None if there are none.
@@ -182,29 +337,34 @@ def _load(
     Raises ValueError, with the remedy, if the configuration does not suit the model or the machine.
     """
     started = time.monotonic()
-    if launch.config.device_config.cpus:  # before the imports, which must not take the CPUs of another core
-        bind_process(launch.config.device_config.cpus)
+    times = StartTimes()
+    config, stop = start.launch.config, start.stop
+    if config.device_config.cpus:  # before the imports, which must not take the CPUs of another core
+        bind_process(config.device_config.cpus)
+    import torch
+
     from vllm_mp.core.collectives.group import ALONE
     from vllm_mp.core.engine_core import EngineCore
     from vllm_mp.core.parallel.followers import lead
-    from vllm_mp.core.weights.digest import model_digest
     from vllm_mp.core.worker.device import prepare_device
     from vllm_mp.core.worker.memory.plan import memory_to_start
     from vllm_mp.core.worker.model_runner import ModelRunner
     from vllm_mp.core.worker.sampling.registered_processors import RegisteredProcessors
+    from vllm_mp.kernels.triton.available import kernel_counts
 
     # Imported objects stay. A garbage collection that visits them would take 0.1 s, now or within a step.
     gc.freeze()
     gc.enable()
-    config = launch.config
-    device, dtype = prepare_device(config)
+    times.end("imports")
+    device, dtype, num_threads = prepare_device(config)
+    times.end("device")
     page.enter(CoreState.LOADING)
     processors = RegisteredProcessors(config, device) if config.model_config.logits_processors else None
     faults = None
     if config.liveness_config.fault_injection:
         from vllm_mp.core.fault_hooks.hooks import FaultHooks
 
-        faults = FaultHooks(launch)
+        faults = FaultHooks(start.launch)
 
     def progress(share: float) -> None:
         if stop.is_set:
@@ -217,22 +377,45 @@ def _load(
         group, pipeline, followers = (ALONE, None, None) if ranks is None else lead(config, ranks, device, stop)
         with memory_to_start(config):
             leader = None if followers is None else followers.leader
+            loaded = _loaded_model(start, device, dtype, num_threads, progress)
+            torch.set_num_threads(num_threads)
+            start.start_threads()
             runner = ModelRunner(
-                config, device, dtype, progress, page.beat, group=group, leader=leader, pipeline=pipeline
+                config,
+                device,
+                dtype,
+                progress,
+                page.beat,
+                group=group,
+                leader=leader,
+                pipeline=pipeline,
+                take_turn=start.take_turn,
+                captures_late=ranks is None,  # all ranks capture the same shapes in the same order
+                times=times,
+                loaded=loaded,
             )
         if ranks is not None:
             ranks.wait_until_ready(config.model_config, stop.raise_if_set)
     except StopSignal.Stopped:
         return None
+    launch, bound, handler = start.launch, start.bound, start.handler
+    assert bound is not None
+    assert handler is not None
     if faults is not None:
         from vllm_mp.core.ipc.call_handler import CallHandler
         from vllm_mp.core.lora.adapter_cache import AdapterCache
-        from vllm_mp.core.structured_output.backends import TrialCompilation
+        from vllm_mp.core.scheduler.cache.seal_table import SealTable
+        from vllm_mp.core.structured_output.trial_compilation import TrialCompilation
 
         faults.install(runner, handler)
+        faults.install_sealing(SealTable)
         faults.install_outside(handler, CallHandler, TrialCompilation, AdapterCache)
-    handler.greeting.model_digest = model_digest(config.model_config)
+    has_slow_faults = faults is not None and faults.slow_down
+    if device.type != "cpu" or ranks is not None or processors is not None or has_slow_faults:
+        page.note_waits()
+    handler.greeting.model_digest = runner.digest
     handler.processors = processors
+    logger.info("the start took: %s%s", times, kernel_counts)
     logger.info(
         "%s in %s on %s, %d KV blocks of %d tokens, ready after %.1f s, listening on %s",
         config.model_config.model,
@@ -259,37 +442,87 @@ def _load(
     )
 
 
-def _read_launch() -> CoreLaunch:
-    """Read the launch line from standard input, which stays open: its end means that the parent has died.
+def _loaded_model(
+    start: _Start,
+    device: "torch.device",
+    dtype: "torch.dtype",
+    num_threads: int,
+    progress: Callable[[float], None],
+) -> "LoadedModel | None":
+    """Return the model of the template that has forked this core, or load it to leave such a template; None: neither.
 
-    Raises SystemExit if standard input ends before the line does.
+    Raises what loading raises.
     """
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        chunk = os.read(0, 65_536)
-        if not chunk:
+    from vllm_mp.core.model_template import held_model, load_with_template
+
+    config, control = start.launch.config, start.template_socket
+    if device.type == "cpu" and config.parallel_config.world_size == 1:
+        if (held := held_model(config, dtype, progress)) is not None:
+            return held
+        if control is not None:
+            return load_with_template(config, dtype, num_threads, progress, start.look_at_parent, control, _run_forked)
+    if control is not None:
+        control.close()
+    return None
+
+
+def _template_socket() -> socket.socket | None:
+    """Return the socket for the template process that this core is to leave; None: it is to leave none."""
+    descriptor = drop_argument(LEAVE_MODEL_TEMPLATE)
+    return None if descriptor is None else socket.socket(fileno=int(descriptor))
+
+
+def _run_forked() -> NoReturn:
+    """Run the core that a template process has forked, above the frames of the core that has left the template."""
+    _unread.clear()
+    exit_code = main()
+    logging.shutdown()
+    os._exit(exit_code)
+
+
+def _read_launch(stop: StopSignal | None = None) -> CoreLaunch:
+    """Read a launch line from standard input, which stays open: its end means that the parent has died.
+
+    With `stop` raises `StopSignal.Stopped` once that is set, or if standard input ends. Without raises SystemExit if
+    standard input ends before the line does.
+    """
+    while b"\n" not in _unread:
+        if stop is not None:
+            select.select([0, stop.fd], [], [])
+            stop.raise_if_set()
+        is_open = _read_more()
+        if not is_open and stop is not None:
+            raise StopSignal.Stopped
+        if not is_open:
             raise SystemExit(
                 "standard input has no launch line: python -m vllm_mp.core is for engines to start; use "
                 "`vllm-mp engine` to start a core by hand"
             )
-        line += chunk
-    return msgspec.json.decode(bytes(line), type=CoreLaunch)
+    line, _, rest = bytes(_unread).partition(b"\n")
+    _unread[:] = rest
+    return msgspec.json.decode(line, type=CoreLaunch)
 
 
-def _follow_parent(launch: CoreLaunch, stop: StopSignal, stopped: threading.Event) -> None:
+def _read_more() -> bool:
+    """Read from standard input, which has something to read, into `_unread`; return False at its end."""
+    chunk = os.read(0, 65_536)
+    _unread.extend(chunk)
+    return bool(chunk)
+
+
+def _follow_parent(start: _Start) -> None:
     """Start a thread that stops the core when its parent dies, and ends the process if the loop does not stop in time.
 
-    `stopped` must be set when the loop has stopped.
+    `start.stopped` must be set when the loop has stopped.
     """
+    launch, stop = start.launch, start.stop
 
     def watch() -> None:
         wait_for_end_of_parent(launch.parent_pid)
         stop.drain = False
         stop.set()
-        if not stopped.wait(_STOP_GRACE_S):
-            if os.getppid() != launch.parent_pid:
-                _remove_files(launch)
-            os._exit(1)
+        if not start.stopped.wait(_STOP_GRACE_S):
+            start.end_orphan()
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
@@ -307,47 +540,6 @@ def _parent_has_died(launch: CoreLaunch, stop: StopSignal) -> bool:
             return False
         time.sleep(0.005)
     return True
-
-
-def _remove_files(launch: CoreLaunch) -> None:
-    """Remove the runtime folder and the files of the public address in place of the parent, which has died."""
-    if launch.runtime_dir is not None:
-        shutil.rmtree(launch.runtime_dir, ignore_errors=True)
-    if launch.public is not None:
-        launch.public.remove_files()
-
-
-def _stand_by() -> bool:
-    """Import everything that a core needs, then wait; return True when standard input has something to read.
-
-    Return False when standard input ends or the parent dies: no launch will come. A failed import is left to the
-    launch, which fails with its message.
-    """
-    parent = os.getppid()
-    with contextlib.suppress(Exception):
-        _import_all()
-    poll = select.poll()
-    poll.register(0, select.POLLIN)
-    # A child that the parent forked may hold the other end of the pipe open after the parent's death.
-    while not (events := poll.poll(_STANDBY_PARENT_CHECK_MS)) and os.getppid() == parent:
-        pass
-    return any(event & select.POLLIN for _, event in events)
-
-
-def _import_all() -> None:
-    """Import the modules of a core, and run torch's first operations."""
-    import torch
-
-    import vllm_mp.core.engine_core
-    import vllm_mp.core.worker.model_runner  # noqa: F401
-    from vllm_mp.core.models import import_native_models
-
-    import_native_models()
-
-    # The first operation of each dtype initializes libraries, which takes as long as some imports.
-    with torch.inference_mode():
-        for dtype in (torch.float32, torch.bfloat16):
-            torch.nn.functional.linear(torch.ones(32, 64, dtype=dtype), torch.ones(64, 64, dtype=dtype)).sum().item()
 
 
 class _LossyFile(io.FileIO):

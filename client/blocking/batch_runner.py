@@ -13,6 +13,9 @@ from vllm_mp.client.engine.input_processor import check_priority
 from vllm_mp.client.threads.loop_thread import LoopThread
 from vllm_mp.config import VllmConfig
 from vllm_mp.outputs import RequestFailure
+from vllm_mp.requests.pooling_params import PoolingParams
+from vllm_mp.requests.sampling_params import SamplingParams
+from vllm_mp.validation.request_validation import validate_pooling_params, validate_sampling
 
 _LIVE_PER_SEQ = 2
 """Live completions of a batch for each request of a step: while a step runs, the next requests wait in the core."""
@@ -30,15 +33,24 @@ class BatchRunner:
     def inputs(self, prompts: Iterable[Any], params: Any, lora_request: Any, priority: Any) -> BatchInputs:
         """Return the inputs of a batch.
 
-        Raises ValueError or TypeError for lists of different lengths, and for adapters and priorities that no request
-        to this engine can have.
+        Raises ValueError or TypeError for lists of different lengths, and for parameters, adapters and priorities that
+        no request to this engine can have.
         """
         inputs = BatchInputs(prompts, params, lora_request, priority)
+        for each in inputs.values("params"):
+            self._check_params(each)
         for lora in inputs.values("lora_request"):
             checked_adapter(lora, self._config)
         for number in inputs.values("priority"):
             check_priority(number, self._config)
         return inputs
+
+    def _check_params(self, params: SamplingParams | PoolingParams) -> None:
+        """Raise ValueError for parameters that suit no prompt, so that not every prompt of a batch fails by itself."""
+        if isinstance(params, SamplingParams):
+            validate_sampling(params, self._config.model_config)
+        else:
+            validate_pooling_params(params, self._config.model_config)
 
     def requests(
         self, call: Callable[..., AsyncGenerator[Output, None]], inputs: BatchInputs, **arguments: Any

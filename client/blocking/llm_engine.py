@@ -23,9 +23,19 @@ class LLMEngine:
         """Return the Hugging Face tokenizer. Raises ValueError if the engine has none."""
         return self._engine.get_tokenizer()
 
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return what requests may ask of the model, as `AsyncLLM.get_supported_tasks` does."""
+        return tuple(self.model_config.supported_tasks)
+
     __getattr__ = refuse_attributes(
-        dict.fromkeys(
-            ("abort_request", "add_request", "engine_core", "has_unfinished_requests", "model_executor", "step"),
-            "the core runs its own steps; use generate() of LLM, or AsyncLLM for single requests",
-        )
+        {
+            **dict.fromkeys(
+                ("abort_request", "add_request", "engine_core", "has_unfinished_requests", "model_executor", "step"),
+                "the core runs its own steps; use generate() of LLM, or AsyncLLM for single requests",
+            ),
+            **dict.fromkeys(
+                ("collective_rpc", "reset_prefix_cache", "sleep", "start_profile", "stop_profile", "wake_up"),
+                "call the method of this name of LLM",
+            ),
+        }
     )

@@ -107,6 +107,7 @@ class CoreConnection:
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # a core accepts connections once it has loaded its model
         if key is not None:
             self._socket.curve_serverkey = key.server
             self._socket.curve_publickey, self._socket.curve_secretkey = key.public, key.secret
@@ -114,6 +115,7 @@ class CoreConnection:
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.TCP_HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * wire.TCP_HEARTBEAT_MS)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+            self._socket.setsockopt(zmq.TCP_MAXRT, 3 * wire.TCP_HEARTBEAT_MS)  # before the first heartbeat
         self.monitor = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )

@@ -28,6 +28,7 @@ from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.client.stats import EngineStats, Restart
+from vllm_mp.client.stats.restart_counter import REPLACED
 from vllm_mp.errors import EngineDeadError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -403,7 +404,8 @@ class EngineCoreClient:
         self._restart = self._stats.note_death(death.kind, death.time, death.cause)
         others = "other cores" if self._group.num_serving else "the next core"
         continues = f"; {counted(num_requests, 'request')} will continue on {others}" if num_requests else ""
-        logger.warning("%s%s", death.cause.partition(";")[0], continues)
+        level = logging.INFO if death.kind == REPLACED else logging.WARNING
+        logger.log(level, "%s%s", death.cause.partition(";")[0], continues)
         self._blame.note_death(death, self._core, self.requests.live())
         self._group.note_change()
 
@@ -414,6 +416,11 @@ class EngineCoreClient:
         old.connection.detach()
         if self._restart is not None:
             self._stats.note_restart(self._restart, self.requests.streams())
+            seconds, num_requests = self._restart.recovery_s or 0.0, self._restart.num_recovered or 0
+            continued = f", {counted(num_requests, 'request')} continued" if num_requests else ""
+            number = 1 + core.num_restarts
+            of_rank = f" of rank {self.rank}" if core.config.parallel_config.data_parallel_size > 1 else ""
+            logger.warning("core %d%s serves again after %.1f s%s", number, of_rank, seconds, continued)
             self._restart = None
         self._listen()
         self.supervisor.release(old)

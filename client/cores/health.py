@@ -3,12 +3,17 @@
 import time
 from pathlib import Path
 
+from vllm_mp.client.cores.process_activity import Activity, ProcessActivity, is_stopped
 from vllm_mp.core_link.core_status import CoreState
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.machine.control_group import oom_kills
 
 _IDLE_BEAT_S = 0.75
 """Time that an idle core may take between two beats. It beats every 0.5 s; the rest is a margin."""
+_LOOK_S = 0.25
+"""Time between two observations of a core."""
+_STEP_LOOK_S = 0.1
+"""The same once a limit of its steps is known."""
 _VMSTAT = Path("/proc/vmstat")
 """File in which the kernel counts its kills on the whole machine, among others."""
 
@@ -17,22 +22,35 @@ class HangWatch:
     """Adds up the time during which a core was seen to make no progress.
 
     Only time that the watcher observed counts, so a core is not blamed if the whole machine was suspended.
+
+    A core without progress hangs after the limit of its step if its process stands still, and after `limit_s` if the
+    process uses its processor, waits for one, or waits for a disk or swapped memory. Where a step may wait for
+    something else, as for a device, only a process that a signal has stopped is known to stand still.
     """
 
     def __init__(self, limit_s: float, pid: int | None, load_limit_s: float = 0.0) -> None:
         """`limit_s`: seconds without progress that make a hang; `load_limit_s`: the same for a core that loads.
 
-        `pid`: the core's process, to detect that a signal has stopped it; None if it is unknown.
+        `pid`: the core's process, to detect that it stands still; None if it is unknown.
         """
-        self.interval_s = min(0.25, limit_s / 4)
-        """Seconds between two observations."""
+        self.interval_s = min(_LOOK_S, limit_s / 4)
+        """Seconds until the next observation."""
+        self._max_gap_s = 2 * self.interval_s
+        """Time that counts at most between two observations."""
+        self.exceeded = ""
+        """The limit that a hung core has exceeded, in words."""
         self._limit_s = limit_s
         self._load_limit_s = load_limit_s
         self._pid = pid
+        self._activity = None if pid is None else ProcessActivity(pid)
         self._last_look = time.monotonic()
         self._last_seen: object = None
         self._still_s = 0.0
         """Seconds without progress so far."""
+        self._standstill_s = 0.0
+        """Seconds of them during which the process has stood still without a break."""
+        self._known_limit_s = 0.0
+        """The limit of the latest step that had one, in seconds; 0: none had."""
 
     def is_hung(self, page: StatusPage, has_work: bool) -> bool:
         """Return whether the core has had work and made no progress for too long; call this every `interval_s`."""
@@ -40,7 +58,11 @@ class HangWatch:
         slack = 0.0 if page.state == CoreState.STEPPING else _IDLE_BEAT_S
         if page.state == CoreState.LOADING and not is_stopped(self._pid):
             slack = max(slack, self._load_limit_s - self._limit_s)  # parts of loading do not beat
-        return self._made_no_progress(seen, slack)
+        last_look = self._last_look
+        if self._made_no_progress(seen, slack):
+            self.exceeded = f"{self._limit_s:g} s"
+            return True
+        return self._stands_still(page, self._last_look - last_look)
 
     def is_stopped_for_too_long(self) -> bool:
         """Return whether a signal has kept the process stopped for too long; call this every `interval_s`.
@@ -61,16 +83,37 @@ class HangWatch:
             self._last_seen = seen
             self._still_s = 0.0
         else:
-            self._still_s += min(elapsed, 2 * self.interval_s)
+            self._still_s += min(elapsed, self._max_gap_s)
         return self._still_s > self._limit_s + slack
 
+    def _stands_still(self, page: StatusPage, elapsed: float) -> bool:
+        """Return whether the process has stood still for longer than its step may; `elapsed` is since the last look.
 
-def is_stopped(pid: int | None) -> bool:
-    """Return whether a signal or a debugger has stopped the process; False if the system does not tell."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
+        A look that comes late shows that the machine was suspended, or has no time for this process either; counting
+        then begins again.
+        """
+        step_limit_s = page.step_limit_s
+        self._known_limit_s = step_limit_s or self._known_limit_s
+        is_late = elapsed > 2 * self.interval_s
+        is_in_step = page.state == CoreState.STEPPING
+        looks_often = self._known_limit_s and is_in_step and self._last_seen is not None
+        self.interval_s = min(_STEP_LOOK_S if looks_often else _LOOK_S, self._limit_s / 4)
+        if self._activity is None or not self._known_limit_s:
+            return False
+        if not self._still_s or is_late:
+            self._activity.forget()
+            self._standstill_s = 0.0
+            return False
+        activity = self._activity.look(elapsed)
+        self._standstill_s = 0.0 if activity is Activity.ACTIVE else self._standstill_s + elapsed
+        if activity is Activity.STOPPED:
+            limit_s = self._known_limit_s
+        elif activity is Activity.BLOCKED and is_in_step and step_limit_s and not page.steps_wait:
+            limit_s = step_limit_s
+        else:
+            return False
+        self.exceeded = f"{limit_s:.2g} s, the limit of its step"
+        return self._standstill_s > limit_s
 
 
 def count_oom_kills() -> int:

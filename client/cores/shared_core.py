@@ -4,13 +4,16 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from vllm_mp.client.cores.recovery.news import Death, End
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
 from vllm_mp.client.cores.sources.core_source import Core
+from vllm_mp.client.cores.sources.handover import Heir, Inheritance, listen_for_heirs
 from vllm_mp.client.cores.sources.launcher import CoreLauncher
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.threads.background_call import call_in_thread
@@ -32,19 +35,28 @@ class SharedCore:
         has_log_files: bool = True,
         on_restart: Callable[[str], None] = lambda kind: None,
         folder: Path | None = None,
+        inheritance: Inheritance | None = None,
+        *,
+        can_be_taken_over: bool = False,
     ) -> None:
         """Hold `address`, by default a Unix socket in the private folder, until `close`.
 
         TCP needs `key_file`. Clients with `operator_key` are operators; empty: there are none. Without `has_log_files`
         the core writes its log to the standard error of this process. `on_restart` is called with the kind of each
-        death once the successor serves. `folder` is as for `CoreLauncher`. Raises ValueError, with the remedy, if the
-        address cannot be used.
+        death once the successor serves. `folder` is as for `CoreLauncher`. With `inheritance` the address and its core
+        are taken over from another process, once the model is loaded; with `can_be_taken_over` another process may do
+        the same with this one. Raises ValueError, with the remedy, if the address cannot be used.
         """
         self._limits = config.liveness_config
         self._launcher = CoreLauncher(config, operator_key, has_log_files, folder)
         try:
-            self.address = self._launcher.share(address, key_file)
+            if inheritance is None:
+                self.address = self._launcher.share(address, key_file)
+            else:
+                self.address = self._launcher.inherit_from(inheritance, key_file)
         except BaseException:
+            if inheritance is not None:
+                inheritance.close()
             self._launcher.close(None, None)
             raise
         self.folder = self._launcher.folder
@@ -52,7 +64,12 @@ class SharedCore:
         self.end: End | None = None
         """Why the core is gone for good; None while it is not."""
         self._on_restart = on_restart
+        self._can_be_taken_over = can_be_taken_over
         self._supervisor: CoreSupervisor | None = None
+        self._door: socket.socket | None = None
+        """Where other processes ask to take over; None if they may not, or cannot yet."""
+        self.taken_by: int | None = None
+        """The process that has taken over; None: none has."""
         self._starting: asyncio.Future[Core] | None = None
         self.serves = asyncio.Event()
         """Set once the first core serves."""
@@ -62,6 +79,8 @@ class SharedCore:
     async def keep(self) -> None:
         """Start the core and keep it alive; return after `drain` when it has finished its requests, or after `close`.
 
+        Also return when another process has taken over; `taken_by` is its id then.
+
         Raises EngineStartError if the first core does not start, and EngineDeadError once it is gone for good.
         """
 
@@ -70,8 +89,11 @@ class SharedCore:
                 raise _Stopping
 
         def start() -> Core:
+            self._launcher.take_over(check)
             self._launcher.begin()
-            return self._launcher.finish(check)
+            core = self._launcher.finish(check)
+            self._launcher.confirm(core, check)
+            return core
 
         self._starting = call_in_thread(start)
         try:
@@ -86,25 +108,35 @@ class SharedCore:
         supervisor.watch(lambda: True)
         if self._is_stopping.is_set():
             supervisor.end_core(signal.SIGINT)
-        kind = ""
+        kind, died_at = "", 0.0
         has_news = asyncio.Event()
         asyncio.get_running_loop().add_reader(supervisor.news_fd, has_news.set)
         while True:
-            await has_news.wait()
+            if self._can_be_taken_over and self._door is None and (door := listen_for_heirs(self.address)):
+                self._door = door
+                asyncio.get_running_loop().add_reader(door, self._let_in, supervisor)
+            with contextlib.suppress(TimeoutError):
+                # The process from which this one has taken over may hold the door for a moment.
+                await asyncio.wait_for(has_news.wait(), 1.0 if self._can_be_taken_over and not self._door else None)
             has_news.clear()
             for news in supervisor.take_news():
                 if isinstance(news, End):
+                    if supervisor.taken_by is not None:
+                        self.taken_by = supervisor.taken_by
+                        return
                     process = supervisor.core.process
                     if self._is_stopping.is_set() and process is not None and process.was_drained:
                         return
                     self.end = news
                     raise EngineDeadError(news.cause)
                 if isinstance(news, Death):
-                    kind = news.kind
+                    kind, died_at = news.kind, news.time
                     logger.warning("%s; its successor is being started", news.cause.partition(";")[0])
                 elif isinstance(news, Core):
                     supervisor.release(core)
                     core = news
+                    seconds = time.monotonic() - died_at
+                    logger.warning("core %d serves again after %.1f s", 1 + core.num_restarts, seconds)
                     self._on_restart(kind)
 
     @property
@@ -118,6 +150,22 @@ class SharedCore:
             return suspension.num_draining
         return status.num_running + status.num_waiting
 
+    def _let_in(self, supervisor: CoreSupervisor) -> None:
+        """Offer the core to a process that asks for it."""
+        assert self._door is not None
+        with contextlib.suppress(BlockingIOError):
+            connection, _ = self._door.accept()
+            try:
+                heir = Heir(connection, *self._launcher.offer(supervisor.core))
+            except OSError as error:
+                logger.warning("the core goes on: %s", error)
+                connection.close()
+                return
+            if not supervisor.hand_over_to(heir):
+                heir.close()
+            else:
+                logger.info("process %d loads the model to take over", heir.pid)
+
     def drain(self) -> None:
         """Let the core finish its requests and end; a core that still loads ends at once. `keep` then returns."""
         self._end(signal.SIGINT)
@@ -130,6 +178,9 @@ class SharedCore:
         """End the core, free the address and remove all files; call this once, after the end of `keep`."""
         self._is_stopping.set()
         supervisor = self._supervisor
+        if self._door is not None:
+            asyncio.get_running_loop().remove_reader(self._door)
+            self._door.close()
         if supervisor is None and self._starting is not None:
             with contextlib.suppress(Exception):
                 core = await self._starting

@@ -7,21 +7,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import TypeAlias
+from concurrent.futures import Future
+from typing import NamedTuple, TypeAlias
 
 import zmq
 
 from vllm_mp import wire
-from vllm_mp.client.cores.health import HangWatch, count_oom_kills, is_stopped
+from vllm_mp.client.cores.health import HangWatch, count_oom_kills
+from vllm_mp.client.cores.hung_core import end_hung_core
 from vllm_mp.client.cores.pings import Pings
 from vllm_mp.client.cores.recovery.news import Absence, Death, End, News
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
+from vllm_mp.client.cores.replacement import Replacement, end_between_steps
 from vllm_mp.client.cores.sources.core_source import AwaitedSource, Core
+from vllm_mp.client.cores.sources.handover import Heir
 from vllm_mp.client.cores.sources.launcher import CoreLauncher
+from vllm_mp.client.stats.restart_counter import REPLACED
 from vllm_mp.core_link.core_launch import Predecessor
 from vllm_mp.core_link.core_status import CoreStatus
 from vllm_mp.core_link.status_page import StatusPage
-from vllm_mp.errors import EngineStartError
+from vllm_mp.errors import EngineDeadError, EngineStartError
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +34,10 @@ _EXIT_GRACE_S = 1.0
 """Time that a process gets to end after its connection broke, which usually announces the end."""
 _BYE_LINGER_MS = 500
 """Time that the last message to a shared core gets to be sent."""
-_STANDBY_DELAY_S = 2.0
-"""Time after a restart before a standby is started: the new core first recomputes the requests of its predecessor."""
-_STANDBY_RETRY_S = 30.0
-"""Time before the next attempt to start a standby."""
+_TEMPLATE_DELAY_S = 2.0
+"""Time after a restart before a template is started: the new core first continues the requests of its predecessor."""
+_TEMPLATE_RETRY_S = 30.0
+"""Time before the next attempt to start a template."""
 _PARENT_MARGIN_S = 2.0
 """Time that the parent of a shared core gets to end a core that hangs, before a client gives the core up by itself."""
 _MAX_STEPS_IN_FLIGHT = 2
@@ -44,6 +49,17 @@ _ABSENCE_INTERVAL_S = 0.25
 
 
 CoreSource: TypeAlias = CoreLauncher | AwaitedSource
+
+
+class RestartTimes(NamedTuple):
+    """When the parts of a restart were over, in seconds of `time.monotonic()`."""
+
+    seen: float
+    """The death was seen."""
+    started: float
+    """The process of the next core was there, and had its launch line."""
+    serves: float
+    """The next core had greeted its parent."""
 
 
 class CoreSupervisor:
@@ -61,6 +77,8 @@ class CoreSupervisor:
         """The latest core."""
         self.end: str | None = None
         """Why the core is gone for good; None while it is not."""
+        self.last_restart: RestartTimes | None = None
+        """The latest restart by this process; None before."""
         self._source = source
         self._limits = core.config.liveness_config
         self._restarts = restarts
@@ -87,6 +105,10 @@ class CoreSupervisor:
         """What `give_up` was told; None before."""
         self._end_lock = threading.Lock()
         """Held while `core` or `_end_signal` is set, so that a core that has just started gets the signal too."""
+        self._replacement: Replacement | None = None
+        """None if this process does not start the cores."""
+        if isinstance(source, CoreLauncher):
+            self._replacement = Replacement(source, self._limits)
         self._thread = threading.Thread(target=self._run, name="core-supervisor", daemon=True)
 
     @property
@@ -152,6 +174,28 @@ class CoreSupervisor:
         if process is not None:
             process.send_signal(number)
 
+    def replace_core(self) -> "Future[None]":
+        """Let a new process take over from the core once it has loaded the model; from any thread.
+
+        The result says that the new core serves; see `Replacement.ask`. Raises ValueError, with the remedy, if this
+        process does not start the cores, or may not restart them.
+        """
+        if self._replacement is None:
+            address = self.core.connection.address
+            raise ValueError(f"this process has not started the core at {address}: replace it where it was started")
+        if self._restarts is None:
+            raise ValueError("recovery=False: a core that is replaced needs recovery; leave the option out")
+        return self._replacement.ask()
+
+    def hand_over_to(self, heir: Heir) -> bool:
+        """Let another process take over the core, and all that follows; return False if that is not possible now."""
+        return self._replacement is not None and self._restarts is not None and self._replacement.hand_over_to(heir)
+
+    @property
+    def taken_by(self) -> int | None:
+        """The process id of the process that has taken over; None: none has. `End` says so too."""
+        return None if self._replacement is None else self._replacement.taken_by
+
     def give_up(self, cause: str, is_from_outside: bool) -> None:
         """Wait for no further core at the address of a shared core, because its parent says that it is gone for good.
 
@@ -178,6 +222,7 @@ class CoreSupervisor:
         for connection in self._connections:
             connection.close(0 if self.core.process else _BYE_LINGER_MS)
         self._source.close(timeout, self.core)
+        self._end_replacement(EngineDeadError("the engine has been shut down"), for_good=True)
         for descriptor in (self._reader, self._writer, self._wake_reader, self._wake_writer):
             os.close(descriptor)
 
@@ -199,6 +244,7 @@ class CoreSupervisor:
         """Queue `news` for the event loop and wake it."""
         if isinstance(news, End):
             self.end = news.cause
+            self._end_replacement(EngineDeadError(news.cause), for_good=True)
         elif isinstance(news, Core):
             self._connections.append(news.connection)
             with self._end_lock:
@@ -221,7 +267,7 @@ class CoreSupervisor:
         poller.register(core.connection.monitor, zmq.POLLIN)
         poller.register(process.pid_fd, zmq.POLLIN)
         broken_since: float | None = None
-        standby_at = time.monotonic() + (_STANDBY_DELAY_S if self.num_restarts else 0.0)
+        template_at = time.monotonic() + (_TEMPLATE_DELAY_S if self.num_restarts else 0.0)
         while True:
             poller.poll(int(1000 * hang.interval_s))
             if self._stops.is_set():
@@ -235,13 +281,28 @@ class CoreSupervisor:
                 process.kill()
                 return self._death(core, f"the connection to it broke, and {process.describe_end()}", "connection")
             if core.page is not None and hang.is_hung(core.page, self._has_work()):
-                return self._end_hung(core)
-            if time.monotonic() > standby_at:
+                cause, was_stopped = end_hung_core(process, core.page, hang.exceeded)
+                return self._death(core, cause, "hang", was_hung=not was_stopped)
+            if self._replacement is not None and self._replacement.is_asked_for:
+                if self._replacement.is_ready(process.pid):
+                    return self._end_replaced(core)
+            elif time.monotonic() > template_at:
                 try:
-                    self._source.prepare_standby()
-                except OSError as error:  # such as no memory for another process; the core does not need a standby
-                    logger.warning("cannot start a standby: %s", error)
-                    standby_at = time.monotonic() + _STANDBY_RETRY_S
+                    self._source.prepare_template()
+                except OSError as error:  # such as no memory for another process; the core does not need a template
+                    logger.warning("cannot start a template process: %s", error)
+                    template_at = time.monotonic() + _TEMPLATE_RETRY_S
+
+    def _end_replaced(self, core: Core) -> Death:
+        """End `core`, from which another process takes over, and return its death."""
+        assert core.process is not None
+        if end_between_steps(core, self._limits.engine_iteration_timeout_s):
+            return self._death(core, f"the core process {core.process.pid} is replaced", REPLACED)
+        return self._death(core, core.process.describe_end(), "signal" if core.process.ended_by_signal else "exit")
+
+    def _end_replacement(self, error: Exception | None, *, for_good: bool = False) -> None:
+        if self._replacement is not None:
+            self._replacement.end(error, for_good=for_good)
 
     def _watch_shared(self, core: Core) -> Death | None:
         """Wait until the connection to a shared core breaks or the core hangs; return None when told to stop."""
@@ -268,16 +329,6 @@ class CoreSupervisor:
                 silent_s = self._pings.look(core.connection.loop, has_work) * hang.interval_s
                 if silent_s > limit_s:
                     return self._death(core, f"the core at {address} has not answered for {limit_s:g} s", "hang")
-
-    def _end_hung(self, core: Core) -> Death:
-        """Kill a core that hangs, and return its death."""
-        assert core.process is not None
-        status = core.page and core.page.read()
-        was_stopped = is_stopped(core.process.pid)  # by a signal, which no request can have caused
-        core.process.kill()
-        limit, how = self._limits.engine_iteration_timeout_s, ", stopped by a signal" if was_stopped else ""
-        cause = f"the core process {core.process.pid} made no progress for {limit:g} s{how}: {status}"
-        return self._death(core, cause, "hang", was_hung=not was_stopped)
 
     def _death(self, core: Core, cause: str, kind: str, was_hung: bool = False) -> Death:
         """Return the death of `core`, with what its status page says. `was_hung`: it was killed for a hang."""
@@ -310,7 +361,8 @@ class CoreSupervisor:
             return self._rejoin(self._source, death)
         if core.page is not None and self._restarts is not None:
             self._forgive_convicted(core.page, core.config.parallel_config.pipeline_parallel_size, self._restarts)
-        delay = self._delay_or_end(death.cause, death.time, core)
+        is_replaced = death.kind == REPLACED and self._end_signal is None
+        delay = 0.0 if is_replaced else self._delay_or_end(death.cause, death.time, core)
         if isinstance(delay, End):
             self._tell(End(delay.cause, death._replace(num_restarts_left=-1)))
         else:
@@ -320,12 +372,16 @@ class CoreSupervisor:
         self._source.predecessor = self._predecessor(self._source, core, death)
         if core.process is not None:
             self._source.discard(core.process)
+        if is_replaced and self._replacement is not None and self._replacement.is_handed_over():
+            self._tell(End(f"process {self.taken_by} has taken over"))
+            return None
         cause = death.cause
         while not isinstance(delay, End):
             if self._stops.wait(delay):
                 return None
             try:
                 self._source.begin()
+                started = time.monotonic()
                 successor = self._source.finish(self._raise_if_stopped)
             except _Stopped:
                 if self._stops.is_set():
@@ -337,7 +393,9 @@ class CoreSupervisor:
                     self._tell(End(f"{death.cause}, and {lasting}"))
                     return None
             else:
+                self.last_restart = RestartTimes(death.time, started, time.monotonic())
                 self._tell(successor)
+                self._end_replacement(None)
                 return successor
             delay = self._delay_or_end(cause, time.monotonic(), None)
             if isinstance(delay, End):

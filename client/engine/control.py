@@ -1,5 +1,6 @@
 """The operations that change an engine for all its clients: pauses, sleep, the prefix cache, calls of workers."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +19,11 @@ class EngineControl:
 
     async def reset_prefix_cache(self, device: Any, *, reset_running_requests: bool, reset_connector: bool) -> None:
         """Empty the prefix cache; see `AsyncLLM.reset_prefix_cache`."""
-        if isinstance(device, bool):
-            device, reset_running_requests = None, device
-        check_unserved(reset_running_requests=reset_running_requests, reset_connector=reset_connector)
+        check_unserved(reset_connector=reset_connector)
         own = self._engine.vllm_config.device_config.device
         if device is not None and _device_type(device) != own:
             raise ValueError(f"device must be None or {own!r}, where the KV cache is, got {device!r}")
-        await self._engine.ask("reset_prefix_cache")
+        await self._engine.ask("reset_prefix_cache", *([True] if reset_running_requests else []))
 
     async def collective_rpc(
         self,
@@ -55,6 +54,7 @@ class EngineControl:
             await self._engine.call("pause", mode, clear_cache)
         else:
             await self._engine.ask("pause", mode, clear_cache)
+        await self._engine.requests.wake_ups.turn()  # after the consumers of the last tokens
 
     async def sleep(self, level: int, mode: str) -> None:
         """Release memory until `wake_up`; see `AsyncLLM.sleep`."""
@@ -76,6 +76,12 @@ class EngineControl:
             return False
         self._engine.stat_loggers.note_sleep(0, 0)
         return True
+
+    async def restart_cores(self) -> None:
+        """Replace each core by a new process; see `AsyncLLM.restart_core`."""
+        self._engine.attach()
+        for client in self._engine.cores.clients:
+            await asyncio.shield(asyncio.wrap_future(client.supervisor.replace_core()))
 
 
 def _device_type(device: Any) -> str:

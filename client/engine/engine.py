@@ -31,8 +31,8 @@ _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 class Engine:
     """What an `AsyncLLM` runs on: the owner of all that must be released at the end, and the checks before each use.
 
-    Only the process that made it may use it. `attach` comes before all that needs the cores, `attach_for_request`
-    before a request.
+    Only the process that made it may use it. `attach` comes before all that needs the cores, `admit_request` before a
+    request.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class Engine:
         if not self.vllm_config.observability_config.disable_log_stats:
             self.stat_loggers.add_all({LoggingStatLogger.default_name: LoggingStatLogger})
         self.accepts_requests = True
-        """False while the background loop is stopped, as vLLM calls it: requests are refused."""
+        """False while the background loop is stopped, as vLLM calls it."""
+        self.starts_loop_for_requests = True
+        """A request starts the background loop if it is stopped; otherwise it is refused."""
         self._end = EngineEnd(self, supervisors, prompt_tokenizer, tracer, self.stat_loggers)
         self._is_shut_down = False
         self._owner = os.getpid()
@@ -100,8 +102,17 @@ class Engine:
         self.check_process()
         self.cores.attach()
 
-    def attach_for_request(self) -> None:
-        """Do what `attach` does, and raise EngineDeadError also if the background loop is stopped."""
+    def admit_request(self) -> None:
+        """Do what `attach` does, and start the background loop if it is stopped.
+
+        Raises EngineDeadError if the loop was never to start by itself.
+        """
+        self.attach()
+        self.accepts_requests = self.accepts_requests or self.starts_loop_for_requests
+        self.attach_admitted()
+
+    def attach_admitted(self) -> None:
+        """Do what `attach` does for an admitted request; raise EngineDeadError if the loop was stopped since."""
         self.attach()
         if not self.accepts_requests:
             raise EngineDeadError(
@@ -142,7 +153,7 @@ class Engine:
         self.accepts_requests = True
 
     def shutdown_background_loop(self) -> None:
-        """Abort all requests, and refuse further ones until `start_background_loop`; idempotent."""
+        """Abort all requests, also those that are being admitted; idempotent."""
         self.check_process()
         self.accepts_requests = False
         self.cores.run_on_loop(self._abort_all)

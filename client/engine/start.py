@@ -57,6 +57,7 @@ def start_engine(
     engine = launch_cores(msgspec.structs.replace(vllm_config, observability_config=observability), lambda: None)
     engine.stat_loggers.add_all(makers)
     if not start_engine_loop:
+        engine.starts_loop_for_requests = False
         engine.shutdown_background_loop()
     return engine
 

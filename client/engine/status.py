@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from itertools import zip_longest
 from typing import Any
 
 from vllm_mp.client.cores.core_client import EngineCoreClient
@@ -13,7 +14,19 @@ from vllm_mp.errors import EngineError
 _DRAIN_POLL_S = 0.01
 _STATUS_TIMEOUT_S = 2.0
 """Time that each of several cores gets to say its status; after that its status page says it."""
-_SUMS = ("free_blocks", "num_preemptions", "num_running", "num_waiting", "restarts", "step", "total_blocks")
+_SUMS = (
+    "free_blocks",
+    "num_accepted_tokens",
+    "num_draft_tokens",
+    "num_drafts",
+    "num_late_graphs",
+    "num_preemptions",
+    "num_running",
+    "num_waiting",
+    "restarts",
+    "step",
+    "total_blocks",
+)
 """The numbers in the status of a core that are added up over several cores."""
 
 
@@ -127,5 +140,9 @@ def _together(cores: list[dict[str, Any]]) -> dict[str, Any]:
     for name in ("is_paused", "is_sleeping"):
         if name in first:
             status[name] = any(core.get(name) for core in cores)
+    if (per_pos := "num_accepted_tokens_per_pos") in first:
+        status[per_pos] = [
+            sum(column) for column in zip_longest(*(core.get(per_pos, ()) for core in cores), fillvalue=0)
+        ]
     status["cores"] = cores
     return status

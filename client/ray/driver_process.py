@@ -35,8 +35,7 @@ class DriverProcess:
         """The process starts with the first core. Raises ValueError, with the remedy, if Ray is not installed."""
         if importlib.util.find_spec("ray") is None:
             raise ValueError(
-                "data_parallel_backend='ray' needs Ray; install it here and on all nodes with `pip install "
-                "'vllm-mp[ray]'`"
+                "data_parallel_backend='ray' needs Ray; install it here and on all nodes with `pip install ray`"
             )
         self.config = config
         self.operator_key = new_operator_key()

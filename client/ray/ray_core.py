@@ -164,8 +164,8 @@ class RayCore:
         """Note a call for the cores that Ray starts later."""
         self._driver.lasting_calls.note(name, args)
 
-    def prepare_standby(self) -> None:
-        """No-op: the actor keeps the standby."""
+    def prepare_template(self) -> None:
+        """No-op: the actor keeps the template."""
 
     def discard(self, process: CoreProcess) -> None:
         """No-op: the actor removes the files of its cores."""

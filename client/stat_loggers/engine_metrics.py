@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from vllm_mp.client.stat_loggers.readings import EngineReadings
-from vllm_mp.client.stats import Counter, Histogram
+from vllm_mp.client.stats import CoreReading, Counter, Histogram
 from vllm_mp.client.stats.cells import Values
 
 _ENGINE_LABELS = ("model_name", "engine")
@@ -160,6 +160,31 @@ class EngineMetrics:
             for labels, core in cores.items():
                 family.add_metric(labels, getattr(core, attribute))
             yield family
+
+        if self._engine.vllm_config.speculative_config is not None:
+            yield from self._speculation(cores)
+
+    def _speculation(self, cores: Mapping[tuple[str, str], CoreReading]) -> Iterator[Metric]:
+        """Yield what the `cores` have drafted."""
+        counters = {
+            "vllm:spec_decode_num_drafts": ("Requests in steps with draft tokens, once for each step", "num_drafts"),
+            "vllm:spec_decode_num_draft_tokens": ("Draft tokens that were verified", "num_draft_tokens"),
+            "vllm:spec_decode_num_accepted_tokens": ("Draft tokens that were accepted", "num_accepted_tokens"),
+        }
+        for name, (meaning, attribute) in counters.items():
+            family = CounterMetricFamily(name, f"{meaning}, by the present core", labels=_ENGINE_LABELS)
+            for labels, core in cores.items():
+                family.add_metric(labels, getattr(core, attribute))
+            yield family
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were accepted, by their position among the drafts of a step, by the present core",
+            labels=[*_ENGINE_LABELS, "position"],
+        )
+        for labels, core in cores.items():
+            for position, count in enumerate(core.num_accepted_tokens_per_pos):
+                family.add_metric([*labels, str(position)], count)
+        yield family
 
     def _cache_config(self) -> Metric:
         cache = self._engine.vllm_config.cache_config

@@ -1,6 +1,7 @@
 """The load of a core, as its clients know it."""
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 
@@ -16,20 +17,36 @@ class CoreReading(NamedTuple):
     num_dropped_messages: int
     is_paused: bool
     is_sleeping: bool
+    num_drafts: int = 0
+    """Rows of steps that had draft tokens, as counted by the present core; 0 without speculation, as the next ones."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: Sequence[int] = ()
+    """Accepted drafts that were the first, second, ... of their row; empty without speculation."""
 
     @classmethod
     def of(cls, incarnation: int, status: Mapping[str, Any]) -> "CoreReading":
         """Return what the reply to the operation "status" says; a field that it lacks is 0."""
-        return cls(incarnation, *(status.get(name, 0) for name in cls._fields[1:]))
+        values = {name: status.get(name, cls._field_defaults.get(name, 0)) for name in cls._fields[1:]}
+        return cls(incarnation, **values)
 
     @classmethod
     def total(cls, readings: "Sequence[CoreReading]") -> "CoreReading | None":
         """Return the load of several cores together, with the incarnation of the first; None without any."""
         if len(readings) < 2:
             return readings[0] if readings else None
-        sums = {name: sum(getattr(reading, name) for reading in readings) for name in cls._fields[1:]}
+        per_pos = "num_accepted_tokens_per_pos"
+        names = [name for name in cls._fields[1:] if name != per_pos]
+        sums = {name: sum(getattr(reading, name) for reading in readings) for name in names}
         any_of = {name: any(getattr(reading, name) for reading in readings) for name in ("is_paused", "is_sleeping")}
-        return cls(**{"incarnation": readings[0].incarnation} | sums | any_of)
+        columns = zip_longest(*(reading.num_accepted_tokens_per_pos for reading in readings), fillvalue=0)
+        other: dict[str, Any] = {"incarnation": readings[0].incarnation, per_pos: [sum(column) for column in columns]}
+        return cls(**other | sums | any_of)
+
+    @property
+    def accepted_drafts(self) -> float | None:
+        """Share of the draft tokens that were accepted, 0 to 1; None if there were none."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
     def kv_cache_usage(self) -> float:

@@ -5,7 +5,9 @@ from pathlib import Path
 from vllm_mp.client.stats.cells import Cells
 from vllm_mp.client.stats.metrics import Counter
 
-DEATH_KINDS = ("exit", "signal", "hang", "out_of_memory", "connection")
+REPLACED = "replaced"
+"""Kind of the death of a core from which another process has taken over, as it was told."""
+DEATH_KINDS = ("exit", "signal", "hang", "out_of_memory", "connection", REPLACED)
 """How a core may die; `Death.kind` is one of them."""
 _FOLDER = "core"
 """Where in the folder of a server the restarts are counted."""

@@ -30,13 +30,14 @@ class RequestTracer:
     def __init__(self, endpoint: str, model: str) -> None:
         """`endpoint` is the URL of a collector; without a path, /v1/traces is added. `model` is the served name.
 
-        Raises ValueError if the URL is not an http or https URL, and ImportError, naming the extra to install, without
+        Raises ValueError if the URL is not an http or https URL, and ImportError, naming the packages, without
         OpenTelemetry.
         """
         url = trace_url(endpoint)
         if importlib.util.find_spec("opentelemetry") is None or importlib.util.find_spec("opentelemetry.sdk") is None:
             raise ImportError(
-                f"otlp_traces_endpoint={endpoint!r} needs OpenTelemetry; install it with `pip install 'vllm-mp[otel]'`"
+                f"otlp_traces_endpoint={endpoint!r} needs OpenTelemetry; install it with "
+                "`pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http`"
             )
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

@@ -25,6 +25,8 @@ class ConstrainedCall:
     arguments: dict[str, Any]
     """JSON schema."""
     end: str
+    is_lenient: bool = False
+    """Keywords of the schema that a grammar does not have are left out; otherwise they are refused."""
 
 
 @dataclass(frozen=True, slots=True)

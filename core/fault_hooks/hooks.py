@@ -26,8 +26,10 @@ from vllm_mp.fault_injection.faults import (
     LOAD,
     MESSAGE,
     PUBLISH,
+    SEAL,
     STEP,
     Fault,
+    mark_of_strike,
     parse_faults,
 )
 
@@ -39,9 +41,11 @@ if TYPE_CHECKING:
     from vllm_mp.core.lora.adapter_cache import AdapterCache
     from vllm_mp.core.lora.cached_adapter import CachedAdapter
     from vllm_mp.core.scheduler.batch import Batch, Rows
+    from vllm_mp.core.scheduler.cache.seal_table import SealTable
     from vllm_mp.core.scheduler.step import ModelOutput, OutputHandle, ScheduledStep, StepUpdate
-    from vllm_mp.core.structured_output.backends import TrialCompilation
-    from vllm_mp.core.structured_output.grammar import Grammar, PreparedConstraint
+    from vllm_mp.core.structured_output.grammar import Grammar
+    from vllm_mp.core.structured_output.llguidance_library import PreparedConstraint
+    from vllm_mp.core.structured_output.trial_compilation import TrialCompilation
     from vllm_mp.core.worker.model_runner import ModelRunner
     from vllm_mp.core.worker.sampling.sampler import Sampler
     from vllm_mp.wire import Call
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EXIT_CODE = 70
+_WRITES_OF_THE_TABLE = ("forget", "note_before", "note_full", "note_tokens", "seal")
 _OOM_HEADROOM_BYTES = 2**29
 """Address space that a core may still allocate before it runs out of memory, however much the machine has."""
 
@@ -59,12 +64,14 @@ class FaultHooks:
     def __init__(self, launch: CoreLaunch) -> None:
         config = launch.config
         self._all = parse_faults(config.liveness_config.fault_injection, config.device_config.device)
+        self.slow_down = any(fault.action == "slow" for fault in self._all)
+        """Faults sleep in steps that do not hang."""
         self._number = launch.number
         self._chances = {fault: random.Random(f"{fault.seed} {launch.number}") for fault in self._all}
         self._folder = None if launch.runtime_dir is None else Path(launch.runtime_dir)
         self._struck: set[Fault] = set()
         self._latest_token: Callable[[int], int] | None = None
-        """Returns the token that was sampled last for a row; the token may still be on the device only."""
+        """Returns token i of those that were sampled last; it may still be on the device only."""
         self._step = 0
         logger.warning("faults are injected: %s", config.liveness_config.fault_injection)
 
@@ -153,6 +160,25 @@ class FaultHooks:
         if self._at(MESSAGE):
             server._admit = faulty_admit  # type: ignore[method-assign, assignment]
 
+    def install_sealing(self, table: "type[SealTable]") -> None:
+        """Wrap the methods of the class that write to the table, so that faults strike between two of their writes."""
+        faults = self._at(SEAL)
+        for name in _WRITES_OF_THE_TABLE if faults else ():
+            setattr(table, name, self._interrupted(getattr(table, name), faults))
+
+    def _interrupted(self, write: Callable[..., None], faults: list[Fault]) -> Callable[..., None]:
+        """Return `write`, which faults interrupt when half of the blocks are written."""
+
+        def interrupted(table: "SealTable", blocks: npt.NDArray[np.int32], *columns: Any) -> None:
+            for fault in faults:
+                if self._is_due(fault):
+                    half = len(blocks) // 2
+                    write(table, blocks[:half], *(each if isinstance(each, int) else each[:half] for each in columns))
+                    _strike(fault)
+            write(table, blocks, *columns)
+
+        return interrupted
+
     def _strike_about(self, point: str, text: str) -> None:
         """Let faults strike at a point outside of steps that is about `text`."""
         for fault in self._at(point):
@@ -172,14 +198,13 @@ class FaultHooks:
             return True
         if fault in self._struck:
             return False
-        self._struck.add(fault)
-        if self._folder is None:
-            return True
         # A file tells later incarnations not to strike again, since this one may die before it can send anything.
-        mark = self._folder / f"fault-{self._all.index(fault)}"
-        if mark.exists():
+        mark = None if self._folder is None else mark_of_strike(self._folder, self._all.index(fault))
+        if mark is not None and mark.exists():
             return False
-        mark.touch()
+        self._struck.add(fault)
+        if mark is not None:
+            mark.touch()
         return True
 
     def _rows_hit(self, fault: Fault, step: "ScheduledStep", batch: "Batch") -> "Rows":
@@ -196,22 +221,24 @@ class FaultHooks:
         row = int(step.rows[i])
         request = batch.request(row)
         num_computed, num_tokens = int(batch.num_computed_tokens[row]), int(batch.num_tokens[row])
+        position = num_tokens - request.num_prompt_tokens
+        num_drafts = 0 if step.drafts is None else int(step.drafts.counts[i])
         return (
             (fault.request is None or fault.request in request.request_id)
             and (fault.token is None or fault.token in self._tokens(step, batch, i))
             and (
                 fault.position is None
-                or (bool(step.samples[i]) and num_tokens - request.num_prompt_tokens == fault.position)
+                or (bool(step.samples[i]) and position <= fault.position <= position + num_drafts)
             )
             and (fault.computed is None or num_computed >= fault.computed)
         )
 
     def _tokens(self, step: "ScheduledStep", batch: "Batch", i: int) -> list[int]:
         """Return the token ids that `step` computes for its row `i`."""
-        row = int(step.rows[i])
         if i in step.awaits:
             assert self._latest_token is not None
-            return [self._latest_token(row)]
+            return [self._latest_token(int(step.awaited[step.awaits == i][0]))]
+        row = int(step.rows[i])
         begin = int(batch.num_computed_tokens[row])
         tokens: list[int] = batch.token_ids[row, begin : begin + int(step.counts[i])].tolist()
         return tokens
@@ -262,6 +289,12 @@ def _spin(_fault: Fault) -> None:
         pass
 
 
+def _compute(fault: Fault) -> None:
+    end = time.monotonic() + fault.seconds
+    while time.monotonic() < end:
+        pass
+
+
 def _run_out_of_memory(fault: Fault) -> None:
     """Allocate memory until none is left. The core's own address space is limited first, so the machine is unharmed."""
     with Path("/proc/self/statm").open() as sizes:
@@ -292,6 +325,7 @@ _STRIKES: dict[str, Callable[[Fault], object]] = {
     "hang": _hang,
     "spin": _spin,
     "slow": lambda fault: time.sleep(fault.seconds),
+    "busy": _compute,
     "oom": _run_out_of_memory,
     "fulldisk": _fill_disk,
     "clock": _set_clock,

@@ -1,7 +1,6 @@
 """The core's socket: at a private address for its parent, and at an address for other clients that the parent holds."""
 
 import contextlib
-import os
 from pathlib import Path
 
 import zmq
@@ -22,11 +21,11 @@ class BoundSocket:
     A TCP address speaks CURVE and admits only the authorized clients of the server's key file.
     """
 
-    def __init__(self, address: str, public: PublicAddress | None = None) -> None:
-        """Bind `address`, ipc://PATH in a private folder, and listen at `public`.
+    def __init__(self, address: str, listener: int, public: PublicAddress | None = None) -> None:
+        """Accept the connections of the descriptor `listener`, which listens at ipc://PATH, and those at `public`.
 
-        Raises ValueError, naming the address and the remedy, if it is malformed or not permitted, or if the key file
-        cannot be read.
+        The descriptors belong to this object then. Raises ValueError, naming the address, if one cannot be used, or if
+        the key file cannot be read.
         """
         self._path = Path(address.removeprefix("ipc://"))
         self._authenticator: ThreadAuthenticator | None = None
@@ -42,14 +41,9 @@ class BoundSocket:
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.LINGER, 0)
         try:
-            # The socket has its mode from the beginning: between bind and chmod, others could connect.
-            mask = os.umask(0o177)
-            try:
-                self._bind(address)
-            finally:
-                os.umask(mask)
+            self._accept(address, listener)
             if public is not None:
-                self._listen(public)
+                self.listen(public)
         except BaseException:
             self.close()
             raise
@@ -65,19 +59,17 @@ class BoundSocket:
         with contextlib.suppress(OSError):  # if the folder was removed or moved
             self._path.unlink()
 
-    def _bind(self, address: str) -> None:
+    def _accept(self, address: str, listener: int) -> None:
+        """Accept the connections of the descriptor `listener`, which listens at `address`."""
+        self.socket.setsockopt(zmq.USE_FD, listener)  # for the next address that is bound
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
-            raise ValueError(
-                f"cannot listen on {address}: {error.strerror}; set TMPDIR to a writable folder with a short path"
-            ) from error
+            raise ValueError(f"cannot listen on {address}: {error.strerror}; choose another address") from error
 
-    def _listen(self, public: PublicAddress) -> None:
-        """Accept connections of the listening socket that the parent holds."""
+    def listen(self, public: PublicAddress) -> None:
+        """Accept connections of the listening socket that the parent holds; raises what the constructor raises."""
         if public.address.startswith("tcp://"):
             assert public.key_file is not None
             self._authenticator = require_keys(self.socket, public.key_file)
-        # These options apply to the addresses that are bound from now on.
-        self.socket.setsockopt(zmq.USE_FD, public.listener)
-        self._bind(public.address)
+        self._accept(public.address, public.listener)

@@ -6,12 +6,12 @@ import numpy as np
 from vllm_mp import wire
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
-from vllm_mp.core.scheduler.block_pool import root_hash
+from vllm_mp.core.scheduler.cache.block_pool import root_hash
 from vllm_mp.core.scheduler.logits_processors import LogitsProcessors
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.waiting.memory_quota import REQUEST_BYTES
 from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
-from vllm_mp.requests.sampling_params import EXTRA_ARGS
+from vllm_mp.requests.sampling_params import EXTRA_ARGS, MAX_DRAFTS, SamplingParams
 from vllm_mp.validation.embeds_validation import check_prompt_embeds
 from vllm_mp.validation.request_validation import (
     checked_arrival_time,
@@ -28,16 +28,19 @@ def new_request(
     order: tuple[int, int],
     num_bytes: int,
     adapter: CachedAdapter | None = None,
+    token: bytes = b"",
 ) -> Request:
     """Return the request of a message of `num_bytes`; `order` is its place in the waiting queue.
 
-    `adapter` is the one that the message names. Raises ValueError or NotImplementedError for a request that cannot run.
+    `adapter` is the one that the message names, `token` that of the client.
+
+    Raises ValueError or NotImplementedError for a request that cannot run.
     """
     number = 0 if adapter is None else adapter.number
     if isinstance(message, wire.AddPooling):
         request = _pooling(client, message, config, order, num_bytes, number)
     else:
-        request = _generation(client, message, config, order, num_bytes, number)
+        request = _generation(client, message, config, order, num_bytes, number, token)
     request.adapter = adapter
     return request
 
@@ -77,7 +80,13 @@ def _pooling(
 
 
 def _generation(
-    client: int, message: wire.AddRequest, config: VllmConfig, order: tuple[int, int], num_bytes: int, adapter: int
+    client: int,
+    message: wire.AddRequest,
+    config: VllmConfig,
+    order: tuple[int, int],
+    num_bytes: int,
+    adapter: int,
+    token: bytes,
 ) -> Request:
     prompt, output, embeds = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output), message.prompt_embeds
     if embeds is not None:
@@ -119,9 +128,11 @@ def _generation(
         constrained=constrained,
         num_logprobs=_num_logprobs(message.params.logprobs, config),
         num_prompt_logprobs=_num_logprobs(prompt_logprobs, config),
-        hashes=_root_hashes(client, message, config, adapter),
+        hashes=_root_hashes(client, message, config, adapter, token),
         # Cached tokens are not computed, so they have no log-probabilities.
         reads_cache=prompt_logprobs is None,
+        max_drafts=_max_drafts(message.params, config),
+        draft_pool=root_hash(message.cache_salt, adapter) if config.speculative_config is not None else b"",
         order=order,
         isolation_group=message.isolation_group,
         after_pause=message.after_pause,
@@ -137,14 +148,25 @@ def _bars_tokens(message: wire.AddRequest) -> bool:
     return bool(message.bad_words or params.allowed_token_ids or params.logits_processors)
 
 
-def _root_hashes(client: int, message: wire.AddRequest, config: VllmConfig, adapter: int) -> list[bytes]:
-    """Return the root hash that a request's block hashes build on, or nothing if it may share no blocks."""
+def _root_hashes(client: int, message: wire.AddRequest, config: VllmConfig, adapter: int, token: bytes) -> list[bytes]:
+    """Return the root hash that a request's block hashes build on.
+
+    Without prefix caching it is that of the request alone, or of its group, also in the next core.
+    """
     if config.cache_config.enable_prefix_caching:
         return [root_hash(message.cache_salt, adapter)]
-    if message.group:
-        # A client's number is never given to another client, so no other client can name this group.
-        return [root_hash(f"{client} {message.group}", adapter)]
-    return []
+    # No other client has this token; without one, a client's number is never given to another client.
+    own = message.group or f"{message.slot} {message.arrival_time} {message.request_id}"
+    return [root_hash(f"{token.hex() or client} {own}", adapter)]
+
+
+def _max_drafts(params: SamplingParams, config: VllmConfig) -> int:
+    """Return the maximum number of draft tokens of a request in a step; 0 without speculation."""
+    if config.speculative_config is None:
+        return 0
+    most = config.speculative_config.num_speculative_tokens
+    wanted: int = (params.extra_args or {}).get(MAX_DRAFTS, most)
+    return min(most, wanted)
 
 
 def _num_logprobs(wanted: int | None, config: VllmConfig) -> int:

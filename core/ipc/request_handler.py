@@ -117,8 +117,12 @@ class RequestHandler:
         self._calls = CallHandler(operations, self.outside, self._alone, self._send_to, self._incarnation)
         self._page = page
 
-    def refuse(self, reason: str) -> None:
-        """Tell every client that has said hello, or whose hello has arrived, why the core will not serve."""
+    def refuse(self, reason: str, wait_s: float = 0.0) -> None:
+        """Tell every client that has said hello, or whose hello has arrived, why the core will not serve.
+
+        Wait up to `wait_s` seconds for the first hello.
+        """
+        self._socket.poll(int(1000 * wait_s))
         while self._socket.poll(0):
             identity, *frames = self._socket.recv_multipart()
             with contextlib.suppress(*wire.DECODE_ERRORS):
@@ -316,7 +320,8 @@ class RequestHandler:
         adapter = self._find_adapter(client, message)
         try:
             order = scheduler.order_of(message.priority)
-            request = new_request(client, message, self._config, order, num_bytes, adapter)
+            token = self._clients.token_of(client)
+            request = new_request(client, message, self._config, order, num_bytes, adapter, token)
             if self.processors is not None and request.pooling is None:
                 self.processors.enter(request)
             request.owner = self._clients.owner_of(client)

@@ -41,8 +41,10 @@ def step_outputs(
         size_of = {message.slot: _num_bytes(message) for message in logprobs.get(client, [])}
         parts = [entries]
         if size_of:
-            sizes = [size_of.get(slot, 0) for slot in update.slots[entries].tolist()]
-            parts = [entries[part] for part in _parts(range(len(entries)), sizes.__getitem__)]
+            of_slot = by_client(zip(update.slots[entries].tolist(), entries.tolist(), strict=True))
+            sizes = {slot: size_of.get(slot, 0) for slot in of_slot}
+            slots = _parts(list(of_slot), sizes.__getitem__)
+            parts = [np.array([entry for slot in part for entry in of_slot[slot]], np.int64) for part in slots]
         # A request without a new token is in the first part.
         part_of = {int(update.slots[entry]): i for i, part in enumerate(parts) for entry in part} if parts[1:] else {}
         for i, part in enumerate(parts):

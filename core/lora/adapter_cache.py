@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import queue
+import secrets
 import threading
 import time
 from collections import OrderedDict, deque
@@ -78,7 +79,8 @@ class AdapterCache:
         """The adapters in host memory, least recently used first."""
         self._num_pinned = 0
         """Number of pinned adapters, as of the latest `_publish`."""
-        self._numbers = itertools.count(1)
+        # No core gives weights the number that another has given to others: the cache of both may be one.
+        self._numbers = itertools.count(1 + secrets.randbits(62))
         self._loads: dict[CachedAdapter, float] = {}
         """The adapters that are being loaded, and since when, in seconds of `time.monotonic()`."""
         self._queued: deque[CachedAdapter] = deque()
@@ -110,7 +112,7 @@ class AdapterCache:
                 id=record.id,
                 name=record.name,
                 path=record.path,
-                number=next(self._numbers),
+                number=record.number,
                 digest=record.digest,
                 is_added=record.is_added,
                 is_pinned=record.is_pinned,
@@ -383,7 +385,13 @@ class AdapterCache:
         self._note(
             [
                 AdapterRecord(
-                    adapter.id, adapter.name, adapter.path, adapter.digest, adapter.is_added, adapter.is_pinned
+                    id=adapter.id,
+                    name=adapter.name,
+                    path=adapter.path,
+                    digest=adapter.digest,
+                    is_added=adapter.is_added,
+                    is_pinned=adapter.is_pinned,
+                    number=adapter.number,
                 )
                 for adapter in known
                 if adapter.digest

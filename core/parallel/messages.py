@@ -12,6 +12,7 @@ import msgspec
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.parallel.shared_memory import MemoryLayout
+from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.version import __version__
 from vllm_mp.wire import SCHEMA
 
@@ -37,6 +38,8 @@ class WorkerLaunch(msgspec.Struct, kw_only=True):
     """No other rank has the CPUs of this rank, so that it may spin for a moment when it waits."""
     meeting_place: str
     """Where torch.distributed finds the ranks, as `meeting_place.open_store` reads it."""
+    kept_cache: KeptCache | None = None
+    """As in `CoreLaunch`; the rank inherits the descriptor of its own memory."""
 
 
 class Joined(msgspec.Struct, tag="joined", kw_only=True):
@@ -107,6 +110,7 @@ _PRIVATE: Final = {
     "lora_config": ("lora_modules",),
     "decoding_config": (),
     "observability_config": (),
+    "speculative_config": (),
     "liveness_config": (),
 }
 """Options, by section, that depend on the machine, or that only rank 0 and clients read; all of a section without

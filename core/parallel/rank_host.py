@@ -38,6 +38,7 @@ from vllm_mp.core.parallel.worker_processes import WorkerProcesses
 from vllm_mp.core.parent_watch import wait_for_end_of_parent
 from vllm_mp.keys.curve_keys import ClientKey, read_client_key
 from vllm_mp.keys.curve_server import probe_peers
+from vllm_mp.machine.log_setup import set_up_core_log
 from vllm_mp.version import __version__
 from vllm_mp.wire import DECODE_ERRORS
 
@@ -66,11 +67,7 @@ def main() -> int:
     """
     parent_pid = os.getppid()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=VllmConfig)
-    logging.basicConfig(
-        level=os.environ.get("VLLM_MP_LOG_LEVEL", "INFO").upper(),
-        format=f"%(asctime)s %(levelname)s rank host {config.parallel_config.node_rank}: %(message)s",
-        stream=sys.stderr,
-    )
+    set_up_core_log(f"rank host {config.parallel_config.node_rank}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     try:

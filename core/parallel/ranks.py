@@ -14,6 +14,7 @@ from vllm_mp.core.parallel.node_ranks import NodeRanks
 from vllm_mp.core.parallel.rank_state import PATIENCE, RankSource, RankState, WorkerFailedError
 from vllm_mp.core.parallel.worker_processes import WorkerProcesses
 from vllm_mp.core.weights.digest import weights_digest
+from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.version import __version__
 
 _LOOK_S: Final = 0.1
@@ -27,10 +28,17 @@ class Ranks:
     A rank that ends, hangs or says what no rank says is the end of the core: `check` then raises WorkerFailedError.
     """
 
-    def __init__(self, config: VllmConfig, folder: Path, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        folder: Path,
+        beat: Callable[[], None] = lambda: None,
+        kept_cache: KeptCache | None = None,
+    ) -> None:
         """Start the ranks of this machine, which import and load while the core does, and let rank hosts connect.
 
-        `folder` is private to the core. `beat` is called when a rank makes progress while the core waits. Call this in
+        `folder` is private to the core. `beat` is called when a rank makes progress while the core waits. The ranks of
+        this machine have their caches in `kept_cache`. Call this in
         the main thread: the ranks end when the thread that has started them ends. Raises ValueError if rank hosts
         cannot connect to this machine as the configuration says.
         """
@@ -49,7 +57,7 @@ class Ranks:
         self.meeting_place = MeetingPlace(config, folder)
         self.remote = NodeRanks(config, self.meeting_place.address) if parallel.nnodes > 1 else None
         try:
-            self.local = WorkerProcesses(config, parallel.ranks_of(0)[1:], self.meeting_place.address)
+            self.local = WorkerProcesses(config, parallel.ranks_of(0)[1:], self.meeting_place.address, kept_cache)
         except BaseException:
             if self.remote is not None:
                 self.remote.close()

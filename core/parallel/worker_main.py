@@ -22,6 +22,7 @@ from vllm_mp.core.parallel.messages import (
     chosen_options,
     digest_of,
 )
+from vllm_mp.machine.log_setup import set_up_core_log
 from vllm_mp.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -35,11 +36,7 @@ def main() -> int:
     The rank ends when its core ends: the kernel kills it, and the socket closes.
     """
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerLaunch)
-    logging.basicConfig(
-        level=os.environ.get("VLLM_MP_LOG_LEVEL", "INFO").upper(),
-        format=f"%(asctime)s %(levelname)s rank {launch.rank}: %(message)s",
-        stream=sys.stderr,
-    )
+    set_up_core_log(f"rank {launch.rank}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the core decides
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != launch.parent_pid:
@@ -58,6 +55,8 @@ def main() -> int:
 
 def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
     """Join the group, load the rank's share of the model, and compute until the core closes the socket."""
+    import torch
+
     from vllm_mp.core.parallel.follower import Follower
     from vllm_mp.core.parallel.make_group import make_group
     from vllm_mp.core.parallel.ring import SPIN_S, MessageRing
@@ -72,12 +71,22 @@ def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
     layout = launch.layout
     ring = MessageRing(memory, 0, layout.num_ranks - 1, layout.message_slot, layout.num_messages)
     beat = ring.progress[rank - 1].beat
-    device, dtype = prepare_device(config, rank)
+    device, dtype, num_threads = prepare_device(config, rank)
+    torch.set_num_threads(num_threads)
     chosen = chosen_options(config)
     _say(says, Joined(rank=rank, protocol=PROTOCOL, package=__version__, digest=digest_of(config), chosen=chosen))
     group, pipeline = make_group(config, device, rank, memory, layout, launch.meeting_place, launch.has_own_cpus)
     with memory_to_start(config):
-        runner = ModelRunner(config, device, dtype, lambda _: beat(), beat, group=group, pipeline=pipeline)
+        runner = ModelRunner(
+            config,
+            device,
+            dtype,
+            lambda _: beat(),
+            beat,
+            group=group,
+            pipeline=pipeline,
+            take_turn=lambda: launch.kept_cache,
+        )
     follower = Follower(config, rank, device, runner, lambda reply: _say(says, reply))
     reads_own_files = config.parallel_config.node_rank > 0
     _say(says, Ready(rank=rank, weights=weights_digest(config.model_config) if reads_own_files else ""))

@@ -18,11 +18,13 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core.collectives import shared_group
 from vllm_mp.core.collectives.tensor_queue import TensorQueue
 from vllm_mp.core.parallel.messages import MAX_REPLY_BYTES, Failed, FromRank, WorkerLaunch
+from vllm_mp.core.parallel.rank_fork import fork_rank
 from vllm_mp.core.parallel.rank_state import RankState, WorkerFailedError
 from vllm_mp.core.parallel.ring import MessageRing
 from vllm_mp.core.parallel.shared_memory import MemoryLayout
-from vllm_mp.core_link.core_launch import core_environment, package_path
+from vllm_mp.core_link.core_launch import KeptCache, core_environment, package_path
 from vllm_mp.machine.exit_status import describe_exit
+from vllm_mp.machine.forked_process import ForkedProcess
 from vllm_mp.machine.host_cpus import named_cpus
 from vllm_mp.wire import DECODE_ERRORS
 
@@ -36,7 +38,12 @@ class _Worker(RankState):
     """The process of a rank, and its state."""
 
     def __init__(
-        self, rank: int, stage: int | None, process: "subprocess.Popen[bytes]", said: socket.socket, event: int
+        self,
+        rank: int,
+        stage: int | None,
+        process: "subprocess.Popen[bytes] | ForkedProcess",
+        said: socket.socket,
+        event: int,
     ) -> None:
         """`stage` is None if there is only one."""
         super().__init__(rank, stage)
@@ -52,9 +59,12 @@ class WorkerProcesses:
     The kernel kills them if this process ends in any way, so none is left behind.
     """
 
-    def __init__(self, config: VllmConfig, ranks: Sequence[int], meeting_place: str) -> None:
+    def __init__(
+        self, config: VllmConfig, ranks: Sequence[int], meeting_place: str, kept_cache: KeptCache | None = None
+    ) -> None:
         """Start the processes of `ranks`, which meet the ranks of other machines at `meeting_place`.
 
+        They have their caches in `kept_cache`; None: these end with them.
         Call this in the main thread: the ranks end when the thread that has started them ends.
         """
         parallel = config.parallel_config
@@ -69,6 +79,7 @@ class WorkerProcesses:
         self.memory = mmap.mmap(descriptor, 0)
         self._ring = MessageRing(self.memory, 0, layout.num_ranks - 1, layout.message_slot, layout.num_messages)
         self._meeting_place = meeting_place
+        self._kept_cache = kept_cache
         self.ranks: list[_Worker] = []
         try:
             for rank in ranks:
@@ -126,13 +137,17 @@ class WorkerProcesses:
     def _start(self, config: VllmConfig, rank: int, memory: int) -> _Worker:
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         event = os.eventfd(0, os.EFD_CLOEXEC)
+        kept = self._kept_cache
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "vllm_mp.core", "--worker"],
-                stdin=subprocess.PIPE,
-                env=core_environment() | package_path(),
-                pass_fds=(memory, event, theirs.fileno()),
-            )
+            inherited = (memory, event, theirs.fileno(), *([] if kept is None else [kept.descriptors[rank]]))
+            process: subprocess.Popen[bytes] | ForkedProcess | None = fork_rank(inherited)
+            if process is None:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "vllm_mp.core", "--worker"],
+                    stdin=subprocess.PIPE,
+                    env=core_environment() | package_path(),
+                    pass_fds=inherited,
+                )
             launch = WorkerLaunch(
                 config=config,
                 rank=rank,
@@ -143,6 +158,7 @@ class WorkerProcesses:
                 socket=theirs.fileno(),
                 has_own_cpus=self.has_own_cpus,
                 meeting_place=self._meeting_place,
+                kept_cache=kept,
             )
         worker = _Worker(rank, self.layout.stage_of(rank), process, own, event)
         assert process.stdin is not None

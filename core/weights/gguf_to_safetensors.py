@@ -1,9 +1,10 @@
 """A program that converts a GGUF file to a model folder with safetensors.
 
 Run as `python -m vllm_mp.core.weights.gguf_to_safetensors SOURCE.gguf FOLDER`; `vllm_mp.model_store.gguf` runs it once
-for each file, and caches the folder. Tensors in F32, F16 and BF16 keep their exact values. Quantized tensors are kept
-in 16 bits: in float16, whose 11 significant bits hold them more exactly than the 8 of bfloat16, or in bfloat16 if their
-magnitudes are outside float16's range. config.json names float32, as the engine may compute in any dtype.
+for each file, and caches the folder. Files of the families that can be mapped are read as a mapping reads them;
+transformers reads all others, with accelerate. Tensors in F32, F16 and BF16 keep their exact values. Quantized tensors
+are kept in 16 bits: in float16, whose 11 significant bits hold them more exactly than the 8 of bfloat16, or in bfloat16
+if their magnitudes are outside float16's range. config.json names float32, as the engine may compute in any dtype.
 
 The first line on stdout is `plan BYTES SECONDS`, the space and about the time that the conversion takes. Lines
 `progress FRACTION` tell the progress. Exit status 1 means that the file cannot be converted, `DISK_FULL_EXIT` that the
@@ -27,13 +28,11 @@ from gguf import GGMLQuantizationType
 
 from vllm_mp.core.weights.gguf_tokenizer import end_token_ids, read_tokenizer, token_id
 from vllm_mp.model_store.gguf import CONVERTED_FILE, DISK_FULL_EXIT, NO_TOKENIZER_FILE, TOKENIZER_ONLY
-from vllm_mp.model_store.gguf_file.parts import part_paths
+from vllm_mp.model_store.gguf_file.config import family_of
+from vllm_mp.model_store.gguf_file.parts import part_paths, read_gguf_model
 
 _EXACT_KINDS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 """Types of tensors that are not quantized."""
-_FLOAT16_RANGE = (2.0**-16, 65504.0)
-"""The largest magnitudes of tensors that float16 holds more exactly than bfloat16, which has a wider range."""
-
 # Processor time of a tiny file, and of the default model beyond that; a busy machine takes longer.
 _START_SECONDS = 7.5
 _WEIGHTS_PER_SECOND = 11e6
@@ -97,10 +96,30 @@ def convert(source: Path, folder: Path) -> None:
     _reuse_reader(reader)
     _report(_OPENED_AT)
 
-    architecture = str(reader.fields["general.architecture"].contents())
     folder.mkdir()
     _write_tokenizer(source, reader, folder)
     _report(_LOADED_AT)
+    file = read_gguf_model(source)
+    if family := family_of(file):
+        # Imported here, because a bad file is found before the import of torch would end.
+        from vllm_mp.core.weights.known_gguf import write_model
+
+        _write_special_tokens(reader, folder)
+        write_model(file, family, folder, _report_part)
+    else:
+        _write_model_of_transformers(source, reader, folder)
+    (folder / CONVERTED_FILE).write_text(f"{source.name}\n")
+    for path in folder.iterdir():
+        # safetensors gives access to the owner only, but several users may share the cache.
+        path.chmod(0o644)
+    _report(1.0)
+
+
+def _write_model_of_transformers(source: Path, reader: gguf.GGUFReader, folder: Path) -> None:
+    """Write the configuration and the weights that transformers makes of the file."""
+    from vllm_mp.core.weights.known_gguf import in_16_bits_if_exact
+
+    architecture = str(reader.fields["general.architecture"].contents())
     try:
         model = _load(source, reader, architecture)
     except OSError:
@@ -110,15 +129,11 @@ def convert(source: Path, folder: Path) -> None:
         raise ValueError(f"architecture {architecture!r}: {text}") from error
     _report(_DEQUANTIZED_AT)
     use_special_tokens_of_file(model, reader)
-    _narrow(model)
+    for parameter in model.parameters():
+        parameter.data = in_16_bits_if_exact(parameter.data)
     model.save_pretrained(folder)
     model.config.dtype = "float32"
     model.config.save_pretrained(folder)
-    (folder / CONVERTED_FILE).write_text(f"{source.name}\n")
-    for path in folder.iterdir():
-        # safetensors gives access to the owner only, but several users may share the cache.
-        path.chmod(0o644)
-    _report(1.0)
 
 
 def convert_tokenizer(source: Path, folder: Path) -> None:
@@ -131,8 +146,7 @@ def convert_tokenizer(source: Path, folder: Path) -> None:
     _reuse_reader(reader)
     folder.mkdir()
     _write_tokenizer(source, reader, folder)
-    special = {"bos_token_id": token_id(reader, "tokenizer.ggml.bos_token_id"), "eos_token_id": end_token_ids(reader)}
-    (folder / "generation_config.json").write_text(json.dumps(special, indent=2))
+    _write_special_tokens(reader, folder)
 
 
 def _write_tokenizer(source: Path, reader: gguf.GGUFReader, folder: Path) -> None:
@@ -144,6 +158,16 @@ def _write_tokenizer(source: Path, reader: gguf.GGUFReader, folder: Path) -> Non
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         (folder / NO_TOKENIZER_FILE).write_text(f"that of {source.name} cannot be used: {text}")
+
+
+def _write_special_tokens(reader: gguf.GGUFReader, folder: Path) -> None:
+    """Write the special tokens of the file as generation_config.json."""
+    ends: Any = end_token_ids(reader)
+    special = {
+        "bos_token_id": token_id(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(special, indent=2))
 
 
 def _load(source: Path, reader: gguf.GGUFReader, architecture: str) -> Any:
@@ -298,28 +322,6 @@ def _announce(reader: gguf.GGUFReader, folder: Path) -> None:
     print(f"plan {needed} {_START_SECONDS + weights / _WEIGHTS_PER_SECOND:.0f}", flush=True)
 
 
-def _rounded(weights: Any) -> Any:
-    """Return the float32 values of `weights`, a NumPy array, rounded to 16 bits."""
-    import torch
-
-    tensor = torch.from_numpy(np.ascontiguousarray(weights))
-    least, most = _FLOAT16_RANGE
-    dtype = torch.float16 if least <= tensor.abs().max() <= most or not tensor.any() else torch.bfloat16
-    return tensor.to(dtype).to(torch.float32).numpy()
-
-
-def _narrow(model: Any) -> None:
-    """Keep each parameter of `model` in 16 bits if they hold its values exactly."""
-    import torch
-
-    for parameter in model.parameters():
-        for dtype in (torch.float16, torch.bfloat16):
-            narrow = parameter.data.to(dtype)
-            if torch.equal(narrow.to(parameter.dtype), parameter.data):
-                parameter.data = narrow
-                break
-
-
 def _reuse_reader(reader: gguf.GGUFReader) -> None:
     """Let transformers reuse this reader and one table of tensor names.
 
@@ -329,11 +331,17 @@ def _reuse_reader(reader: gguf.GGUFReader) -> None:
     done = 0
 
     def dequantize_and_report(data: Any, kind: Any) -> Any:
+        import torch
+
+        from vllm_mp.core.weights.known_gguf import rounded_to_16_bits
+
         nonlocal done
         done += 1
-        _report(_LOADED_AT + (_DEQUANTIZED_AT - _LOADED_AT) * min(done / len(reader.tensors), 1.0))
+        _report_part(min(done / len(reader.tensors), 1.0))
         weights = dequantize(data, kind)
-        return weights if kind in _EXACT_KINDS else _rounded(weights)
+        if kind in _EXACT_KINDS:
+            return weights
+        return rounded_to_16_bits(torch.from_numpy(np.ascontiguousarray(weights))).to(torch.float32).numpy()
 
     gguf.GGUFReader = lambda *_args, **_options: reader
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
@@ -349,6 +357,11 @@ def use_special_tokens_of_file(model: Any, reader: gguf.GGUFReader) -> None:
         known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         if not set(ends) <= set(known):
             config.eos_token_id = ends[0] if len(ends) == 1 else ends
+
+
+def _report_part(fraction: float) -> None:
+    """Report that this fraction of the weights is read."""
+    _report(_LOADED_AT + (_DEQUANTIZED_AT - _LOADED_AT) * fraction)
 
 
 def _report(fraction: float) -> None:

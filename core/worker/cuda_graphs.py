@@ -24,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 _CAPTURE_TIME_S = 60.0
 """After this time no further shape is captured; steps of the missing shapes are padded to the next captured one."""
+_FIRST_SIZES = {True: (1, 16), False: (64,)}
+"""By `only_decodes`, the numbers of tokens of the graphs that a start captures, beside the largest.
+
+Steps of up to 16 rows never run in a larger graph, because their products have a kernel of their own.
+"""
 _FAILED, _STOPS, _GOES_ON = range(3)
 """What a rank votes before a capture; the lowest vote counts."""
 
@@ -82,6 +87,21 @@ def batch_sizes(config: VllmConfig) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
+def first_shapes(shapes: Sequence[StepShape]) -> list[StepShape]:
+    """Return those of `shapes` that the first steps need, in the order of `shapes`.
+
+    The largest of either kind is among them: every step that has a graph fits into one of these, and graphs that are
+    captured later reuse the memory of the largest.
+    """
+    chosen = set()
+    for only_decodes, sizes in _FIRST_SIZES.items():
+        of_kind = sorted(shape for shape in shapes if shape.only_decodes == only_decodes)
+        chosen.update(of_kind[-1:])
+        for size in sizes:
+            chosen.update([shape for shape in of_kind if shape.num_tokens <= size][-1:])
+    return [shape for shape in shapes if shape in chosen]
+
+
 class StepGraphs:
     """Graphs of a model's steps, with the buffers that they read."""
 
@@ -101,7 +121,11 @@ class StepGraphs:
         self._adapter_replays: dict[StepShape, Callable[[], Tensor]] = {}
         """The same for steps with adapters; {} without `has_adapters`."""
         self._ascending: dict[bool, list[StepShape]] = {True: [], False: []}
-        """The captured shapes by `only_decodes`, ascending."""
+        """The captured shapes, and those to be captured late, by `only_decodes`, ascending."""
+        self.late: list[StepShape] = []
+        """The shapes that are still to be captured by `capture_late`."""
+        self.missing: StepShape | None = None
+        """The shape of `late` in which the latest step of `shape_of` would have been padded less."""
 
     @property
     def num_graphs(self) -> int:
@@ -113,8 +137,11 @@ class StepGraphs:
         capture: Capture,
         beat: Callable[[], None],
         group: RankGroup = ALONE,
+        late: Sequence[StepShape] = (),
     ) -> None:
         """Capture graphs for `shapes`, as many as the time allows, in their order, as later ones reuse memory.
+
+        The shapes `late` are left to `capture_late`; they must be no larger than the largest of `shapes`.
 
         All ranks of `group` must call it together; they have graphs for the same shapes afterwards. Writes to the
         padding block only. `beat` is called before each capture. If steps with prefills cannot be captured, only those
@@ -122,6 +149,7 @@ class StepGraphs:
         DeviceError if the device has failed.
         """
         self._allocate(max(shape.num_tokens for shape in shapes), max(shape.num_rows for shape in shapes))
+        self.late, self.missing = list(late), None
         ops.copy_step(self._buffers, self._buffers, 0)  # compiles it before the first step
         self._replays.clear()
         self._adapter_replays.clear()
@@ -137,7 +165,38 @@ class StepGraphs:
                 for shape in of_kind:
                     self._replays.pop(shape, None)
                     self._adapter_replays.pop(shape, None)
-            self._ascending[only_decodes] = sorted(shape for shape in of_kind if shape in self._replays)
+                self.late = [shape for shape in self.late if shape.only_decodes]
+            of_kind += [shape for shape in self.late if shape.only_decodes == only_decodes]
+            self._ascending[only_decodes] = sorted(s for s in of_kind if s in self._replays or s in self.late)
+
+    def capture_late(self, shape: StepShape, capture: Capture) -> None:
+        """Capture the graph of `shape`, one of `late`, while no step is pending; `capture` must be that of the start.
+
+        Writes to the padding block only. Raises CaptureError, and DeviceError if the device has failed.
+        """
+        try:
+            self._add(shape, capture)
+        except DeviceError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"steps of {shape}: {error}") from error
+        self.late.remove(shape)
+        self.missing = None
+
+    def give_up_late(self) -> None:
+        """Capture no more shapes; steps run in those that are captured."""
+        self.late, self.missing = [], None
+        for only_decodes, shapes in self._ascending.items():
+            self._ascending[only_decodes] = [shape for shape in shapes if shape in self._replays]
+
+    def _add(self, shape: StepShape, capture: Capture) -> None:
+        """Capture the graphs of `shape`, whose computation before the capture gets a step without rows."""
+        for column in self._buffers:
+            if column is not None:
+                column.zero_()  # the latest step left the cells of live requests in them
+        if self._has_adapters:
+            self._adapter_replays[shape] = capture(self._computation(shape, adapters=True))
+        self._replays[shape] = capture(self._computation(shape))
 
     def _allocate(self, num_tokens: int, num_rows: int) -> None:
         def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -151,7 +210,7 @@ class StepGraphs:
             seq_lens=buffer(num_rows, dtype=torch.int32),
             block_table=buffer(num_rows, self._max_blocks, dtype=torch.int32),
             adapter_slots=buffer(num_tokens, dtype=torch.int32) if self._has_adapters else None,
-            decode_lens=buffer(num_rows, dtype=torch.int32),
+            row_counts=buffer(2, dtype=torch.int32),
         )
 
     def _capture_all(
@@ -182,9 +241,7 @@ class StepGraphs:
                 )
                 return
             try:
-                if self._has_adapters:
-                    self._adapter_replays[shape] = capture(self._computation(shape, adapters=True))
-                self._replays[shape] = capture(self._computation(shape))
+                self._add(shape, capture)
             except DeviceError:
                 raise
             except Exception as error:
@@ -194,18 +251,20 @@ class StepGraphs:
             raise CaptureError("another rank cannot capture them")
 
     def shape_of(self, step: ScheduledStep) -> StepShape | None:
-        """Return the smallest captured shape that can compute `step`; None if there is none."""
+        """Return the smallest captured shape that can compute `step`; None if there is none.
+
+        Sets `missing`.
+        """
         num_rows, num_tokens = len(step.rows), int(step.counts.sum())
         kinds = (True, False) if step.num_decodes == num_rows else (False,)
-        return next(
-            (
-                shape
-                for only_decodes in kinds
-                for shape in self._ascending[only_decodes]
-                if num_tokens <= shape.num_tokens and num_rows <= shape.num_rows
-            ),
-            None,
-        )
+        self.missing = None
+        for only_decodes in kinds:
+            for shape in self._ascending[only_decodes]:
+                if num_tokens <= shape.num_tokens and num_rows <= shape.num_rows:
+                    if shape in self._replays:
+                        return shape
+                    self.missing = self.missing or shape
+        return None
 
     def run(
         self,
@@ -237,7 +296,6 @@ class StepGraphs:
     def _buffers_of(self, shape: StepShape) -> StepColumns:
         """Return the parts of the buffers that the graph of `shape` reads."""
         columns, num_tokens, num_rows = self._buffers, shape.num_tokens, shape.num_rows
-        assert columns.decode_lens is not None
         return StepColumns(
             columns.input_ids[:num_tokens],
             columns.positions[:num_tokens],
@@ -246,7 +304,7 @@ class StepGraphs:
             columns.seq_lens[:num_rows],
             columns.block_table[:num_rows],
             None if columns.adapter_slots is None else columns.adapter_slots[:num_tokens],
-            columns.decode_lens[:num_rows],
+            columns.row_counts,
         )
 
     def _computation(self, shape: StepShape, *, adapters: bool = False) -> Callable[[], Tensor]:
@@ -263,7 +321,7 @@ class StepGraphs:
             max_seq_len=self._max_model_len,
             isolates=not shape.only_decodes,
             adapter_slots=columns.adapter_slots if adapters else None,
-            decode_lens=None if shape.only_decodes else columns.decode_lens,
+            row_counts=None if shape.only_decodes else columns.row_counts,
         )
         return lambda: self._forward(columns.input_ids, columns.positions, metadata)
 

@@ -27,19 +27,18 @@ _FLOAT8_CAPABILITY = (8, 9)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def prepare_device(config: VllmConfig, rank: int = 0) -> tuple[torch.device, torch.dtype]:
-    """Return the device of a rank and the dtype of weights and activations; complete `config` for them.
+def prepare_device(config: VllmConfig, rank: int = 0) -> tuple[torch.device, torch.dtype, int]:
+    """Return the device of a rank, the dtype of weights and activations, and the number of threads; complete `config`.
 
-    It also limits the CPUs and the threads of this process. Raises ValueError if the device or the CPUs cannot be used
-    as the configuration asks.
+    It also limits the CPUs of this process; the caller limits the threads. Raises ValueError if the device or the CPUs
+    cannot be used as the configuration asks.
     """
     device = choose_device(config, rank)
     check_float8(config, device)
     dtype = choose_dtype(config, device)
     choose_step_size(config, device)
     choose_overlap(config, device)
-    set_threads(config, rank)
-    return device, dtype
+    return device, dtype, choose_threads(config, rank)
 
 
 def choose_device(config: VllmConfig, rank: int = 0) -> torch.device:
@@ -57,6 +56,11 @@ def choose_device(config: VllmConfig, rank: int = 0) -> torch.device:
     config.device_config.device = "cuda" if wanted == "auto" and has_cuda else wanted.replace("auto", "cpu")
     if config.device_config.device == "cpu":
         return torch.device("cpu")
+    if config.cache_config.prefix_cache_file is not None:
+        raise ValueError(
+            f"prefix_cache_file={config.cache_config.prefix_cache_file!r} is served on CPUs only, but the device is a "
+            "GPU; leave it out, or set device='cpu'"
+        )
     parallel, num_devices = config.parallel_config, torch.cuda.device_count()
     num_ranks = parallel.ranks_per_node
     index = parallel.data_parallel_rank * num_ranks + rank % num_ranks
@@ -127,11 +131,13 @@ def choose_step_size(config: VllmConfig, device: torch.device) -> None:
 def choose_overlap(config: VllmConfig, device: torch.device) -> None:
     """Choose whether a step is launched before the tokens of the step before are known, unless it is given.
 
-    It is if the host is not the device, except in a pipeline, whose steps overlap in another way.
+    It is if the host is not the device, except in a pipeline, whose steps overlap in another way, and with drafts,
+    which follow known tokens.
     """
     scheduler = config.scheduler_config
     if scheduler.async_scheduling is None:
-        scheduler.async_scheduling = device.type != "cpu" and config.parallel_config.pipeline_parallel_size == 1
+        is_alone = config.parallel_config.pipeline_parallel_size == 1 and config.speculative_config is None
+        scheduler.async_scheduling = device.type != "cpu" and is_alone
 
 
 def choose_attention(
@@ -148,8 +154,8 @@ def choose_attention(
     return backend
 
 
-def set_threads(config: VllmConfig, rank: int = 0) -> None:
-    """Bind this process to the configured CPUs, and give the CPU kernels the configured or default number of threads.
+def choose_threads(config: VllmConfig, rank: int = 0) -> int:
+    """Bind this process to the configured CPUs, and return the configured or default number of threads.
 
     Of several ranks on the CPUs of a machine, each gets its share of both. Raises ValueError if the process may not use
     the CPUs.
@@ -161,10 +167,10 @@ def set_threads(config: VllmConfig, rank: int = 0) -> None:
     if num_ranks > 1:
         cpus = bind_to(cpu_share(cpus, rank % num_ranks, num_ranks))
         num_threads = max(1, num_threads // num_ranks)
-    torch.set_num_threads(num_threads)
     place = "" if device.device == "cpu" else f"on {_describe_gpu(torch.cuda.current_device())} "
     where = config.parallel_config.data_parallel_rank, rank
     logger.info("core %d, rank %d: computing %swith %d threads on %s", *where, place, num_threads, describe(cpus))
+    return num_threads
 
 
 def _describe_gpu(index: int) -> str:

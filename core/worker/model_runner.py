@@ -5,9 +5,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_mp.config import VllmConfig
@@ -15,10 +17,16 @@ from vllm_mp.core.collectives.group import ALONE, RankGroup
 from vllm_mp.core.collectives.pipeline import Pipeline
 from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
+from vllm_mp.core.scheduler.cache.prefix_reader import PrefixReader
+from vllm_mp.core.scheduler.cache.seal_table import SealTable
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import OutputHandle, ScheduledStep
+from vllm_mp.core.start_times import StartTimes
+from vllm_mp.core.weights.digest import model_digest
 from vllm_mp.core.worker.cuda_graphs import Capture
 from vllm_mp.core.worker.leader import Leader
+from vllm_mp.core.worker.memory.kept_memory import kept_memory
+from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.model_memory import ModelMemory
 from vllm_mp.core.worker.memory.plan import cache_blocks
 from vllm_mp.core.worker.pending_output import PendingOutput
@@ -31,9 +39,11 @@ from vllm_mp.core.worker.staged_output import StagedOutput, returns_all
 from vllm_mp.core.worker.staged_steps import StagedSteps
 from vllm_mp.core.worker.step_embeds import StepEmbeds, step_embeds
 from vllm_mp.core.worker.step_inputs import StepRows, step_inputs, token_types
-from vllm_mp.core.worker.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMessage, sampled_indices
+from vllm_mp.core.worker.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMessage
+from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -55,6 +65,10 @@ class ModelRunner:
         group: RankGroup = ALONE,
         leader: Leader | None = None,
         pipeline: Pipeline | None = None,
+        take_turn: Callable[[], KeptCache | None] = lambda: None,
+        captures_late: bool = False,
+        times: StartTimes | None = None,
+        loaded: LoadedModel | None = None,
     ) -> None:
         """Load the model, measure the memory that steps take, allocate the KV cache and capture small steps.
 
@@ -62,11 +76,16 @@ class ModelRunner:
         a long step can be told from one that hangs. `make_capture` says how steps are captured; the default is
         CUDA graphs, if device and kernels allow it. In a `group` of several ranks the runner holds its rank's share of
         the model; the runner of rank 0 has a `leader`, and the others call `follow`. In a `pipeline` it has the layers
-        of its stage, and `group` is that of the stage.
+        of its stage, and `group` is that of the stage. `take_turn` is called when the weights are there; on rank 0 it
+        waits for the end of a core from which this one takes over. It returns where the KV cache lies, which may be
+        that of an earlier core; None: it ends with this process. With `captures_late` the start captures only the
+        graphs that the first steps need; the caller has the others captured by `memory.late_captures`. `times` gets the
+        parts of this start. `loaded` is the model if it was loaded before.
 
         Raises ValueError for weights that are missing or do not fit, and if the cache has no space.
         """
         scheduler_config = config.scheduler_config
+        times = times or StartTimes()
         self._config = config
         self._device = device
         self._dtype = dtype
@@ -81,31 +100,75 @@ class ModelRunner:
         self._staged: StagedSteps | None = None
         if pipeline is not None:
             self._staged = StagedSteps(pipeline, self._hidden_size, dtype, self._to_device, self._compute_checked)
+        self._host_stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        """The stream in which results are copied to the host; None if the device is the host."""
         self._pooler = Pooler(architecture.class_activation)
         self._has_classes = architecture.num_classes > 0
         self._has_token_types = getattr(architecture, "num_token_types", 0) > 1
         self._nan_check_required = False
         """Attention isolates values that are not finite only if it is asked to, so the host must look for them."""
         self._latest: Tensor | None = None
-        """Int64 [max_num_seqs] on the device: the latest sampled token of each row; None if no step reads it."""
+        """Int64 [n] on the device: the tokens that were sampled last; None if no step reads them.
+
+        All ranks have `max_num_seqs` elements, because those that do not sample must know the number.
+        """
         if scheduler_config.async_scheduling:
             self._latest = torch.zeros(scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
         self.memory = ModelMemory(
-            config, device, dtype, progress or (lambda _: None), beat, make_capture, group, self._stage
+            config,
+            device,
+            dtype,
+            progress or (lambda _: None),
+            beat,
+            make_capture,
+            group,
+            self._stage,
+            captures_late,
+            loaded,
         )
-        needs_profile = device.type == "cuda" and not architecture.is_encoder
-        graph_bytes = self._profile() if needs_profile else 0
-        num_blocks = cache_blocks(config, device, self.memory.token_bytes(), graph_bytes)
-        config.cache_config.num_blocks = self._all_ranks.minimum(num_blocks)
-        self.memory.allocate_cache(config.cache_config.num_blocks)
+        self.digest = model_digest(config.model_config) if loaded is None else loaded.digest
+        times.end("weights")
+        graph_bytes = self._profile() if device.type == "cuda" else 0
+        times.end("largest steps")
+        kept_cache = take_turn()
+        # The other ranks wait here for the turn of rank 0, which alone knows what may be adopted.
+        adopts = self._all_ranks.minimum(int(kept_cache is not None and kept_cache.adopts))
+        if kept_cache is not None:
+            kept_cache = msgspec.structs.replace(kept_cache, adopts=bool(adopts))
+        self.memory.keep_cache(kept_memory(kept_cache, self._all_ranks.rank, device.type))
+        times.end("turn")
+        num_blocks = self._all_ranks.minimum(self.memory.num_kept_blocks(self.digest))
+        self._adopts = num_blocks > 0
+        """All ranks have the KV cache of an earlier core."""
+        if not self._adopts:
+            num_blocks = self._all_ranks.minimum(cache_blocks(config, device, self.memory.token_bytes(), graph_bytes))
+        config.cache_config.num_blocks = num_blocks
+        self.memory.allocate_cache(num_blocks)
         self._nan_check_required = not self.memory.attention.isolates
+        times.end("KV cache")
         self.memory.make_graphs()
+        times.end("graphs")
         self._leader = leader
 
     @property
     def _stage(self) -> tuple[int, int]:
         """The stage of this rank, and the number of stages."""
         return (0, 1) if self._pipeline is None else (self._pipeline.stage, self._pipeline.num_stages)
+
+    def seal_table(self) -> SealTable | None:
+        """Return the table of what the blocks of the KV cache hold; None if the cache ends with this process."""
+        if self.memory.kept is None:
+            return None
+        table = self.memory.kept.table()
+        if not self._adopts:
+            table.clear()
+        return table
+
+    def prefix_reader(self) -> PrefixReader | None:
+        """Return what reads the prefix cache file; None if there is none. Raises ValueError if it is too small."""
+        if self.memory.kept is None:
+            return None
+        return self.memory.kept.prefix_reader(self._config.cache_config.prefix_cache_file_bytes, self._beat)
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> OutputHandle:
@@ -118,11 +181,10 @@ class ModelRunner:
         if self._staged is not None:
             return self._launch_stage(self._staged, step, batch, sampler, embeds)
         firsts = batch.num_computed_tokens[step.rows]
-        num_tokens = (firsts + step.counts)[step.samples]
         checks = self._nan_check_required and step.num_decodes < len(step.rows)
         announced = NO_LOGITS
         if self._leader is not None:
-            announced = NO_LOGITS if checks else self._sampling_of(step, batch, sampler, num_tokens)
+            announced = NO_LOGITS if checks else self._sampling_of(step, batch, sampler, firsts)
             self._leader.step(step, batch, announced, False, embeds)
         hidden = self._compute(step, batch, embeds)
         if checks and not hidden.sum(dtype=torch.float32).isfinite():
@@ -176,15 +238,16 @@ class ModelRunner:
         """Return the output of `step`, which is not sampled yet.
 
         `firsts` [num_rows] counts the tokens that were computed before it. `hidden` are the hidden states of all
-        tokens, or in a pipeline of the rows that are sampled if no others are needed. `announced` as for `_sample`.
+        tokens, or in a pipeline of those after which tokens are chosen if no others are needed. `announced` as for
+        `_sample`.
         """
-        copies = HostCopies(self._device)
-        num_tokens = (firsts + step.counts)[step.samples]
+        copies = HostCopies(self._host_stream)
+        choices = step.choices(firsts)
         classify = self.memory.model.classify if self._has_classes else None
         vectors = self._pooler.pool(hidden, step, batch, copies.take, classify, firsts)
         vocab_size = self._config.model_config.architecture.vocab_size
         prompts = prompt_logprobs(step, batch, hidden, self._range_logits, vocab_size, copies.take, firsts)
-        sample = functools.partial(self._sample, hidden, step, num_tokens, batch, sampler, copies, announced)
+        sample = functools.partial(self._sample, hidden, step, choices, batch, sampler, copies, announced)
         return PendingOutput(sample, prompts, vectors, copies)
 
     @torch.inference_mode()
@@ -200,7 +263,7 @@ class ModelRunner:
             return self._staged.run(step, rows, embeds, message.returns_all)
         hidden = self._compute(step, rows, embeds, message.isolates)
         if message.sampling != NO_LOGITS:
-            self.follow_logits(hidden, message.sampling, sampled_indices(step))
+            self.follow_logits(hidden, message.sampling, step.chosen_indices())
         return hidden
 
     @torch.inference_mode()
@@ -269,37 +332,35 @@ class ModelRunner:
         hidden: Tensor = self.memory.model(input_ids, positions, self.memory.kv_caches, metadata, *inputs)
         return hidden
 
-    def latest_token(self, row: int) -> int:
-        """Return the latest sampled token of `row`; wait for the device, which may not have sampled it yet."""
+    def latest_token(self, index: int) -> int:
+        """Return token `index` of those that were sampled last; wait for the device, which may not have them yet."""
         assert self._latest is not None, "without async_scheduling no step reads it"
-        return int(self._latest[row])
+        return max(0, int(self._latest[index]))
 
     def _sample(
         self,
         hidden: Tensor,
         step: ScheduledStep,
-        num_tokens: Counts,
+        choices: tuple[Rows, Counts],
         batch: Batch,
         sampler: Sampler,
         copies: HostCopies,
         announced: int,
     ) -> tuple[Tensor, Callable[[], list[Owned]]]:
-        """Return the tokens [num_sampled], under way to the host, and a function for their log-probabilities.
+        """Return the tokens [num_chosen], under way to the host, and a function for their log-probabilities.
 
-        `num_tokens` [num_sampled] counts the tokens of each row before the token that is sampled. `announced` is what
-        the other ranks were told to compute of the logits.
+        `choices` are those of the step. `announced` is what the other ranks were told to compute of the logits.
         """
-        if not step.samples.any():
+        rows, num_tokens = choices
+        if not len(rows):
             return _NO_TOKENS, list
-        rows = step.rows[step.samples]
-        indices = np.arange(len(rows)) if len(rows) == len(hidden) else sampled_indices(step)
+        indices = np.arange(len(rows)) if len(rows) == len(hidden) else step.chosen_indices()
         leader = self._logits_leader
         if leader is not None and announced == NO_LOGITS:
             announced = self._sampling(rows, batch, sampler, num_tokens)
             leader.logits(announced, indices)
-        sampled_rows, of_rows = self._all_to_device([rows, indices])
         if len(rows) < len(hidden):
-            hidden = hidden[of_rows]
+            hidden = hidden[self._to_device(indices)]
         vocab_size = self._config.model_config.architecture.vocab_size
         if announced == ARGMAX or (leader is None and self._is_argmax(rows, batch, sampler, num_tokens)):
             self._beat()
@@ -308,12 +369,14 @@ class ModelRunner:
             messages: Callable[[], list[Owned]] = list
         else:
             logits = self._compute_logits(hidden)
-            logprobs = StepLogprobs(logits, batch, rows, num_tokens)
+            logprobs = StepLogprobs(logits, batch, rows, num_tokens, step)
             tokens = sampler.sample(logits, rows, num_tokens)
             messages = logprobs.messages(tokens, copies.take)
         if self._latest is not None:
             # A row that got no token continues with token 0 until its end is processed; that output is discarded.
-            self._latest.index_copy_(0, sampled_rows, tokens.clamp(min=0))
+            assert step.drafts is None, "the next step reads one token of each row"
+            missing = 0 if self._group.size == 1 else self._config.scheduler_config.max_num_seqs - len(tokens)
+            self._latest = F.pad(tokens, (0, missing)) if missing else tokens
         return copies.take(tokens), messages
 
     @property
@@ -321,9 +384,12 @@ class ModelRunner:
         """What tells the ranks that share the head of the model; None if this rank has all of it."""
         return self._leader if self._group.size > 1 else None
 
-    def _sampling_of(self, step: ScheduledStep, batch: Batch, sampler: Sampler, num_tokens: Counts) -> int:
-        """Return what the other ranks can be told at the launch of `step` to compute of its logits."""
-        rows = step.rows[step.samples]
+    def _sampling_of(self, step: ScheduledStep, batch: Batch, sampler: Sampler, num_computed: Counts) -> int:
+        """Return what the other ranks can be told at the launch of `step` to compute of its logits.
+
+        `num_computed` [num_rows] counts the tokens that were computed before it.
+        """
+        rows, num_tokens = step.choices(num_computed)
         if step.samples_after_update or not len(rows) or (batch.num_prompt_logprobs[step.rows] >= 0).any():
             return NO_LOGITS
         return self._sampling(rows, batch, sampler, num_tokens)
@@ -356,10 +422,17 @@ class ModelRunner:
     def _profile(self) -> int:
         """Run the largest prefill, decodes and the largest draw once; return the bytes that graphs will take.
 
-        torch records their peak of memory, for which the cache leaves room (`cache_blocks`). They also load and
-        compile the kernels before the first steps need them.
+        A model that generates no tokens makes vectors instead, an encoder without decodes. torch records their peak of
+        memory, for which the cache leaves room (`cache_blocks`). They also load and compile the kernels before the
+        first steps need them.
         """
         scheduler, model = self._config.scheduler_config, self._config.model_config
+        generates, is_encoder = "generate" in model.supported_tasks, model.architecture.is_encoder
+        params: SamplingParams | PoolingParams = SamplingParams()
+        if not generates:
+            params = PoolingParams(
+                pooling_type="last", normalize=False, task="classify" if self._has_classes else "embed"
+            )
         block_size = self._config.cache_config.block_size
         num_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * model.max_model_len)
         num_rows = -(-num_tokens // model.max_model_len)
@@ -369,33 +442,62 @@ class ModelRunner:
         blocks = np.arange(1, num_rows * num_blocks + 1, dtype=np.int32).reshape(num_rows, num_blocks)
         for slot in range(num_rows):
             prompt = np.zeros(count, np.int32)
-            request = Request(0, slot, "profile", SamplingParams(), prompt, count, count + 1, (0, slot))
+            request = Request(0, slot, "profile", params, prompt, count, count + 1, (0, slot))
             batch.add(request, blocks[slot])
         self.memory.allocate_cache(blocks.size + 1)
-        num_samples = num_rows if model.architecture.has_head else 0
-        for num_computed in (0, count - 1):
+        for num_computed in (0,) if is_encoder else (0, count - 1):
             batch.num_computed_tokens[:] = num_computed
             counts = np.full(num_rows, count - num_computed)
-            step = ScheduledStep.of(batch, batch.order, counts, num_samples if num_computed else 0)
+            step = ScheduledStep.of(batch, batch.order, counts, num_rows if num_computed else 0)
             if self._pipeline is None:
                 self.launch(step, batch, Sampler(batch, self._device)).wait()
             else:
                 self._profile_stage(self._pipeline, step, batch)
+        self._compile_steps(None if is_encoder else step, batch)
         graph_bytes = self.memory.graph_bytes()
         self.memory.kv_caches = []
         if self._latest is not None:
-            ops.fill_awaited(self._latest, self._latest)  # no id in it is negative
-        profile_sampler(self._config, self._dtype, self._device)
+            ops.fill_awaited(self._latest, self._latest)  # compiles it
+        if generates:
+            profile_sampler(self._config, self._dtype, self._device)
         torch.cuda.synchronize(self._device)
         return graph_bytes
 
     @torch.inference_mode()
+    def _compile_steps(self, decodes: ScheduledStep | None, batch: Batch) -> None:
+        """Compute steps of other sizes than the largest, and `decodes`, with all kernels that a step may need.
+
+        Graphs need fewer kernels for decodes, and steps that are not captured need the same as graphs. An encoder has
+        no `decodes`.
+        """
+
+        def compute(step: ScheduledStep, **changes: Any) -> None:
+            block_size = self._config.cache_config.block_size
+            input_ids, positions, metadata = step_inputs(step, batch, block_size, self._all_to_device)
+            self._forward(input_ids, positions, metadata._replace(**changes), None, self._received_of(step))
+
+        if decodes is not None:
+            for splits in self.memory.attention.decode_splits:
+                # The context bounds the number of parts from below.
+                compute(decodes, decode_splits=splits, max_seq_len=1)
+        batch.num_computed_tokens[:] = 0
+        for size in ops.PRODUCT_SIZES:
+            count = min(size, int(batch.num_tokens[0]))
+            step = ScheduledStep.of(batch, batch.order[:1], np.array([count]), 0)
+            compute(step)
+            if self.memory.adapters is not None:
+                compute(step, adapter_slots=torch.full((count,), -1, dtype=torch.int32, device=self._device))
+
+    def _received_of(self, step: ScheduledStep) -> Tensor | None:
+        """Return a stand-in for what the stage before gives to `step`; None in the first stage."""
+        if self._pipeline is None or self._pipeline.is_first:
+            return None
+        shape = (int(step.counts.sum()), self._hidden_size)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+    @torch.inference_mode()
     def _profile_stage(self, pipeline: Pipeline, step: ScheduledStep, batch: Batch) -> None:
         """Compute a step without other stages."""
-        received = None
-        if not pipeline.is_first:
-            shape = (int(step.counts.sum()), self._hidden_size)
-            received = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        hidden = self._compute(step, batch, None, received=received)
+        hidden = self._compute(step, batch, None, received=self._received_of(step))
         if pipeline.is_first and self._config.model_config.architecture.has_head:
             self.memory.model.compute_logits(hidden[-len(step.rows) :])

@@ -21,7 +21,7 @@ class PendingOutput:
         vectors: Callable[[], list[Vector]],
         copies: HostCopies,
     ) -> None:
-        """`sample` returns the tokens [num_sampled], under way to the host, and a function for their log-probabilities.
+        """`sample` returns the tokens [num_chosen], under way to the host, and a function for their log-probabilities.
 
         All results can be read once `copies` are complete.
         """

@@ -14,7 +14,8 @@ from vllm_mp.core.worker.pending_output import PendingOutput
 Finish = Callable[[ScheduledStep, Counts, Tensor], PendingOutput]
 """Returns the output of a step, from the number of tokens [num_rows] that were computed before it, and hidden states.
 
-These are [num_tokens, hidden_size], or with `returns_all=False` [num_sampled, hidden_size] of the rows that it samples.
+These are [num_tokens, hidden_size], or with `returns_all=False` [num_chosen, hidden_size] of the tokens after which one
+is chosen.
 """
 
 
@@ -54,11 +55,11 @@ class StagedOutput:
     def wait(self) -> ModelOutput:
         """Wait for the hidden states of the step, sample the rows that still have their requests, and return all."""
         step, live = self._step, self._live()
-        is_kept = np.repeat(live, step.counts) if self._needs_all else live[step.samples]
+        is_kept = np.repeat(live, step.counts) if self._needs_all else live[step.samples].repeat(step.num_choices)
         hidden = self._take(np.flatnonzero(is_kept))
         if not live.any():
             return _spread(ModelOutput(np.zeros(0, np.int64)), step, live)
-        own = step if live.all() else _of_rows(step, live)
+        own = step if live.all() else step.of_rows(live)
         output = self._finish(own, self._firsts[live], hidden)
         output.sample()
         return _spread(output.wait(), step, live)
@@ -70,23 +71,13 @@ class StagedOutput:
         return live
 
 
-def _of_rows(step: ScheduledStep, live: Mask) -> ScheduledStep:
-    """Return `step` with the rows that `live` [num_rows] marks."""
-    return step._replace(
-        rows=step.rows[live],
-        counts=step.counts[live],
-        num_decodes=int(live[: step.num_decodes].sum()),
-        samples=step.samples[live],
-        pools=step.pools[live],
-    )
-
-
 def _spread(output: ModelOutput, step: ScheduledStep, live: Mask) -> ModelOutput:
     """Return the output of the `live` rows as one of all rows; what the others get is discarded."""
     if live.all():
         return output
-    tokens = np.zeros(int(step.samples.sum()), np.int64)
-    tokens[live[step.samples]] = output.tokens
+    is_live = live[step.samples].repeat(step.num_choices)
+    tokens = np.zeros(len(is_live), np.int64)
+    tokens[is_live] = output.tokens
     vectors = iter(output.vectors)
     nothing: Vector = np.zeros(0, np.float32)
     return output._replace(

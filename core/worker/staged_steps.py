@@ -13,7 +13,6 @@ from vllm_mp.core.collectives.pipeline import Pipeline
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.step_embeds import StepEmbeds
 from vllm_mp.core.worker.step_inputs import StepRows
-from vllm_mp.core.worker.step_message import sampled_indices
 
 Compute = Callable[[ScheduledStep, StepRows, StepEmbeds | None, Tensor | None], Tensor]
 """Computes the layers of the stage, from what the stage before has sent (None in the first stage)."""
@@ -42,16 +41,16 @@ class StagedSteps:
     def run(self, step: ScheduledStep, rows: StepRows, embeds: StepEmbeds | None, needs_all: bool) -> Tensor:
         """Compute the layers of this stage for `step`, send the hidden states on, and return them.
 
-        The last stage sends those of the rows that are sampled, or with `needs_all` those of all tokens.
+        The last stage sends those after which tokens are chosen, or with `needs_all` those of all tokens.
         """
         total = int(step.counts.sum())
         received = None if self._pipeline.is_first else self._expect(total)()
         hidden = self._compute(step, rows, embeds, received)
         if self._pipeline.is_last and not needs_all:
-            hidden = hidden[self._to_device(sampled_indices(step))]
+            hidden = hidden[self._to_device(step.chosen_indices())]
         self._pipeline.send(hidden)
         if self._pipeline.is_first:
-            self._expected.append(self._expect(total if needs_all else int(np.count_nonzero(step.samples))))
+            self._expected.append(self._expect(total if needs_all else int(step.num_choices.sum())))
         return hidden
 
     def take(self, indices: npt.NDArray[np.int64]) -> Tensor:

@@ -32,7 +32,7 @@ def step_inputs(
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
     """Return token ids and positions, int64 [num_tokens] each, and what attention reads, on the device.
 
-    A token that the step awaits (`step.awaits`) has the id -1 - row, for `ops.fill_awaited`.
+    A token that the step awaits (`step.awaits`) has the id -1 - its index in `step.awaited`, for `ops.fill_awaited`.
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
@@ -44,7 +44,7 @@ def step_inputs(
         positions = np.arange(ends[-1]) - np.repeat(ends - counts - computed, counts)
     input_ids = batch.token_ids[row_of, positions].astype(np.int64)
     if len(step.awaits):
-        input_ids[step.awaits] = -1 - rows[step.awaits]
+        input_ids[step.awaits] = -1 - step.awaited
     cells = batch.block_table[row_of, positions // block_size].astype(np.int64) * block_size
     cells += positions % block_size
     seq_lens = computed + counts

@@ -1,7 +1,8 @@
 """A scheduled step as the core sends it to the other ranks, and the rows of the batch as these keep them.
 
 A message holds what `step_inputs` reads of the batch: for each row the tokens of the step, how many were computed
-before, the adapter slot, the position of a second text, and the blocks that the row got since it was last sent.
+before, the adapter slot, the position of a second text, and the blocks that the row got since it was last sent. It also
+says how many tokens are chosen for the row: one, and one more for each draft.
 """
 
 from typing import Final, NamedTuple
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from vllm_mp.core.lora.cached_adapter import NO_SLOT
 from vllm_mp.core.scheduler.batch import Batch, Rows
 from vllm_mp.core.scheduler.step import ScheduledStep
+from vllm_mp.core.speculation.drafts import Drafts
 
 Sampling = int
 """What a rank computes of the logits: one of the three constants below."""
@@ -84,14 +86,15 @@ class StepEncoder:
         flags = sampling | isolates << 2 | returns_all << 3
         head = [len(rows), len(tokens), len(blocks), len(step.awaits), len(indices), step.num_decodes, flags]
         of_rows = batch.adapter_slot[rows], batch.second_text_at[rows]
-        columns = (rows, counts, first_tokens, *of_rows, first_blocks, num_blocks, step.samples)
-        wide = np.concatenate((head, *columns, step.awaits, indices), dtype=_INT64, casting="unsafe")
+        num_choices = step.samples if step.drafts is None else step.samples * (step.drafts.counts + 1)
+        columns = (rows, counts, first_tokens, *of_rows, first_blocks, num_blocks, num_choices)
+        wide = np.concatenate((head, *columns, step.awaits, step.awaited, indices), dtype=_INT64, casting="unsafe")
         return [wide.tobytes(), tokens.tobytes(), blocks.tobytes()]
 
 
 def message_bytes(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> int:
     """Return the most bytes that a step can take, whose rows have up to `max_blocks` blocks."""
-    return 8 * (7 + 9 * max_num_seqs + max_num_batched_tokens) + 4 * (
+    return 8 * (7 + 10 * max_num_seqs + max_num_batched_tokens) + 4 * (
         max_num_batched_tokens + max_num_seqs * max_blocks
     )
 
@@ -104,13 +107,13 @@ def decode_step(data: memoryview, mirror: RowMirror) -> StepMessage:
     try:
         head = np.frombuffer(data, _INT64, 7).tolist()
         num_rows, num_tokens, num_blocks, num_awaits, num_indices, num_decodes, flags = head
-        wide = np.frombuffer(data, _INT64, 8 * num_rows + num_awaits + num_indices, 56).copy()  # torch wants to write
+        wide = np.frombuffer(data, _INT64, 8 * num_rows + 2 * num_awaits + num_indices, 56).copy()  # torch writes
         at = 56 + wide.nbytes
         tokens = np.frombuffer(data, _INT32, num_tokens, at)
         blocks = np.frombuffer(data, _INT32, num_blocks, at + tokens.nbytes)
         columns = wide[: 8 * num_rows].reshape(8, num_rows)
-        rows, counts, first_tokens, adapter_slot, second_text_at, first_blocks, block_counts, samples = columns
-        awaits, indices = wide[8 * num_rows :][:num_awaits], wide[8 * num_rows + num_awaits :]
+        rows, counts, first_tokens, adapter_slot, second_text_at, first_blocks, block_counts, num_choices = columns
+        awaits, awaited, indices = np.split(wide[8 * num_rows :], [num_awaits, 2 * num_awaits])
         mirror.token_ids[_cells(rows, first_tokens, counts)] = tokens
         mirror.block_table[_cells(rows, first_blocks, block_counts)] = blocks
         mirror.num_computed_tokens[rows] = first_tokens
@@ -119,13 +122,12 @@ def decode_step(data: memoryview, mirror: RowMirror) -> StepMessage:
     except (ValueError, IndexError) as error:
         raise MessageError(f"a step of {len(data)} bytes cannot be decoded: {error}") from error
     is_pooled = np.zeros(num_rows, np.bool_)
-    step = ScheduledStep(rows, counts, num_decodes, samples.astype(np.bool_), is_pooled, awaits)
+    drafts = None
+    if len(num_choices) and num_choices.max() > 1:
+        # The other ranks do not learn which tokens are accepted.
+        drafts = Drafts(np.maximum(num_choices - 1, 0), np.zeros(0, np.int64))
+    step = ScheduledStep(rows, counts, num_decodes, num_choices > 0, is_pooled, awaits, awaited, drafts=drafts)
     return StepMessage(step, flags & 3, bool(flags & 4), bool(flags & 8), indices)
-
-
-def sampled_indices(step: ScheduledStep) -> Rows:
-    """Return the index of the last token of each row that `step` samples, among the tokens of the step."""
-    return (np.cumsum(step.counts) - 1)[step.samples]
 
 
 def _cells(rows: Rows, firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> tuple[Rows, Rows]:

@@ -4,12 +4,14 @@ import asyncio
 import errno
 import os
 import signal
+import threading
 import time
 
 import psutil
 import pytest
 
 from vllm_mp import EngineDeadError, EngineError, SamplingParams
+from vllm_mp.client.cores.sources.launcher import CoreLauncher
 from vllm_mp.testing.engines import answer, eventually, greedy
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
@@ -124,7 +126,7 @@ def test_core_without_progress_is_ended_after_the_timeout(make_small_engine):
         streams = await start_streams(engine, 2)
         os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGSTOP)
         for stream in streams:
-            with pytest.raises(EngineDeadError, match=r"no progress for 0\.5 s"):
+            with pytest.raises(EngineDeadError, match=r"no progress for 0\.\d+ s"):
                 await asyncio.wait_for(drain(stream), 20)
 
     asyncio.run(run())
@@ -134,6 +136,8 @@ def test_core_without_progress_is_ended_after_the_timeout(make_small_engine):
 def test_health_check_fails_in_bounded_time_while_the_core_restarts(make_small_engine, monkeypatch):
     monkeypatch.setattr("vllm_mp.client.cores.core_group._PING_TIMEOUT_S", 0.05)
     engine = make_small_engine()
+    begin, may_begin = CoreLauncher.begin, threading.Event()
+    monkeypatch.setattr(CoreLauncher, "begin", lambda launcher: may_begin.wait(60) and begin(launcher))
 
     async def run():
         await engine.core_status()
@@ -148,6 +152,7 @@ def test_health_check_fails_in_bounded_time_while_the_core_restarts(make_small_e
 
         await eventually(next_core_is_awaited)
         assert not engine.errored
+        may_begin.set()
 
         async def is_healthy():
             try:

@@ -10,11 +10,11 @@ import time
 from typing import NamedTuple
 
 import msgspec
-import psutil
 import pytest
 
 from vllm_mp import AsyncEngineArgs, EngineStartError, SamplingParams, wire
 from vllm_mp.client.cores.connection import CoreConnection
+from vllm_mp.client.cores.sources.held_address import listen_at
 from vllm_mp.core_link.core_launch import CoreLaunch
 from vllm_mp.core_link.core_status import CoreState
 from vllm_mp.core_link.status_page import StatusPage
@@ -96,10 +96,10 @@ class Core(NamedTuple):
 
 
 @contextlib.contextmanager
-def core_process(output, before="", wrapper=(), arguments=(), popen=subprocess.Popen):
+def core_process(output, before="", wrapper=(), popen=subprocess.Popen, inherited=()):
     """Run a core that waits for its launch line. Kill it at the end of the block."""
-    command = [*wrapper, sys.executable, "-c", before + START, *arguments]
-    process = popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
+    command = [*wrapper, sys.executable, "-c", before + START]
+    process = popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=inherited)
     try:
         yield process
     finally:
@@ -118,25 +118,29 @@ def folder(tmp_path_factory):
 def start(folder, tmp_path, core_template):
     """A function that starts cores. They are killed after the test.
 
-    A core without arguments is forked from a process that has imported its modules, unless `imports` is true.
+    A core is forked from a process that has imported its modules, unless `imports` is true.
     """
     with contextlib.ExitStack() as stack:
 
-        def start(before="", output=None, wrapper=(), arguments=(), imports=False):
+        def start(before="", output=None, wrapper=(), imports=False):
             options = {"skip_tokenizer_init": True, "device": "cpu", "num_threads": 1, "check_invariants": True}
             args = AsyncEngineArgs(str(folder), dtype="float32", kv_cache_memory_bytes=2**22, **options)
+            (tmp_path / "run").mkdir(exist_ok=True)
+            path = tmp_path / "run" / "core.sock"
+            listener = stack.enter_context(listen_at(path))
             launch = CoreLaunch(
                 config=args.create_engine_config(),
-                address=f"ipc://{tmp_path}/run/core.sock",
+                address=f"ipc://{path}",
+                listener=listener.fileno(),
                 incarnation=1,
                 status_path=str(tmp_path / "page"),
                 parent_pid=os.getpid(),
                 operator_key=b"key",
             )
-            (tmp_path / "run").mkdir(exist_ok=True)
             output = output or stack.enter_context((tmp_path / "log").open("wb"))
-            popen = subprocess.Popen if imports or arguments else core_template
-            process = stack.enter_context(core_process(output, before, wrapper, arguments, popen))
+            popen = subprocess.Popen if imports else core_template
+            process = stack.enter_context(core_process(output, before, wrapper, popen, [listener.fileno()]))
+            listener.close()
             process.stdin.write(msgspec.json.encode(launch) + b"\n")
             process.stdin.flush()
             client = stack.enter_context(contextlib.closing(CoreConnection(launch.address, operator_key=b"key")))
@@ -233,31 +237,9 @@ def test_suspects_continue_at_their_output_position(start):
     assert answers == {slot: whole[3 * slot - 3 :] for slot in range(1, 5)}
 
 
-def test_standby_uses_no_processor_time_and_logs_nothing(tmp_path):
-    with (tmp_path / "log").open("wb") as log, core_process(log, arguments=["--standby"]) as process:
-        standby = psutil.Process(process.pid)
-        used, deadline = -1.0, time.monotonic() + 100
-        while used < sum(standby.cpu_times()[:2]):
-            assert time.monotonic() < deadline, "the standby still uses processor time after 100 s"
-            used = sum(standby.cpu_times()[:2])
-            time.sleep(1)
-        assert any("torch" in library.path for library in standby.memory_maps()), "torch is imported in advance"
-        process.stdin.close()
-        assert process.wait(30) == 0
-    assert (tmp_path / "log").read_bytes() == b""
-
-
-def test_standby_becomes_a_core_that_serves(start):
-    core = start(arguments=["--standby"])
-    core.add(0)
-    assert len(core.answers(1)[0]) == 8
-    assert core.end() == 0
-
-
-@pytest.mark.parametrize("arguments", [[], ["--standby"]], ids=["cold", "standby"])
-def test_failed_import_is_reported_at_the_launch(start, tmp_path, arguments):
+def test_failed_import_is_reported(start, tmp_path):
     with pytest.raises(EngineStartError, match="import of torch halted"):
-        start("import sys\nsys.modules['torch'] = None\n", arguments=arguments, imports=True)
+        start("import sys\nsys.modules['torch'] = None\n", imports=True)
     assert "import of torch halted" in (tmp_path / "log").read_text()
 
 

@@ -50,7 +50,7 @@ def parent(request, model, tmp_path_factory):
         while "listening on" not in (line := (folder / "log").read_text()):
             assert process.poll() is None, line
             time.sleep(0.05)
-        arguments["address"] = line.split("listening on ")[1].strip()
+        arguments["address"] = line.split("listening on ")[1].split()[0]
         yield process, arguments, folder
 
 
@@ -131,6 +131,43 @@ def test_core_that_is_killed_before_its_parent_has_greeted_it_gets_a_successor(m
             process.send_signal(signal.SIGCONT)
 
 
+def test_parent_and_core_that_are_stopped_and_continued_together_go_on(model, tmp_path):
+    with (
+        standalone_core(model, f"ipc://{tmp_path}/core.sock", *FLAGS) as process,
+        connected({"address": f"ipc://{tmp_path}/core.sock"}) as clients,
+    ):
+
+        async def run():
+            expected = await answers_of(clients)
+            streams = asyncio.create_task(answers_of(clients))
+            core, page = core_of(process), clients[0].cores.first.supervisor.core.page
+            stopped = [process, core]
+
+            async def limit_is_known():
+                return page.step_limit_s > 0
+
+            async def would_be_a_hang():
+                return page.read().heartbeat_age > 4 * limit_s
+
+            await eventually(limit_is_known)
+            limit_s = page.step_limit_s
+            for each in stopped:
+                each.send_signal(signal.SIGSTOP)
+            await eventually(would_be_a_hang)
+            for each in stopped:
+                each.send_signal(signal.SIGCONT)
+            assert await streams == expected
+            assert (await clients[0].core_status())["restarts"] == 0
+            core.send_signal(signal.SIGSTOP)  # alone, it is a hang
+            assert await answers_of(clients) == expected
+            assert "the limit of its step, stopped by a signal" in (await clients[0].core_status())["last_death"]
+
+        try:
+            asyncio.run(asyncio.wait_for(run(), 60))
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+
 @pytest.mark.slow
 def test_clients_find_out_that_their_core_hangs_and_continue_on_the_next(parent, monkeypatch):
     monkeypatch.setattr(supervisor, "_PARENT_MARGIN_S", 0.1)
@@ -155,13 +192,33 @@ def test_clients_find_out_that_their_core_hangs_and_continue_on_the_next(parent,
                     await client.ping(0.1)
             process.send_signal(signal.SIGCONT)
             assert await streams == expected
-            assert "made no progress for 2 s" in (await clients[0].core_status())["last_death"]
+            assert "made no progress for" in (await clients[0].core_status())["last_death"]
             assert not core.is_running()
 
         try:
             asyncio.run(asyncio.wait_for(run(), 60))
         finally:
             process.send_signal(signal.SIGCONT)
+
+
+def test_stopped_core_ends_with_its_parent_and_streams_go_on_on_the_next(model, tmp_path):
+    """The system wakes it, with SIGHUP, because its process group has no parent any more that could."""
+    address = f"ipc://{tmp_path}/core.sock"
+    with standalone_core(model, address, *FLAGS) as process, connected({"address": address}) as clients:
+
+        async def run():
+            expected = await answers_of(clients)
+            streams = asyncio.create_task(answers_of(clients))
+            await eventually(are_under_way(clients))
+            core = core_of(process)
+            core.send_signal(signal.SIGSTOP)
+            process.kill()
+            process.wait()
+            await asyncio.to_thread(core.wait)
+            with standalone_core(model, address, *FLAGS):
+                assert await streams == expected
+
+        asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_parent_is_small(parent):

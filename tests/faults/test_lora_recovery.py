@@ -6,12 +6,12 @@ import shutil
 import signal
 
 import pytest
-from support.adapters import adapter_tensors, save_adapter
 from support.engine_fixtures import SLOW_STEPS
 from support.lora_engines import ADAPTERS, LORA, PROMPT, save_adapters, tokens, tokens_of_all
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineGenerateError, LoRARequest, NotOperatorError
 from vllm_mp.keys.operator_key import ensure_operator_key
+from vllm_mp.testing.adapters import adapter_tensors, save_adapter
 from vllm_mp.testing.engines import eventually, greedy, running_engine, standalone_core
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

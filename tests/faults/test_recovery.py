@@ -335,7 +335,7 @@ def test_sleep_stays_in_force_after_core_is_killed(engine, level, tags):
             return consumers[1].num_tokens() > 3
 
         await eventually(has_begun)
-        await engine.sleep(level)
+        await engine.sleep(level, mode="keep")
         if tags:
             await engine.wake_up(tags)
         (completion,) = (
@@ -374,7 +374,7 @@ def test_sleep_stays_in_force_after_core_is_killed(engine, level, tags):
 def test_unanswered_sleep_or_wake_up_is_carried_out_by_the_next_core(engine, call):
     async def run():
         if call == "wake_up":
-            await engine.sleep(2)
+            await engine.sleep(2, mode="keep")
         stream = asyncio.create_task(answer(engine, PROMPT, greedy(8, ignore_eos=True)))
         kill(engine, signal.SIGSTOP)
         unanswered = asyncio.create_task(getattr(engine, call)())
@@ -395,7 +395,7 @@ def test_unanswered_sleep_or_wake_up_is_carried_out_by_the_next_core(engine, cal
 
 def test_sleep_and_pause_are_inherited_by_a_third_core_if_the_second_dies_first(engine):
     async def run():
-        await engine.sleep(1)
+        await engine.sleep(1, mode="keep")
         await engine.wake_up(["weights"])
         await engine.pause_generation("keep")
         source = engine.cores.first.supervisor._source
@@ -519,35 +519,6 @@ def test_every_stream_and_call_fails_with_the_cause_beyond_the_restart_limit(mak
                 await later
         assert engine.errored
         assert "SIGABRT" in str(engine.dead_error)
-
-    asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_standby_takes_over_and_a_new_standby_is_prepared(make_small_engine):
-    engine = make_small_engine(warm_standby=True)
-    source = engine.cores.first.supervisor._source
-
-    async def standby_is_ready():
-        return source._standby is not None
-
-    async def run():
-        for _ in range(2):
-            await eventually(standby_is_ready)
-            standby = source._standby.pid
-            task = asyncio.create_task(answer(engine, PROMPT, greedy(16, ignore_eos=True)))
-
-            async def is_in_a_step():
-                return bool(engine.cores.first.supervisor.status().step_requests)
-
-            await eventually(is_in_a_step)
-            kill(engine)
-            assert len((await task).outputs[0].token_ids) == 16
-            assert (await engine.core_status())["pid"] == standby
-        await eventually(standby_is_ready)
-        os.kill(source._standby.pid, signal.SIGKILL)
-        kill(engine)
-        assert len((await answer(engine, PROMPT, greedy(5, ignore_eos=True))).outputs[0].token_ids) == 5
 
     asyncio.run(run())
 

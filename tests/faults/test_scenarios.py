@@ -1,13 +1,18 @@
 """Every scenario of `tools/faults` on a small model, and short soaks."""
 
+import asyncio
 import copy
+import functools
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from vllm_mp.testing.faults import SCENARIOS, Baseline, play, run_shared_soak, run_soak
+from vllm_mp import AsyncEngineArgs, LoRARequest
+from vllm_mp.testing.adapters import save_random_adapter
+from vllm_mp.testing.faults import SCENARIOS, Baseline, every_case, play, run_shared_soak, run_soak
+from vllm_mp.testing.faults.soak import MOMENTS
 from vllm_mp.testing.random_models import save_small_model
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
@@ -28,7 +33,7 @@ _WITH_SHARED_ENGINE = [scenario for scenario in _TESTED_HERE if not scenario.opt
 _WITH_OWN_ENGINE = [scenario for scenario in _TESTED_HERE if scenario not in _WITH_SHARED_ENGINE]
 _SLOW = {
     *("hang", "culprit", "culprit-in-mid-answer", "exit-before-message"),
-    *("exit-before-last-message", "exit-after-last-message", "socket-file-removed", "client-crowd"),
+    *("exit-before-last-message", "exit-after-last-message", "socket-file-removed", "client-crowd", "two-engines"),
 }
 """Slow scenarios that are similar to fast scenarios, with a pending step or not, or to a fast test of recovery."""
 _SLOW_WITH_A_PENDING_STEP = {"exit-before-message", "exit-before-last-message", "nan", "culprit-in-mid-answer"}
@@ -67,17 +72,63 @@ def test_promise_is_kept_on_a_shared_engine(baseline, shared_engine, scenario):
     assert play(scenario, baseline).broken == []
 
 
+def test_no_fault_is_caused_once_the_streams_have_ended(baseline, shared_engine):
+    late = copy.copy(baseline)
+    late._step = 10**6
+
+    async def pid():
+        return (await shared_engine.core_status())["pid"]
+
+    before = asyncio.run(pid())
+    [broken] = play(SCENARIOS["kill"], late).broken
+    assert "the streams ended before step 1000000, so no fault was caused" in broken
+    assert "more output tokens than 24" in broken
+    assert asyncio.run(pid()) == before
+
+
 @pytest.mark.parametrize("scenario", _marked(_WITH_OWN_ENGINE, _SLOW))
 def test_promise_is_kept_on_an_engine_with_own_options(baseline, scenario):
     assert play(scenario, baseline).broken == []
 
 
+@pytest.fixture(scope="module")
+def all_requests(baseline):
+    """Requests of all kinds, also with LoRA adapters and JSON schemas, and with a common beginning."""
+    config = AsyncEngineArgs(baseline.model).create_engine_config()
+    adapters = [
+        LoRARequest(
+            f"adapter-{number}",
+            number,
+            str(
+                save_random_adapter(
+                    Path(tempfile.tempdir) / f"adapter-{number}", config.model_config.architecture, seed=number
+                )
+            ),
+        )
+        for number in (1, 2, 3)
+    ]
+    return Baseline(
+        baseline.model,
+        {**baseline.options, "enable_lora": True, "max_loras": 2, "max_cpu_loras": 3},
+        streams=20,
+        max_tokens=24,
+        make_cases=functools.partial(every_case, adapters=adapters),
+        pace_s=0.005,
+    )
+
+
 @pytest.mark.slow
-def test_nothing_is_lost_or_leaked_over_many_kills(baseline):
-    result = run_soak(baseline, kills=6, fault_injection=baseline.pace)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_nothing_is_lost_leaked_or_computed_again_at_whatever_moment_the_core_is_killed(all_requests, async_scheduling):
+    result = run_soak(
+        all_requests, kills=len(MOMENTS), fault_injection=all_requests.pace, async_scheduling=async_scheduling
+    )
     assert result.broken == []
-    assert result.kills == result.restarts == 6
-    assert len(result.next_token_s) == 6
+    assert result.kills_at == dict.fromkeys(MOMENTS, 1)
+    assert result.restarts == len(MOMENTS)
+    assert result.found > 100
+    assert result.recomputed == result.leaked == 0
+    assert len(result.next_token_s) == len(MOMENTS) - 1
 
 
 @pytest.mark.slow
@@ -108,12 +159,3 @@ def overlapping(baseline):
 @pytest.mark.parametrize("scenario", _marked(_WITH_A_PENDING_STEP, _SLOW_WITH_A_PENDING_STEP))
 def test_promise_is_kept_with_a_pending_step(overlapping, scenario):
     assert play(scenario, overlapping).broken == []
-
-
-@pytest.mark.slow
-def test_nothing_is_lost_over_many_kills_with_a_pending_step(overlapping):
-    other = copy.copy(overlapping)
-    other.shared = None
-    result = run_soak(other, kills=4, fault_injection=other.pace)
-    assert result.broken == []
-    assert result.kills == result.restarts == 4

@@ -19,7 +19,7 @@ from vllm_mp import (
     RequestOutputKind,
     SamplingParams,
 )
-from vllm_mp.client.cores.sources.held_address import HeldAddress
+from vllm_mp.client.cores.sources.held_address import HeldAddress, listen_at
 from vllm_mp.core_link.core_launch import CoreLaunch
 from vllm_mp.testing.engines import answer, eventually, greedy, make_keys, replay_core, rest, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
@@ -91,17 +91,21 @@ def shared_core(folder, tmp_path, before):
     """Run a shared core in a process that first executes `before`; yield its address. Kill it at the end."""
     options = {"skip_tokenizer_init": True, "device": "cpu", "num_threads": 1, "check_invariants": True}
     args = AsyncEngineArgs(str(folder), dtype="float32", kv_cache_memory_bytes=2**22, **options)
-    with contextlib.closing(HeldAddress(f"ipc://{tmp_path}/core.sock")) as held:
+    path = tmp_path / "parent.sock"
+    with contextlib.closing(HeldAddress(f"ipc://{tmp_path}/core.sock")) as held, listen_at(path) as listener:
         launch = CoreLaunch(
             config=args.create_engine_config(),
-            address=f"ipc://{tmp_path}/parent.sock",
+            address=f"ipc://{path}",
+            listener=listener.fileno(),
             incarnation=1,
             status_path=None,
             parent_pid=os.getpid(),
             public=held.public_address(),
         )
         code = before + "\nimport runpy\nrunpy.run_module('vllm_mp.core', run_name='__main__')\n"
-        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=held.descriptors)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=[listener.fileno(), *held.descriptors]
+        )
         try:
             process.stdin.write(msgspec.json.encode(launch) + b"\n")
             process.stdin.flush()

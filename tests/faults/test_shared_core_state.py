@@ -119,7 +119,7 @@ def test_core_sleeps_and_stays_paused_after_a_death_without_the_help_of_the_clie
     first, second = connect(), connect(False)
 
     async def run():
-        await first.sleep(2)
+        await first.sleep(2, mode="keep")
         await first.wake_up(["weights"])
         await first.pause_generation("keep")
         if is_gone:

@@ -2,15 +2,18 @@
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 
 import msgspec
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core_link.core_status import NOT_SUSPENDED, Suspension, TriedConstraint
+from vllm_mp.core_link.core_status import NOT_SUSPENDED, Suspension
 from vllm_mp.requests.lora_request import AdapterRecord
-from vllm_mp.wire import LastDeath
+from vllm_mp.wire import PROTOCOL_VERSION, SCHEMA, LastDeath
 
+STACKS_SIGNAL = signal.SIGUSR1
+"""The signal on which a core writes the Python stacks of its threads to its log."""
 _MAX_CAUSE_CHARACTERS = 500
 
 
@@ -50,6 +53,11 @@ def status_path(socket_path: Path) -> Path:
     return socket_path.with_name(f"{socket_path.name}.status")
 
 
+def waiting_path(status_path: Path) -> Path:
+    """Return the path of the status page of a core that does not serve yet, and then renames it to `status_path`."""
+    return status_path.with_name(f"{status_path.name}.waiting")
+
+
 class PublicAddress(msgspec.Struct, kw_only=True):
     """The address at which clients find the cores of one parent, which holds it across incarnations."""
 
@@ -64,7 +72,7 @@ class PublicAddress(msgspec.Struct, kw_only=True):
         """Remove the files of a Unix socket, the lock last, for the parent."""
         if self.address.startswith("ipc://"):
             path = Path(self.address.removeprefix("ipc://"))
-            for file in (status_path(path), path, lock_path(path)):
+            for file in (waiting_path(status_path(path)), status_path(path), path, lock_path(path)):
                 with contextlib.suppress(OSError):
                     file.unlink()
 
@@ -118,8 +126,22 @@ class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
         )
 
 
+class KeptCache(msgspec.Struct, kw_only=True, frozen=True):
+    """Memory for the KV cache that its parent keeps for one core after another."""
+
+    descriptors: list[int]
+    """A file in memory for each rank, which the core inherits."""
+    adopts: bool
+    """What an earlier core has left there may be used."""
+    prefix_file: int | None = None
+    """Descriptor of the prefix cache file, which the core inherits; None: there is none."""
+
+
 class CoreLaunch(msgspec.Struct, kw_only=True):
     """The launch line that a core process reads from its standard input before it does anything else.
+
+    A process that takes over from a core (`waits`) reads a second line, of the same configuration. If that core belongs
+    to another parent, a third line says when it may serve (`serves_later`).
 
     A core belongs to the process that started it, and ends when that process ends.
     """
@@ -127,11 +149,19 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     config: VllmConfig
     address: str
     """The address for the parent: ipc://PATH in the runtime folder."""
+    listener: int
+    """Descriptor of the socket that listens there, which the core inherits."""
     incarnation: int
     status_path: str | None
-    """Path of the status page; None: the page is private to the process."""
+    """Path of the status page once the core may serve; None: the page is private to the process."""
     runtime_dir: str | None = None
     """Folder of the socket, status page and log, which the core removes if its parent has died."""
+    protocol: tuple[int, str] = (PROTOCOL_VERSION, SCHEMA)
+    """The version of the parent's protocol, and the digest of its messages."""
+    serves_later: bool = False
+    """The core answers its parent alone until standard input has one more line, which is empty."""
+    waits: bool = False
+    """The process loads its weights, and then waits for another launch line, with which it serves."""
     parent_pid: int = 0
     """Process id of the parent."""
     public: PublicAddress | None = None
@@ -146,5 +176,8 @@ class CoreLaunch(msgspec.Struct, kw_only=True):
     """The core that served before this one and died; None for the first core."""
     adapters: list[AdapterRecord] | None = None
     """The LoRA adapters that the predecessor knew; None if no core has served before."""
-    tried_constraints: list[TriedConstraint] = []
-    """The constraints that earlier cores of this parent have compiled after a trial, and that need none now."""
+    kept_cache: KeptCache | None = None
+    """Where the KV cache lies; None: it ends with the core."""
+    tried_constraints: list[bytes] = []
+    """The digests of the constraints that earlier cores of this parent have compiled after a trial, and that need none
+    now."""

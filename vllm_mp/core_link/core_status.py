@@ -20,6 +20,8 @@ class CoreState(enum.IntEnum):
     """A step is executing."""
     STOPPED = 4
     """It has ended, or is about to."""
+    WAITING = 5
+    """It has loaded its weights, and waits until it takes over from the core before it."""
 
 
 class SleepState(NamedTuple):
@@ -71,15 +73,6 @@ class OutsideTask(NamedTuple):
     """Of a request, as in `StepRequests`; None: a call."""
 
 
-class TriedConstraint(NamedTuple):
-    """A constraint that has passed its trial and was compiled, so that the next core compiles it without a trial."""
-
-    digest: bytes
-    """16 bytes, of all that its grammar depends on."""
-    backend: str
-    """The library that compiled it."""
-
-
 class CoreStatus(NamedTuple):
     """One consistent reading of the page. Ages are in seconds."""
 
@@ -105,6 +98,8 @@ class CoreStatus(NamedTuple):
     """Number of the fatal signal that another process sent to the core; 0: none, or the core cannot tell."""
     outside_tasks: tuple[OutsideTask, ...] = ()
     """What the core does outside of steps."""
+    num_step_tokens: int = 0
+    """Tokens that the latest step computes; 0: not known."""
 
     @property
     def requests(self) -> list[tuple[int, int, int]]:
@@ -124,7 +119,8 @@ class CoreStatus(NamedTuple):
     def __str__(self) -> str:
         """Return a short line for logs and error messages."""
         return (
-            f"{self.state.name} for {self.state_age:.1f} s, step {self.step} with {len(self.step_requests)} requests, "
+            f"{self.state.name} for {self.state_age:.1f} s, step {self.step} with {len(self.step_requests)} requests"
+            f"{f' and {self.num_step_tokens} tokens' if self.step_requests and self.num_step_tokens else ''}, "
             f"{f'{len(self.outside_tasks)} tasks outside of steps, ' if self.outside_tasks else ''}"
             f"last beat {self.heartbeat_age:.1f} s ago, {self.num_running} running, {self.num_waiting} waiting, "
             f"{self.free_blocks} of {self.total_blocks} KV blocks free"

@@ -28,7 +28,6 @@ from vllm_mp.core_link.core_status import (
     SleepState,
     StepRequests,
     Suspension,
-    TriedConstraint,
 )
 from vllm_mp.machine.file_owner import trusted_owners
 from vllm_mp.machine.page_file import make_page_file
@@ -36,7 +35,7 @@ from vllm_mp.requests.lora_request import AdapterRecord
 from vllm_mp.wire import MAX_CLIENTS, MAX_CONVICTED_DEATHS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
 
 _MAGIC_OF_VERSION_0 = 0x564D_5053_0000
-VERSION = 6
+VERSION = 8
 """Version of the layout of the page."""
 _MAGIC = _MAGIC_OF_VERSION_0 + VERSION
 _HEADER_BYTES = 4096
@@ -64,12 +63,11 @@ MAX_OUTSIDE_TASKS = 4096
 """Maximum number of tasks outside of steps on the page; further ones are left out."""
 _TASKS_OFFSET = _ADAPTERS_OFFSET + 2 * MAX_ADAPTER_BYTES
 DIGEST_BYTES = 16
-_TRIED = np.dtype([("digest", "u1", (DIGEST_BYTES,)), ("backend", "S16")])
-"""An entry of the list of tried constraints, as in `TriedConstraint`."""
+"""Size of the digest of a constraint, of all that its grammar depends on."""
 MAX_TRIED = 512
-"""Number of the latest tried constraints that are on the page."""
+"""Number of the latest tried constraints that are on the page, as digests."""
 _TRIED_OFFSET = _TASKS_OFFSET + 2 * _TASK.itemsize * MAX_OUTSIDE_TASKS
-_DESCRIPTION_OFFSET = _TRIED_OFFSET + _TRIED.itemsize * MAX_TRIED
+_DESCRIPTION_OFFSET = _TRIED_OFFSET + DIGEST_BYTES * MAX_TRIED
 _MAX_DESCRIPTION_BYTES = 2**16
 _SIZE = _DESCRIPTION_OFFSET + _MAX_DESCRIPTION_BYTES
 
@@ -114,6 +112,12 @@ class _Field(enum.IntEnum):
     HANDLED_PROGRESS = 26
     NUM_TRIED = 27
     """Number of tried constraints that were noted; the latest `MAX_TRIED` are kept."""
+    STEP_TOKENS = 28
+    """Tokens that the latest step computes."""
+    STEP_LIMIT_NS = 29
+    """Time without progress after which the latest step hangs if the process stands still; 0: not known, or no step."""
+    STEPS_WAIT = 30
+    """1: steps may wait for something outside of the process, such as a device."""
 
 
 class StatusPage:
@@ -131,7 +135,8 @@ class StatusPage:
         self._tasks: npt.NDArray[np.void] = np.frombuffer(
             memory, _TASK, count=2 * MAX_OUTSIDE_TASKS, offset=_TASKS_OFFSET
         ).reshape(2, -1)
-        self._tried: npt.NDArray[np.void] = np.frombuffer(memory, _TRIED, count=MAX_TRIED, offset=_TRIED_OFFSET)
+        tried = np.frombuffer(memory, np.uint8, count=DIGEST_BYTES * MAX_TRIED, offset=_TRIED_OFFSET)
+        self._tried: npt.NDArray[np.uint8] = tried.reshape(MAX_TRIED, DIGEST_BYTES)
         self._description: npt.NDArray[np.uint8] = np.frombuffer(
             memory, np.uint8, count=_MAX_DESCRIPTION_BYTES, offset=_DESCRIPTION_OFFSET
         )
@@ -257,20 +262,19 @@ class StatusPage:
             return None
         return msgspec.msgpack.decode(self._adapters[half, :size].tobytes(), type=list[AdapterRecord])
 
-    def note_tried(self, tried: TriedConstraint) -> None:
-        """Publish a constraint that has passed its trial."""
+    def note_tried(self, digest: bytes) -> None:
+        """Publish the digest of a constraint that has passed its trial and was compiled."""
         count = int(self._header[_Field.NUM_TRIED])
-        self._tried[count % MAX_TRIED] = (np.frombuffer(tried.digest, np.uint8), tried.backend)
+        self._tried[count % MAX_TRIED] = np.frombuffer(digest, np.uint8)
         self._header[_Field.NUM_TRIED] = count + 1
 
-    def tried(self) -> list[TriedConstraint]:
-        """Return the latest constraints that have passed their trials, the earliest first.
+    def tried(self) -> list[bytes]:
+        """Return the digests of the latest constraints that have passed their trials, the earliest first.
 
         Call this only after the core's end.
         """
         count = int(self._header[_Field.NUM_TRIED])
-        rows = [self._tried[number % MAX_TRIED] for number in range(max(0, count - MAX_TRIED), count)]
-        return [TriedConstraint(row["digest"].tobytes(), row["backend"].decode()) for row in rows]
+        return [self._tried[number % MAX_TRIED].tobytes() for number in range(max(0, count - MAX_TRIED), count)]
 
     def note_outside(self, tasks: Sequence[OutsideTask]) -> None:
         """Publish what the core does outside of steps, replacing what was published; threads must take turns."""
@@ -319,13 +323,32 @@ class StatusPage:
         """[1] The field of `CoreStatus.outside_signal`, for a signal handler to write."""
         return self._header[_Field.OUTSIDE_SIGNAL : _Field.OUTSIDE_SIGNAL + 1]
 
-    def begin_step(self, step: int, requests: StepRequests) -> None:
-        """Publish `requests`: the requests of the step about to execute and of the steps that are still executing."""
+    def note_waits(self) -> None:
+        """Publish that steps may wait for something outside of the process, such as a device or another rank."""
+        self._header[_Field.STEPS_WAIT] = 1
+
+    @property
+    def steps_wait(self) -> bool:
+        """Whether steps may wait for something outside of the process."""
+        return bool(self._header[_Field.STEPS_WAIT])
+
+    @property
+    def step_limit_s(self) -> float:
+        """Time without progress after which the step hangs if its process stands still; 0: not known, or no step."""
+        return float(self._header[_Field.STEP_LIMIT_NS]) / 1e9
+
+    def begin_step(self, step: int, requests: StepRequests, num_tokens: int = 0, limit_ns: int = 0) -> None:
+        """Publish `requests`: the requests of the step about to execute and of the steps that are still executing.
+
+        The step computes `num_tokens`; `limit_ns` is as for `step_limit_s`, in nanoseconds.
+        """
         header = self._header
         header[_Field.SEQUENCE] += 1
         self._write_requests(requests)
         header[_Field.STATE] = CoreState.STEPPING
         header[_Field.STEP] = step
+        header[_Field.STEP_TOKENS] = num_tokens
+        header[_Field.STEP_LIMIT_NS] = limit_ns
         header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = time.monotonic_ns()
         header[_Field.SEQUENCE] += 1
 
@@ -347,6 +370,7 @@ class StatusPage:
         header[_Field.NUM_WAITING] = num_waiting
         header[_Field.FREE_BLOCKS] = free_blocks
         header[_Field.TOTAL_BLOCKS] = total_blocks
+        header[_Field.STEP_LIMIT_NS] = 0
         now = time.monotonic_ns()
         header[_Field.HEARTBEAT_NS] = header[_Field.STATE_SINCE_NS] = now
         header[_Field.SEQUENCE] += 1
@@ -405,6 +429,7 @@ class StatusPage:
             ),
             outside_signal=fields[_Field.OUTSIDE_SIGNAL],
             outside_tasks=self._outside_tasks(fields),
+            num_step_tokens=fields[_Field.STEP_TOKENS],
         )
 
 

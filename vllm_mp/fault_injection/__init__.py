@@ -4,6 +4,6 @@
 makes a CUDA device fail. Only `faults` is loaded unless the option is set.
 """
 
-from vllm_mp.fault_injection.faults import ACTIONS, Fault, parse_faults
+from vllm_mp.fault_injection.faults import ACTIONS, Fault, mark_of_strike, parse_faults
 
-__all__ = ["ACTIONS", "Fault", "parse_faults"]
+__all__ = ["ACTIONS", "Fault", "mark_of_strike", "parse_faults"]

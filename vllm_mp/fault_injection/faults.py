@@ -9,13 +9,14 @@ A fault strikes whenever the core passes its point and all its conditions hold; 
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-LOAD, STEP, PUBLISH = "load", "step", "publish"
+LOAD, STEP, SEAL, PUBLISH = "load", "step", "seal", "publish"
 COMPILE, ADAPTER, CALL, MESSAGE = "compile", "adapter", "call", "message"
 _OUTSIDE = (COMPILE, ADAPTER, CALL, MESSAGE)
 """Outside of steps: a constraint is compiled, an adapter is read, a call is carried out, a request is admitted."""
-_ALL_POINTS = (LOAD, STEP, PUBLISH, *_OUTSIDE)
+_ALL_POINTS = (LOAD, STEP, SEAL, PUBLISH, *_OUTSIDE)
 
 ACTIONS: dict[str, tuple[str, ...]] = {
     "exit": _ALL_POINTS,
@@ -26,6 +27,7 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "hang": _ALL_POINTS,
     "spin": _ALL_POINTS,
     "slow": _ALL_POINTS,
+    "busy": _ALL_POINTS,
     "oom": _ALL_POINTS,
     "fulldisk": _ALL_POINTS,
     "clock": _ALL_POINTS,
@@ -69,7 +71,7 @@ class Fault:
     messages: int = 1
     """Messages of the step that are sent before the fault strikes; all of them if the step has fewer."""
     seconds: float = 1.0
-    """How long `slow` takes, or how far `clock` moves the time of day."""
+    """How long `slow` and `busy` take, or how far `clock` moves the time of day."""
 
     @property
     def is_about_a_request(self) -> bool:
@@ -137,8 +139,13 @@ _CONDITIONS: dict[str, _Condition] = {
     "about": _Condition(_text, "a part of a constraint, of a name or of a request's id", _OUTSIDE),
     "share": _Condition(_fraction, "a number from 0 to 1", (LOAD,)),
     "messages": _Condition(_number(0), "a number from 0", (PUBLISH,)),
-    "seconds": _Condition(_seconds, "a number", actions=("slow", "clock")),
+    "seconds": _Condition(_seconds, "a number", actions=("slow", "busy", "clock")),
 }
+
+
+def mark_of_strike(folder: Path, index: int) -> Path:
+    """Return the file in a runtime folder that says that the fault at `index`, which strikes once, has struck."""
+    return folder / f"fault-{index}"
 
 
 def parse_faults(text: str, device: str) -> list[Fault]:
@@ -194,6 +201,6 @@ def _parse_fault(text: str) -> Fault:
             raise refusal(f"{name} is a condition at {', '.join(condition.points)}, not at {point!r},")
         if action not in condition.actions:
             raise refusal(f"{name} is a condition of {', '.join(condition.actions)}, not of {action!r},")
-    if action == "slow" and values.get("seconds", 1.0) < 0:
-        raise refusal(f"seconds must not be negative for slow, got {values['seconds']:g}")
+    if action in ("slow", "busy") and values.get("seconds", 1.0) < 0:
+        raise refusal(f"seconds must not be negative for {action}, got {values['seconds']:g}")
     return Fault(text, action, **values)

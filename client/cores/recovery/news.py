@@ -20,7 +20,7 @@ class Death(NamedTuple):
     Also true for a shared core, until its successor says more.
     """
     kind: str = "connection"
-    """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
+    """"exit", "signal", "hang", "out_of_memory", "replaced", or "connection" if nothing else is known."""
     time: float = 0.0
     """When the death was seen, in seconds of `time.monotonic()`."""
     is_step_known: bool = True

@@ -4,7 +4,7 @@ The sources are processes of this client (`launcher.py`), a shared core at an ad
 of a Ray cluster (`client/ray/ray_core.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from vllm_mp import wire
@@ -60,7 +60,7 @@ class AwaitedSource(Protocol):
 
     @property
     def standby_pid(self) -> int | None:
-        """The process that waits to become the next core; None without one."""
+        """The process that is to replace the core; None without one."""
         ...
 
     def begin(self) -> None:
@@ -79,8 +79,8 @@ class AwaitedSource(Protocol):
         """Note that a core has carried out a call, which the next core may have to carry out too."""
         ...
 
-    def prepare_standby(self) -> None:
-        """Start a standby, if there is to be one and there is none."""
+    def prepare_template(self) -> None:
+        """Start a process that forks the next cores, if there is to be one and there is none."""
         ...
 
     def discard(self, process: CoreProcess) -> None:
@@ -99,13 +99,22 @@ def load_progress(page: StatusPage | None) -> object:
 
 def served_model(welcome: wire.Welcome, config: VllmConfig) -> dict[str, object]:
     """Return, by name, all that a successor must have in common with the core, so that streams can continue there."""
-    digest, model = welcome.model, config.model_config
+    digest = welcome.model
     digests = {"weights": digest.weights, "config.json": digest.config, "tokenizer": digest.tokenizer}
-    limits = {name: getattr(model, name) for name in ("dtype", "quantization", "max_model_len")}
-    return digests | limits
+    return digests | model_limits(config)
 
 
-def differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
+def model_limits(config: VllmConfig) -> dict[str, object]:
+    """Return the part of `served_model` that is known before a core has loaded the model."""
+    return {name: getattr(config.model_config, name) for name in ("dtype", "quantization", "max_model_len")}
+
+
+def described_model(core: Core) -> dict[str, str]:
+    """Return `served_model` of `core`, as text."""
+    return {name: str(value) for name, value in served_model(core.welcome, core.config).items()}
+
+
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """Return the names of what differs, with values where they mean something."""
     return [
         f"other {name}" if name in ("weights", "config.json", "tokenizer") else f"{name} {new[name]} instead of {was}"

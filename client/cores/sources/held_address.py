@@ -7,6 +7,7 @@ import re
 import socket
 import stat
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -51,6 +52,29 @@ class HeldAddress:
         else:
             self._listen_on_tcp()
 
+    @classmethod
+    def inherited(cls, address: str, key_file: str | None, descriptors: Sequence[int]) -> "HeldAddress":
+        """Return the address that another process has held; `descriptors` are those of its object.
+
+        Raises ValueError, with the remedy, if `address` needs a key file and there is none.
+        """
+        check_address(address, key_file)
+        held = cls.__new__(cls)
+        held.address, held._key_file = address, key_file
+        held._socket = socket.socket(fileno=descriptors[0])
+        held._lock, held.path, held._inode = None, None, None
+        if address.startswith("ipc://"):
+            held.path = Path(address.removeprefix("ipc://"))
+            held._lock = descriptors[1]
+            with contextlib.suppress(FileNotFoundError):
+                held._inode = held.path.stat()
+        return held
+
+    def note_owner(self) -> None:
+        """Name this process in the lock file in place of that from which it has inherited the address."""
+        if self._lock is not None:
+            _write_owner(self._lock)
+
     @property
     def descriptors(self) -> tuple[int, ...]:
         """The descriptors that a core must inherit."""
@@ -90,6 +114,15 @@ class HeldAddress:
             ) from error
         return True
 
+    def let_go(self) -> None:
+        """Leave the address, with its files, to the process that has inherited the descriptors."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = self._inode = None
+
     def close(self) -> None:
         """Free the address and remove its files; idempotent."""
         if self._socket is not None:
@@ -104,12 +137,7 @@ class HeldAddress:
 
     def _listen_on_path(self, path: Path) -> None:
         """Replace the socket file that a killed process may have left at the locked `path`."""
-        path.unlink(missing_ok=True)
-        self._socket = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        os.fchmod(listener.fileno(), 0o600)  # the file has this mode from the first moment
-        listener.bind(os.fspath(path))
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
+        self._socket = listen_at(path)
         self._inode = path.stat()
 
     def _listen_on_tcp(self) -> None:
@@ -153,12 +181,28 @@ class HeldAddress:
             with contextlib.suppress(OSError):
                 # A lock on a file that its last owner has just removed would exclude no other process.
                 if os.path.samestat(os.fstat(lock), file.stat()):
-                    os.ftruncate(lock, 0)
-                    with contextlib.suppress(OSError):  # a full disk costs the pid, which only errors name
-                        os.write(lock, str(os.getpid()).encode())
+                    _write_owner(lock)
                     return lock
             os.close(lock)
         raise ValueError(f"cannot lock {file}: it keeps changing; choose another folder")
+
+
+def listen_at(path: Path) -> socket.socket:
+    """Return a socket that listens at `path`, for this user only; a socket file that is there is replaced.
+
+    Raises OSError if it cannot listen there.
+    """
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # the file has this mode from the first moment
+        listener.bind(os.fspath(path))
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def check_address(address: str, key_file: str | None) -> None:
@@ -185,6 +229,13 @@ def check_address(address: str, key_file: str | None) -> None:
             )
     else:
         raise ValueError(f"the address must be ipc:///PATH/TO/SOCKET or tcp://HOST:PORT, got {address!r}")
+
+
+def _write_owner(lock: int) -> None:
+    """Write the pid of this process into a lock file."""
+    os.ftruncate(lock, 0)
+    with contextlib.suppress(OSError):  # a full disk costs the pid, which only errors name
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
 
 
 def _is_running(pid: str) -> bool:

@@ -14,13 +14,23 @@ import zmq
 from vllm_mp import wire
 from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.client.cores.health import HangWatch
-from vllm_mp.client.cores.sources.core_source import Check, Core, load_progress
+from vllm_mp.client.cores.sources.core_source import (
+    Check,
+    Core,
+    described_model,
+    differences,
+    load_progress,
+    model_limits,
+)
+from vllm_mp.client.cores.sources.handover import Estate, Inheritance, Offer, wait_until
 from vllm_mp.client.cores.sources.held_address import HeldAddress
-from vllm_mp.client.cores.sources.process import CoreProcess
+from vllm_mp.client.cores.sources.kept_cache_files import KeptCacheFiles
+from vllm_mp.client.cores.sources.process import CoreProcess, Templates
+from vllm_mp.client.cores.sources.template import TEMPLATE, CoreTemplate
 from vllm_mp.config import VllmConfig
 from vllm_mp.config.nodes import is_missing_node, prepare_node_0
-from vllm_mp.core_link.core_launch import Predecessor
-from vllm_mp.core_link.core_status import NOT_SUSPENDED, CoreState, TriedConstraint
+from vllm_mp.core_link.core_launch import KeptCache, Predecessor
+from vllm_mp.core_link.core_status import NOT_SUSPENDED, CoreState
 from vllm_mp.core_link.status_page import MAX_TRIED, StatusPage
 from vllm_mp.errors import EngineStartError
 from vllm_mp.keys.operator_key import new_operator_key
@@ -28,6 +38,11 @@ from vllm_mp.model_store.gguf import mapped_gguf
 from vllm_mp.requests.lora_request import AdapterRecord
 
 logger = logging.getLogger(__name__)
+
+_ORPHAN_TIMEOUT_S = 15.0
+"""Time that a core whose parent was killed gets to end."""
+_PLACES = frozenset({"GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"})
+"""Variables that bind OpenMP's threads to CPUs."""
 
 
 class CoreLauncher:
@@ -67,11 +82,21 @@ class CoreLauncher:
         """The pause and the sleep that the next core must enter."""
         self._adapters: list[AdapterRecord] | None = None
         """The LoRA adapters that the next core must know; None before a core has known any."""
-        self._tried: dict[TriedConstraint, None] = {}
-        """The constraints that the next core compiles without a trial, the earliest first."""
+        self._tried: dict[bytes, None] = {}
+        """The digests of the constraints that the next core compiles without a trial, the earliest first."""
+        self._cache = KeptCacheFiles(config)
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
+        self._inheritance: Inheritance | None = None
+        """The process from which this one takes over; None once it has, or if there is none."""
+        self._has_let_go = False
+        """Another process has taken over."""
+        self._template = TEMPLATE if _uses_template(config) else None
+        if self._template is not None:
+            self._template.join()
+        self._model_template: CoreTemplate | None = None
+        """Forks cores with the model of the latest core; None: nothing does."""
 
     @property
     def standby_pid(self) -> int | None:
@@ -88,31 +113,145 @@ class CoreLauncher:
         self._first_incarnation = int(1000 * time.time())
         return self._public.address
 
+    def inherit_from(self, inheritance: Inheritance, key_file: str | None) -> str:
+        """Take over the address of another process's cores, and later its core, by `take_over`; return the address.
+
+        Call this before the first core starts. Raises ValueError if `key_file` is missing, or if this launcher's model
+        is not that of the core.
+        """
+        offer, descriptors = inheritance.offer, inheritance.descriptors
+        own = {name: str(value) for name, value in model_limits(self._config).items() if value != "auto"}
+        if different := differences({name: offer.model[name] for name in own}, own):
+            raise ValueError(f"cannot take over {offer.address} with {', '.join(different)}: give the same options")
+        self._public = HeldAddress.inherited(offer.address, key_file, descriptors[: offer.num_held])
+        self._cache.close()
+        self._cache = KeptCacheFiles(self._config, descriptors[offer.num_held :])
+        self._first_incarnation = max(int(1000 * time.time()), offer.incarnation + 1)
+        self._inheritance = inheritance
+        return offer.address
+
+    def take_over(self, check: Check) -> None:
+        """Load the model, and then let the other process's core end; no-op without one. `begin` must follow.
+
+        If that process ends meanwhile, wait for the end of its core. Raises EngineStartError, with the cause, if the
+        model cannot be loaded or that process goes on, and what `check` raises; then that core goes on.
+        """
+        if self._inheritance is None:
+            return
+        self.load_standby()
+        trouble = "the process that was to take over has not loaded the model"
+        wait_until(self.has_loaded_standby, check, self._limits.start_timeout_s, trouble)
+        estate = self._inheritance.claim(check)
+        if estate is None:
+            core = Path(f"/proc/{self._inheritance.core_pid}")
+            wait_until(lambda: not core.exists(), check, _ORPHAN_TIMEOUT_S, "the core before has not ended")
+            self._inheritance.close()
+            self._inheritance = None
+            return
+        self.predecessor, self._suspension = estate.predecessor, estate.suspension
+        self._adapters, self._tried = estate.adapters, dict.fromkeys(estate.tried)
+
+    def confirm(self, core: Core, check: Check) -> None:
+        """Let the other process end, and then `core` serve; no-op without such a process.
+
+        Raises EngineStartError if `core` has another model than the core before, or if the other process has taken its
+        core back, and what `check` raises; then the other process goes on.
+        """
+        if self._inheritance is None:
+            return
+        assert core.process is not None
+        assert self._public is not None
+        offer = self._inheritance.offer
+        try:
+            if different := differences(offer.model, described_model(core)):
+                differ = ", ".join(different)
+                raise EngineStartError(f"cannot take over {offer.address} with {differ}: give the same model")
+            self._inheritance.confirm(check)
+        except BaseException:
+            core.connection.close()
+            core.process.kill()
+            self.discard(core.process)
+            raise
+        self._inheritance = None
+        self._public.note_owner()
+        self._cache.keep_writing()
+        core.process.let_serve()
+
+    def offer(self, core: Core) -> tuple[Offer, list[int]]:
+        """Return what a process gets that asks to take over, and the descriptors for it."""
+        assert self._public is not None
+        held = self._public.descriptors
+        offer = Offer(
+            address=self._public.address,
+            incarnation=core.connection.incarnation,
+            core_pid=core.welcome.pid,
+            model=described_model(core),
+            num_held=len(held),
+        )
+        return offer, [*held, *self._cache.inherited]
+
+    def estate(self) -> Estate:
+        """Return what the latest core has left, which must have ended and been discarded."""
+        assert self.predecessor is not None
+        self._cache.stop_writing()  # the other process does
+        return Estate(
+            predecessor=self.predecessor,
+            suspension=self._suspension,
+            adapters=self._adapters,
+            tried=list(self._tried),
+        )
+
+    def let_go(self) -> None:
+        """Leave the address and its files to the process that has taken over."""
+        assert self._public is not None
+        self._public.let_go()
+        self._public = None
+        self._has_let_go = True
+
     def begin(self) -> None:
         """Start a core, or make the standby the core; `finish` waits for it.
 
         Raises OSError if no process can start, and ValueError if the cores' address was taken away.
         """
         self.folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
-        if self._public is not None and self._public.restore() and self._standby is not None:
-            self._standby.stop()  # it has inherited the socket that was removed
+        if self._public is not None and self._public.restore():
+            self._stop_standby()  # it has inherited the socket that was removed
         self._num_started += 1
+        if self._standby is not None and not self._standby.is_alive():
+            self._stop_standby()
         self._process, self._standby = self._standby, None
-        if self._process is not None and not self._process.is_alive():
-            self._process.stop()
-            self._process = None
         if self._process is None:
-            self._process = self._start(standby=False)
-        self._process.launch(
+            self._process = self._start(self._num_started)
+        self._keep_model_template(self._process.model_template)
+        self._launch(
+            self._process,
+            self._num_started,
+            self._cache.for_successor_of(self.predecessor, writes=self._inheritance is None),
+            serves_later=self._inheritance is not None,
+        )
+        self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
+
+    def _launch(
+        self,
+        process: CoreProcess,
+        number: int,
+        kept_cache: KeptCache | None,
+        *,
+        waits: bool = False,
+        serves_later: bool = False,
+    ) -> None:
+        process.launch(
             self._config,
             self._operator_key,
-            self._num_started,
+            number,
             self._suspension,
             self.predecessor,
             self._adapters,
             list(self._tried),
+            kept_cache,
+            waits=waits,
+            serves_later=serves_later,
         )
-        self._connection = CoreConnection(self._process.address, None, self._operator_key, self._token)
 
     def finish(self, check: Check) -> Core:
         """Wait until the core that `begin` started serves.
@@ -144,6 +283,7 @@ class CoreLauncher:
             connection.close()
             process.kill()
             self.discard(process)
+            self._keep_model_template(None)  # what has failed may be its memory
             raise
         self._process = self._connection = None
         if self._public is not None:
@@ -165,17 +305,77 @@ class CoreLauncher:
         welcome = wire.welcome(process.incarnation, -1, process.pid, b"", last_death)
         return Core(connection, -1, self._config, page, process, welcome)
 
-    def prepare_standby(self) -> None:
-        """Start a standby, if `warm_standby` is set and none is alive. Raises OSError if no process can start."""
-        if self._limits.warm_standby and (self._standby is None or not self._standby.is_alive()):
-            if self._standby is not None:
-                self._standby.stop()
-            self._standby = self._start(standby=True)
+    def prepare_template(self) -> None:
+        """Keep the template process with the imports, if `core_template` is set. Raises OSError if none can start."""
+        if self._template is not None:
+            self._template.prepare()
 
-    def _start(self, standby: bool) -> CoreProcess:
-        """Start the process of the next core. Raises OSError if the system cannot."""
-        incarnation = self._first_incarnation + self._num_started - (not standby)
-        return CoreProcess(self.folder, incarnation, standby, self._public, self._has_log_files)
+    def load_standby(self) -> None:
+        """Start a standby, from the files as they are now, that loads the model beside the core.
+
+        Raises OSError if no process can start.
+        """
+        self._stop_standby()
+        number = self._num_started + 1
+        process = self._start(number, forks=False)
+        self._launch(process, number, self._cache.for_replacement(), waits=True)
+        self._standby = process
+
+    def has_loaded_standby(self) -> bool:
+        """Return whether the standby of `load_standby` has loaded the model; raises EngineStartError if it ended."""
+        standby = self._standby
+        if standby is None:
+            raise EngineStartError("there is no standby any more")
+        if standby.is_alive():
+            return standby.is_waiting()
+        cause = standby.describe_end(log_stays=False)
+        self.end_standby()
+        raise EngineStartError(f"the process that was to replace the core did not start: {cause}")
+
+    def end_standby(self) -> None:
+        """End the standby, if there is one, and remove its files."""
+        standby = self._standby
+        if standby is not None:
+            standby.kill()
+            self._stop_standby()
+            standby.remove_files()
+
+    def _stop_standby(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.stop()
+            if standby.model_template is not None and standby.model_template is not self._model_template:
+                standby.model_template.leave()
+
+    def _keep_model_template(self, template: CoreTemplate | None) -> None:
+        """Let `template` fork the next cores, and end the former one."""
+        former, self._model_template = self._model_template, template
+        if former is not None and former is not template:
+            former.leave()
+
+    def renew_template(self) -> None:
+        """Let the next cores be forked from a template that has imported the files as they are now."""
+        if self._template is not None:
+            self._template.renew()
+
+    def _start(self, number: int, *, forks: bool = True) -> CoreProcess:
+        """Start the process of core `number`. Raises OSError if the system cannot.
+
+        Without `forks` it is a new interpreter in any case.
+        """
+        # No template has the shares of several ranks.
+        keeps_model = self._template is not None and self._config.parallel_config.world_size == 1
+        templates = Templates(keeps_model=keeps_model)
+        if forks:
+            templates = templates._replace(with_imports=self._template, with_model=self._model_template)
+        return CoreProcess(
+            self.folder,
+            self._first_incarnation + number - 1,
+            self._public,
+            self._has_log_files,
+            self._cache.inherited,
+            templates,
+        )
 
     def note_call(self, name: str, args: tuple[wire.CallArgument, ...]) -> None:
         """No-op: the status page says what the next core must know."""
@@ -205,6 +405,9 @@ class CoreLauncher:
         constraints.
         """
         process.stop()
+        if process.lost_a_mapped_file:
+            self._keep_model_template(None)  # it maps the same file: the next core looks at it
+        self._cache.note_end(self.predecessor)
         page = process.status_page()
         if page is not None:
             suspension = page.read().suspension
@@ -231,10 +434,33 @@ class CoreLauncher:
         for process in (self._process, self._standby, core and core.process):
             if process is not None:
                 process.stop(timeout)
-                process.remove_files()
-        if self._public is not None:
+                if not self._has_let_go:  # else the page is that of another process's core
+                    process.remove_files()
+        self._stop_standby()
+        self._keep_model_template(None)
+        if self._template is not None:
+            self._template.leave()
+            self._template = None
+        if self._public is not None and self._inheritance is None:
             self._public.close()
+        elif self._public is not None:
+            self._public.let_go()  # the other process goes on there
+        if self._inheritance is not None:
+            if self._public is None:
+                for descriptor in self._inheritance.descriptors:
+                    os.close(descriptor)
+            self._inheritance.close()
+        self._cache.close(goes_on=self._has_let_go or self._inheritance is not None)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _uses_template(config: VllmConfig) -> bool:
+    """Return whether the cores of `config` can be forked from a template process, and its options do not forbid it."""
+    limits = config.liveness_config
+    if not (limits.recovery and limits.core_template):
+        return False
+    # OpenMP chooses the places of its threads when it is imported, before a fork limits its CPUs.
+    return not config.device_config.cpus or _PLACES.isdisjoint(os.environ)
 
 
 def make_folder() -> Path:

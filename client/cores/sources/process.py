@@ -8,19 +8,32 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 
-from vllm_mp.client.cores.sources.held_address import HeldAddress
+from vllm_mp.client.cores.sources.held_address import HeldAddress, listen_at
+from vllm_mp.client.cores.sources.template import CoreTemplate
 from vllm_mp.config import VllmConfig
-from vllm_mp.core_link.core_launch import CoreLaunch, Predecessor, core_environment, package_path, status_path
-from vllm_mp.core_link.core_status import Suspension, TriedConstraint
+from vllm_mp.core_link.core_launch import (
+    STACKS_SIGNAL,
+    CoreLaunch,
+    KeptCache,
+    Predecessor,
+    core_environment,
+    package_path,
+    status_path,
+    waiting_path,
+)
+from vllm_mp.core_link.core_status import CoreState, Suspension
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.machine.exit_status import describe_exit
 from vllm_mp.machine.file_owner import check_private
+from vllm_mp.machine.forked_process import ForkedProcess
 from vllm_mp.requests.lora_request import AdapterRecord
 
 logger = logging.getLogger(__name__)
@@ -35,8 +48,23 @@ _STOP_TIMEOUT_S = 10.0
 """Time that a core gets to stop by itself before it is killed."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that no request can cause, and SIGKILL only through the memory that it takes."""
+_PIPE_BYTES = 2**20
+"""Size of the pipe to a process that reads its second launch line late; the usual limit of the system."""
+_STACKS_POLL_S = 0.01
+"""Time between two looks at the size of a log to which a core writes its stacks."""
 _KILL_TIMEOUT_S = 20.0
 """Time that a killed core gets to end: a device needs seconds to release many GB, or never does so once it failed."""
+
+
+class Templates(NamedTuple):
+    """The template processes that may fork a core."""
+
+    with_imports: CoreTemplate | None = None
+    """Has imported what a core imports; None: it must not fork this core."""
+    with_model: CoreTemplate | None = None
+    """Has loaded the model too; None: there is none."""
+    keeps_model: bool = False
+    """A core that `with_model` does not fork is to leave such a process."""
 
 
 class CoreProcess:
@@ -50,15 +78,18 @@ class CoreProcess:
         self,
         folder: Path,
         incarnation: int,
-        standby: bool = False,
         public: HeldAddress | None = None,
         has_log_file: bool = True,
+        kept_cache: Sequence[int] = (),
+        templates: Templates | None = None,
     ) -> None:
-        """Start the process, which waits for `launch`; with `standby` it imports all its modules while it waits.
+        """Start the process, which waits for `launch`.
 
         `public`: other clients connect to the core there. Without `has_log_file` the core writes its log to the
-        standard error of this process. Raises OSError if the system cannot start a process, or if another user can read
-        or write the folder.
+        standard error of this process. The core inherits the descriptors `kept_cache`. `templates` fork the process if
+        they can.
+
+        Raises OSError if the system cannot start a process, or if another user can read or write the folder.
         """
         self._owner = os.getpid()
         self.incarnation = incarnation
@@ -72,28 +103,66 @@ class CoreProcess:
         self.log_path = folder / f"core-{incarnation}.log" if has_log_file else None
         self._memory_log: int | None = None
         """Descriptor of the log if it lies in memory because the disk is full; None: it is a file."""
+        self._waiting_path = waiting_path(self._status_path)
+        """Path of the status page until the process serves in place of another core."""
+        self._has_page = False
+        """The page at `_status_path` is that of this process; before, it is that of another core."""
         self._page: StatusPage | None = None
         folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
         _check_folder(folder)
-        with self._open_log() as log:
-            # The core has its own process group, so that Ctrl-C in the terminal reaches this process alone, which
-            # then decides about the core.
-            self._popen = subprocess.Popen(
-                # -P: import nothing from the current folder
-                [sys.executable, "-P", "-m", "vllm_mp.core", *(["--standby"] if standby else [])],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=core_environment() | package_path(),
-                cwd=None if _has_working_folder() else folder,
-                pass_fds=() if public is None else public.descriptors,
-                process_group=0,
-            )
+        self.model_template: CoreTemplate | None = None
+        """Forks cores that have this core's model; None: nothing does. The caller ends it, maybe after this core."""
+        # It listens before the core does, so that the parent can connect at once, and does not try again after a while.
+        with self._open_log() as log, listen_at(self._socket_path) as listener:
+            self._listener = listener.fileno()
+            """The number of the descriptor in the core."""
+            inherited = [self._listener, *kept_cache, *(() if public is None else public.descriptors)]
+            self._popen = self._start(log, inherited, templates or Templates())
         self.pid = self._popen.pid
         self.pid_fd = _exit_descriptor(self.pid)
         """Readable once the core has ended."""
         self._is_given_up = False
         """The core was killed, and the system does not let it end."""
+
+    def _start(
+        self, log: IO[bytes] | None, inherited: Sequence[int], templates: Templates
+    ) -> "subprocess.Popen[bytes] | ForkedProcess":
+        """Fork the process, or start it as a new interpreter; it leaves the templates behind that are needed."""
+        arguments: list[str] = []
+        with_model, with_imports = templates.with_model, templates.with_imports
+        if with_model is not None and (forked := with_model.fork(arguments, log, self._folder, inherited)):
+            self.model_template = with_model
+            return forked
+        with contextlib.ExitStack() as closing:
+
+            def leave(option: str, template: CoreTemplate) -> None:
+                nonlocal arguments, inherited
+                if (control := template.offer()) is not None:
+                    closing.enter_context(control)
+                    arguments = [*arguments, f"{option}{control.fileno()}"]
+                    inherited = [*inherited, control.fileno()]
+
+            if templates.keeps_model:
+                self.model_template = CoreTemplate()
+                self.model_template.join()
+                leave("--leave-model-template=", self.model_template)
+            if with_imports is not None:
+                if forked := with_imports.fork(arguments, log, self._folder, inherited):
+                    return forked
+                leave("--leave-template=", with_imports)
+            # The core has its own process group, so that Ctrl-C in the terminal reaches this process alone, which
+            # then decides about the core.
+            return subprocess.Popen(
+                # -P: import nothing from the current folder
+                [sys.executable, "-P", "-m", "vllm_mp.core", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=core_environment() | package_path(),
+                cwd=None if _has_working_folder() else self._folder,
+                pass_fds=inherited,
+                process_group=0,
+            )
 
     def launch(
         self,
@@ -103,14 +172,25 @@ class CoreProcess:
         suspension: Suspension,
         predecessor: Predecessor | None,
         adapters: list[AdapterRecord] | None,
-        tried_constraints: list[TriedConstraint],
+        tried_constraints: list[bytes],
+        kept_cache: KeptCache | None,
+        *,
+        waits: bool = False,
+        serves_later: bool = False,
     ) -> None:
-        """Send the process its configuration, with which it becomes a core; `CoreLaunch` describes the rest."""
+        """Send the process its configuration, with which it becomes a core; `CoreLaunch` describes the rest.
+
+        With `waits` it loads the model, and becomes a core with the next call; with `serves_later` it serves no client
+        before `let_serve`.
+        """
         launch = CoreLaunch(
             config=config,
             address=self.address,
+            listener=self._listener,
             incarnation=self.incarnation,
             status_path=str(self._status_path),
+            waits=waits,
+            serves_later=serves_later,
             runtime_dir=str(self._folder),
             parent_pid=os.getpid(),
             public=None if self._public is None else self._public.public_address(),
@@ -120,10 +200,23 @@ class CoreProcess:
             suspension=suspension,
             adapters=adapters,
             tried_constraints=tried_constraints,
+            kept_cache=kept_cache,
         )
         assert self._popen.stdin is not None
+        self._has_page = self._has_page or not (waits or serves_later)
+        if waits:
+            with contextlib.suppress(OSError):  # room for the next line, which the process reads once it has loaded
+                fcntl.fcntl(self._popen.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         with contextlib.suppress(BrokenPipeError):  # the process has died already; `CoreLauncher.finish` reports it
             self._popen.stdin.write(msgspec.json.encode(launch) + b"\n")
+            self._popen.stdin.flush()
+
+    def let_serve(self) -> None:
+        """Let a core that was launched with `serves_later` serve."""
+        assert self._popen.stdin is not None
+        self._has_page = True
+        with contextlib.suppress(BrokenPipeError):  # the process has died already, as its parent will see
+            self._popen.stdin.write(b"\n")
             self._popen.stdin.flush()
 
     def is_alive(self) -> bool:
@@ -147,6 +240,11 @@ class CoreProcess:
         return code is not None and code < 0
 
     @property
+    def lost_a_mapped_file(self) -> bool:
+        """Whether SIGBUS ended the core, as when a file that it maps has become shorter."""
+        return self._popen.poll() == -signal.SIGBUS
+
+    @property
     def was_drained(self) -> bool:
         """Whether the core ended by SIGINT, after which a core with a public address finishes its requests."""
         return self._popen.poll() == -signal.SIGINT
@@ -155,11 +253,32 @@ class CoreProcess:
         """Send the core a signal; no-op after its end."""
         self._popen.send_signal(number)
 
+    def write_stacks(self, timeout: float) -> bool:
+        """Have the core write the Python stacks of its threads to its log; return whether the log has grown.
+
+        Wait at most `timeout` seconds. A core that is stuck in other code than Python's writes them too.
+        """
+        first = last = self._log_size()
+        deadline = time.monotonic() + timeout
+        self.send_signal(STACKS_SIGNAL)
+        while self.is_alive() and time.monotonic() < deadline:
+            time.sleep(_STACKS_POLL_S)
+            size = self._log_size()
+            if size == last > first:  # it is complete
+                break
+            last = size
+        return last > first
+
     def status_page(self) -> StatusPage | None:
         """The core's status page; None until the core has created it."""
         if self._page is None:
-            self._page = StatusPage.open(self._status_path)
+            self._page = StatusPage.open(self._status_path if self._has_page else self._waiting_path)
         return self._page
+
+    def is_waiting(self) -> bool:
+        """Whether the process has loaded the model, and waits for its turn."""
+        page = StatusPage.open(self._waiting_path)
+        return page is not None and page.state == CoreState.WAITING
 
     def describe_end(self, log_stays: bool = True) -> str:
         """Describe how the core ended: signal or exit code, and the last lines of its log.
@@ -186,6 +305,15 @@ class CoreProcess:
             return self._log_tail(self.log_path).decode("utf-8", "replace").splitlines()[-_LOG_LINES:]
         except OSError:
             return []
+
+    def _log_size(self) -> int:
+        """Return the size of the core's log in bytes; 0 if it cannot be read."""
+        with contextlib.suppress(OSError):
+            if self._memory_log is not None:
+                return os.lseek(self._memory_log, 0, os.SEEK_CUR)
+            if self.log_path is not None:
+                return self.log_path.stat().st_size
+        return 0
 
     def _log_tail(self, path: Path) -> bytes:
         """Return the end of the log. Raises OSError if the file `path` cannot be read."""
@@ -237,7 +365,7 @@ class CoreProcess:
 
     def remove_files(self) -> None:
         """Remove the files of a core that has ended, except its log."""
-        for path in (self._socket_path, self._status_path):
+        for path in (self._socket_path, self._status_path if self._has_page else self._waiting_path):
             with contextlib.suppress(OSError):
                 path.unlink()
 

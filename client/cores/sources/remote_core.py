@@ -136,8 +136,8 @@ class RemoteCore:
     def note_call(self, name: str, args: tuple[wire.CallArgument, ...]) -> None:
         """No-op: the state of a shared core is kept by its parent."""
 
-    def prepare_standby(self) -> None:
-        """No-op: a shared core has no standby."""
+    def prepare_template(self) -> None:
+        """No-op: the parent of a shared core keeps the template."""
 
     def discard(self, process: CoreProcess) -> None:
         """No-op: the files of a shared core are not this client's."""

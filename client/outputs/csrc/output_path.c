@@ -201,7 +201,8 @@ static PyObject *byte_text_of(PyObject *text, PyObject *token) {
     PyObject *data = Py_NewRef(held), *result = NULL, *rest = NULL;
     PyBytes_Concat(&data, bytes);
     if (data == NULL) return NULL;
-    Py_ssize_t num_read, size = PyBytes_GET_SIZE(data);
+    Py_ssize_t size = PyBytes_GET_SIZE(data);
+    Py_ssize_t num_read = size; /* Python 3.11.2 leaves it as it is if all bytes are ASCII */
     result = PyUnicode_DecodeUTF8Stateful(PyBytes_AS_STRING(data), size, "replace", &num_read);
     if (result != NULL) rest = PyBytes_FromStringAndSize(PyBytes_AS_STRING(data) + num_read, size - num_read);
     Py_DECREF(data);

@@ -14,16 +14,38 @@ from vllm_mp.core.collectives.group import RankGroup
 from vllm_mp.core.lora.slots import AdapterSlots
 from vllm_mp.core.models.attention_layer import bind_attention
 from vllm_mp.core.models.loader import load_model
-from vllm_mp.core.worker.cuda_graphs import Capture, CaptureError, StepGraphs, StepShape, cuda_capture, step_shapes
+from vllm_mp.core.worker.cuda_graphs import (
+    Capture,
+    CaptureError,
+    StepGraphs,
+    StepShape,
+    cuda_capture,
+    first_shapes,
+    step_shapes,
+)
 from vllm_mp.core.worker.device import choose_attention
+from vllm_mp.core.worker.late_captures import LateCaptures
+from vllm_mp.core.worker.memory.kept_memory import KeptMemory
+from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.offload import OffloadedWeights, release_memory
-from vllm_mp.core.worker.memory.plan import available_memory, check_adapter_memory, free_cuda_memory
-from vllm_mp.kernels import ops
+from vllm_mp.core.worker.memory.plan import (
+    available_memory,
+    cache_dtype,
+    check_adapter_memory,
+    free_cuda_memory,
+)
+from vllm_mp.kernels.cpu.library import library
+from vllm_mp.kernels.triton import available
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.pipeline_parallel import stage_of
 from vllm_mp.model_config.tensor_parallel import shard_of
+from vllm_mp.version import __version__
+from vllm_mp.wire import ModelDigest
 
 logger = logging.getLogger(__name__)
+
+_SPARE_BYTES = 64 * 2**20
+"""What stays free beside a late graph, for what the driver and its libraries allocate."""
 
 
 class _NoModel(NamedTuple):
@@ -48,6 +70,8 @@ class ModelMemory:
         make_capture: Callable[[torch.device], Capture] | None,
         group: RankGroup,
         stage: tuple[int, int],
+        captures_late: bool = False,
+        loaded: LoadedModel | None = None,
     ) -> None:
         """Load the weights; the cache is allocated by `allocate_cache`. The arguments are those of `ModelRunner`.
 
@@ -61,7 +85,9 @@ class ModelMemory:
         self._beat = beat
         self._group = group
         self._stage = stage
-        self._cache_dtype = ops.FLOAT8 if config.cache_config.cache_dtype == "fp8" else dtype
+        self._cache_dtype = cache_dtype(config, dtype)
+        self._loaded = loaded
+        """The model that was loaded before; None: it is loaded here."""
         self._wrap: Callable[[Any], Any] = lambda model: model
         """Applied to each model that is loaded."""
         self._offloaded: OffloadedWeights | None = None
@@ -75,18 +101,29 @@ class ModelMemory:
             arch = shard_of(stage_of(arch, *stage), group.rank, group.size)
             check_adapter_memory(config, arch, device, dtype)
             self.adapters = AdapterSlots(arch, config.lora_config.max_loras, config.lora_config.max_lora_rank)
+        available.prepare(device.type)  # while the weights are read
         self.model: Any = self._load()
+        self.kept: KeptMemory | None = None
+        """Where the KV cache lies; None: it ends with this process."""
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
         """(keys, values) of each layer, [num_blocks, block_size, heads, dim] each; empty for an encoder or in sleep."""
         self.graphs: StepGraphs | None = None
         """Captured steps; None if there are none."""
+        self.late_captures: LateCaptures | None = None
+        """Captures the graphs that the start left out; None if it left none out."""
+        self._captures_late = captures_late
+        self._bytes_of_a_graph = 0
         self._make_capture = make_capture or self._default_capture()
 
     def wrap_model(self, wrap: Callable[[Any], Any]) -> None:
         """Call `wrap(model)` instead of the model in every step, without CUDA graphs."""
         self._wrap = wrap
         self.model = wrap(self.model)
-        self.graphs = self._make_capture = None
+        self.graphs = self.late_captures = self._make_capture = None
+
+    def keep_cache(self, kept: KeptMemory | None) -> None:
+        """Let the KV cache lie in `kept`, if the model has one; call this before it is allocated."""
+        self.kept = kept if self.model.kv_shapes else None
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache.
@@ -94,11 +131,43 @@ class ModelMemory:
         It is not zeroed: no operation reads a cell before it is written, and untouched pages take no memory.
         """
         block_size = self._config.cache_config.block_size
+        if self.kept is not None:
+            try:
+                self.kv_caches = self.kept.caches(num_blocks, self.model.kv_shapes, self._cache_dtype)
+                return
+            except OSError as error:
+                if self.kept.is_in_use:
+                    raise
+                logger.warning(
+                    "no memory can be shared with the next core (%s): the KV cache ends with this one", error
+                )
+                self.kept = None
 
         def cache(shape: tuple[int, int]) -> Tensor:
             return torch.empty((num_blocks, block_size, *shape), dtype=self._cache_dtype, device=self._device)
 
         self.kv_caches = [(cache(keys), cache(values)) for keys, values in self.model.kv_shapes]
+
+    def num_kept_blocks(self, digest: ModelDigest) -> int:
+        """Return how many blocks an earlier core has left for a model with this digest; 0 if there are none to use."""
+        if self.kept is None:
+            return 0
+        build = library() if self._device.type == "cpu" else None
+        return self.kept.num_blocks(
+            self._config.cache_config.block_size,
+            [
+                __version__,
+                digest,
+                self._dtype,
+                self._cache_dtype,
+                self._config.model_config.quantization,
+                self._config.model_config.max_model_len,  # on which the rotation of some models depends
+                self.attention.name,
+                self._device.type if build is None else build.name,
+                self.model.kv_shapes,
+                (self._group.rank, self._group.size, *self._stage),
+            ],
+        )
 
     def token_bytes(self) -> int:
         """Return the bytes of KV cache of one token over all layers."""
@@ -113,7 +182,12 @@ class ModelMemory:
             release_memory(self._device)
 
     def drop_weights(self) -> None:
+        if self.kept is not None:
+            self.kept.abandon_prefix_file()  # the files of the model may hold other weights by then
         self._offloaded, self.model = None, _NoModel(self.model.kv_shapes)
+        if self._loaded is not None:
+            self._loaded.forget()
+            self._loaded = None
         if self.adapters is not None:
             self.adapters.unbind()
         release_memory(self._device)
@@ -128,8 +202,10 @@ class ModelMemory:
         release_memory(self._device)  # the memory of the host's copy, or of the weight files
 
     def drop_cache(self) -> None:
-        self.graphs, self.kv_caches = None, []
+        self.graphs, self.late_captures, self.kv_caches = None, None, []
         release_memory(self._device)
+        if self.kept is not None:
+            self.kept.release()
 
     def restore_cache(self) -> None:
         cache = self._config.cache_config
@@ -139,11 +215,18 @@ class ModelMemory:
         self.allocate_cache(cache.num_blocks)
 
     def prepare(self) -> None:
-        self.graphs = self._capture(step_shapes(self._config))
+        self.graphs = self._capture(*self._now_and_late())
 
     def make_graphs(self) -> None:
         """Capture steps on the current cache, if device and kernels allow it."""
-        self.graphs = self._try_capture(step_shapes(self._config))
+        self.graphs = self._try_capture(*self._now_and_late())
+
+    def _now_and_late(self) -> tuple[list[StepShape], list[StepShape]]:
+        """Return the shapes to capture now, and those to capture while the core serves, the small ones first."""
+        shapes = step_shapes(self._config)
+        now = first_shapes(shapes) if self._captures_late else shapes
+        late = sorted((shape for shape in shapes if shape not in now), key=lambda s: (not s.only_decodes, s.num_tokens))
+        return now, late
 
     def graph_bytes(self) -> int:
         """Estimate the bytes of all graphs, which share memory, from the two largest of decodes and of prefills.
@@ -164,14 +247,17 @@ class ModelMemory:
         largest, both = taken
         num_largest, num_both = map(len, trials)
         of_others = max(0, both - largest) / max(1, num_both - num_largest)
+        self._bytes_of_a_graph = math.ceil(of_others)
         return max(0, largest) + math.ceil((len(shapes) - num_largest) * of_others)
 
     def _load(self) -> Any:
         """Return the model with its weights, its attention bound to the chosen backend, and a beat at each layer."""
         model_config = self._config.model_config
-        model = load_model(
-            model_config, self._dtype, self._device, self._progress, self._cache_dtype, self._group, *self._stage
-        )
+        model = None if self._loaded is None else self._loaded.model
+        if model is None:
+            model = load_model(
+                model_config, self._dtype, self._device, self._progress, self._cache_dtype, self._group, *self._stage
+            )
         self.num_parameters = model.num_parameters
         module = cast("nn.Module", model)
         if self.adapters is not None:
@@ -196,20 +282,20 @@ class ModelMemory:
             return None
         return cuda_capture
 
-    def _try_capture(self, shapes: Sequence[StepShape]) -> StepGraphs | None:
+    def _try_capture(self, shapes: Sequence[StepShape], late: Sequence[StepShape] = ()) -> StepGraphs | None:
         """Return what `_capture` does, or None if it fails; later steps are then not captured either."""
         try:
-            return self._capture(shapes)
+            return self._capture(shapes, late)
         except CaptureError as error:
             self._make_capture = None
             logger.warning("steps are not captured: %s", error)
             return None
 
     @torch.inference_mode()
-    def _capture(self, shapes: Sequence[StepShape]) -> StepGraphs | None:
+    def _capture(self, shapes: Sequence[StepShape], late: Sequence[StepShape] = ()) -> StepGraphs | None:
         """Return graphs of steps of these shapes on the current cache; None if none are captured.
 
-        Raises CaptureError.
+        `late_captures` will capture the shapes `late`. Raises CaptureError.
         """
         if self._make_capture is None or not self.kv_caches:
             return None
@@ -222,9 +308,21 @@ class ModelMemory:
             self._device,
             has_adapters=self.adapters is not None,
         )
-        graphs.capture(shapes, self._make_capture(self._device), self._beat, self._group)
-        logger.info("%d graphs of steps captured in %.1f s", graphs.num_graphs, time.monotonic() - started)
+        capture = self._make_capture(self._device)
+        graphs.capture(shapes, capture, self._beat, self._group, late)
+        self.late_captures = LateCaptures(graphs, capture, self._has_room) if late else None
+        seconds, num_late = time.monotonic() - started, len(graphs.late)
+        logger.info(
+            "%d graphs of steps captured in %.1f s, %d shapes left for later", graphs.num_graphs, seconds, num_late
+        )
         return graphs
+
+    def _has_room(self) -> bool:
+        """Whether the device can hold one more graph; memory was kept for all, but others may have taken it."""
+        if self._device.type != "cuda":
+            return True
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return free_cuda_memory(self._device) + unused >= self._bytes_of_a_graph + _SPARE_BYTES
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

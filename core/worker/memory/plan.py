@@ -7,6 +7,7 @@ import torch
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.lora.targets import num_bytes
+from vllm_mp.kernels import ops
 from vllm_mp.machine.host_memory import host_memory
 from vllm_mp.model_config.architecture import NativeArchitecture
 
@@ -57,6 +58,11 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
             f"kv_cache_memory_bytes={memory:,} exceeds the free memory of {available_memory():,} bytes; lower it"
         )
     return int(blocks)
+
+
+def cache_dtype(config: VllmConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the KV cache of a model in `dtype`."""
+    return ops.FLOAT8 if config.cache_config.cache_dtype == "fp8" else dtype
 
 
 def check_adapter_memory(

@@ -70,26 +70,39 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 class HostCopies:
-    """Copies of tensors to the host, with one wait for all of them; no copies are made if the device is the host."""
+    """Copies of tensors to the host, with one wait for all of them; no copies are made if the device is the host.
 
-    def __init__(self, device: torch.device) -> None:
-        self._event: Any = None
-        """None if the device is the host."""
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    The copies run in a stream of their own, beside the next step, which must not overwrite what they copy.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        """`stream` is a CUDA stream for the copies; None if the device is the host."""
+        self._stream = stream
+        self._copied: Any = None
+        """The event after the copies; None before `end`."""
+        self._taken: list[tuple[Tensor, Tensor]] = []
+        """(on the host, on the device), which keeps the device's memory until its copy is complete."""
 
     def take(self, tensor: Tensor) -> Tensor:
         """Return `tensor` on the host, in pinned memory. It must not be read before `wait`."""
-        if self._event is None:
+        if self._stream is None:
             return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._taken.append((on_host, tensor))
+        return on_host
 
     def end(self) -> None:
-        """Mark the point in the device's work that `wait` waits for."""
-        if self._event is not None:
-            self._event.record()
+        """Begin the copies, once the device has done all that it was given so far."""
+        if self._stream is None:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for on_host, tensor in self._taken:
+                on_host.copy_(tensor, non_blocking=True)
+        self._copied = self._stream.record_event()
 
     def wait(self) -> None:
-        """Wait until all copies before `end` are complete, not for later work of the device."""
-        if self._event is not None:
-            self._event.synchronize()
+        """Wait until the copies are complete, not for later work of the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._taken.clear()

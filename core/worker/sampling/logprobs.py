@@ -69,13 +69,22 @@ class StepLogprobs:
     They are the model's own, so they must be made before the sampler changes the logits.
     """
 
-    def __init__(self, logits: Tensor, batch: Batch, rows: Rows, num_tokens: Counts | None = None) -> None:
+    def __init__(
+        self,
+        logits: Tensor,
+        batch: Batch,
+        rows: Rows,
+        num_tokens: Counts | None = None,
+        step: ScheduledStep | None = None,
+    ) -> None:
         """`logits` [n, vocab] of the batch's `rows` [n].
 
         `num_tokens` [n] counts the tokens of each row before the token that is sampled; by default, all known tokens.
+        If `step` has drafts, only the tokens that it yields have messages.
         """
         if num_tokens is None:
             num_tokens = batch.num_tokens[rows]
+        self._step = None if step is None or step.drafts is None else step
         wanting = np.flatnonzero(batch.num_logprobs[rows] >= 0)
         rows = rows[wanting]
         self._counts = batch.num_logprobs[rows]
@@ -85,18 +94,22 @@ class StepLogprobs:
             zip(batch.client[rows].tolist(), batch.slot[rows].tolist(), positions.tolist(), strict=True)
         )
         if len(wanting):
+            self._wanting = wanting
             self._index = to_device(wanting, logits.device)
             self._distribution = logits[self._index].float().log_softmax(-1)
 
     def messages(self, tokens: Tensor, to_host: ToHost = on_host) -> Callable[[], list[Owned]]:
         """Return a function for the messages about the sampled `tokens` int64 [n]; a negative token has no message.
 
+        Several tokens of a request have one message.
+
         Call the function once the copies of `to_host` are complete.
         """
         if not self._owners:
             return list
         chosen = tokens[self._index]
-        host_chosen = to_host(chosen)
+        host_chosen, step = to_host(chosen), self._step
+        host_tokens = None if step is None else to_host(tokens)
         groups = []
         # One selection for each number of tokens: the number decides how ties are ordered, so a row must not depend on
         # the numbers of other rows.
@@ -107,13 +120,19 @@ class StepLogprobs:
             groups.append((count, members.tolist(), logprobs))
 
         def make() -> list[Owned]:
-            is_sampled = (host_chosen.numpy() >= 0).tolist()
+            is_sampled = host_chosen.numpy() >= 0
+            if step is not None and host_tokens is not None:
+                is_sampled &= step.is_yielded(host_tokens.numpy())[self._wanting]
             messages: dict[int, Owned] = {}
             for count, members, logprobs in groups:
+                first = 0  # of the tokens of the request, which follow one another
                 for i, member in enumerate(members):
+                    client, slot, position = self._owners[member]
+                    if i and self._owners[members[first]][:2] != (client, slot):
+                        first = i
                     if is_sampled[member]:
-                        client, slot, position = self._owners[member]
-                        messages[member] = client, logprobs.message(slot, position, i, i + 1, count)
+                        position -= i - first
+                        messages[members[first]] = client, logprobs.message(slot, position, first, i + 1, count)
             return [messages[member] for member in sorted(messages)]
 
         return make

@@ -13,7 +13,7 @@ from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.logits_processors import Ids, as_ids
 from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 from vllm_mp.core.structured_output.grammar import Matcher
-from vllm_mp.core.structured_output.libraries.masks import fill_masks
+from vllm_mp.core.structured_output.masks import fill_masks
 from vllm_mp.core.worker.sampling.host_copies import all_to_device, to_device
 from vllm_mp.core.worker.sampling.registered_processors import RegisteredProcessors
 from vllm_mp.kernels import ops
@@ -43,6 +43,7 @@ class Sampler:
         """Return token ids int64 [n] for `logits` [n, vocab] of the batch's `rows` [n]; may overwrite `logits`.
 
         `num_tokens` [n] counts the tokens of each row before the token that is sampled; by default, all known tokens.
+        A row that comes several times in succession has drafts: each time it has one token more before it.
         A row gets `NO_TOKEN` if its logits are not finite numbers, or if all its tokens are barred.
         """
         batch = self._batch
@@ -76,14 +77,24 @@ class Sampler:
         outputs: list[ConstrainedOutput] = []
         matchers: dict[int, Matcher] = {}  # by index into `outputs`
         indices: list[int] = []
+        drafts: dict[int, list[int]] = {}  # by index into `outputs` of the mask before them
+        previous, first, is_masked = -1, 0, False
         for i in np.flatnonzero(batch.is_constrained[rows]).tolist():
             row = int(rows[i])
             constrained, start = batch.request(row).constrained, int(batch.num_prompt_tokens[row])
             assert constrained is not None
+            if row == previous:
+                if is_masked:
+                    drafts.setdefault(first, []).append(int(batch.token_ids[row, num_tokens[i] - 1]))
+                    outputs.append(constrained)
+                    indices.append(i)
+                continue
             matcher = constrained.matcher_after(batch.token_ids[row, start : num_tokens[i]])
+            previous, first = row, len(outputs)
+            is_masked = matcher is not None or constrained.error is not None
             if matcher is not None:
-                matchers[len(outputs)] = matcher
-            if matcher is not None or constrained.error is not None:
+                matchers[first] = matcher
+            if is_masked:
                 outputs.append(constrained)
                 indices.append(i)
         if not outputs:
@@ -96,6 +107,9 @@ class Sampler:
                 masks[i] = 0
             elif i in matchers and (token := output.also_allowed) is not None:
                 masks.view(np.uint32)[i, token // 32] |= np.uint32(1 << token % 32)
+        for first, tokens in drafts.items():
+            if first in matchers and first not in errors:
+                matchers[first].fill_ahead(tokens, masks[first + 1 : first + 1 + len(tokens)])
         return TokenMasks(*all_to_device([masks, np.array(indices)], self._device))
 
     def _changes_logits(self, rows: Rows, num_tokens: Counts) -> bool:
@@ -143,8 +157,11 @@ def apply_logits_processors(
     restricted: list[int] = []  # indexes into `rows` of the requests with `allowed_token_ids`
     for i in np.flatnonzero(num_tokens < batch.min_total_tokens[rows]).tolist():
         barred.add(i, _stop_tokens(batch, int(rows[i])))
+    previous, num_certain = -1, 0
     for i in np.flatnonzero(batch.has_logits_processors[rows]).tolist():
         row = int(rows[i])
+        if row != previous:
+            previous, num_certain = row, int(num_tokens[i])  # what comes after them are drafts
         processors = batch.request(row).logits_processors
         assert processors is not None
         tokens, num_prompt_tokens = batch.token_ids[row, : num_tokens[i]], int(batch.num_prompt_tokens[row])
@@ -156,7 +173,9 @@ def apply_logits_processors(
         if len(processors.bias_ids):
             biased.add(i, processors.bias_ids, processors.bias)
         if processors.counts is not None:
-            ids, counts = processors.counts.catch_up(tokens, num_prompt_tokens)
+            ids, counts = processors.counts.catch_up(tokens[:num_certain], num_prompt_tokens)
+            if len(tokens) > num_certain:
+                ids, counts = processors.counts.ahead(tokens[num_certain:])
             terms = np.empty((3, len(ids)), np.float32)
             # Only the repetition penalty counts the tokens of the prompt.
             terms[0] = processors.repetition

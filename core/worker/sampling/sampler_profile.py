@@ -10,15 +10,20 @@ from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.kernels import ops
+from vllm_mp.kernels.reference import MASK_WORD
 from vllm_mp.requests.sampling_params import SamplingParams
 
 
 def profile_sampler(config: VllmConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Sample a token for as many rows as there can be, each with every filter on, beside their log-probabilities.
+    """Sample as many tokens as a step can choose, each with every filter on, beside their log-probabilities.
 
-    It runs the sampler itself over all of `SAMPLING_FILTERS`, so it allocates as much as any step can allocate.
+    A step chooses one for each row, and one after each draft. This runs the sampler itself over all of
+    `SAMPLING_FILTERS`, so it allocates as much as any step can allocate. Kernels that only some steps launch are
+    compiled.
     """
     num_rows = config.scheduler_config.max_num_seqs
+    if config.speculative_config is not None:
+        num_rows += config.speculative_config.max_step_drafts
     all_filters: dict[str, Any] = {
         sampling_filter.name: sampling_filter.trial for sampling_filter in ops.SAMPLING_FILTERS
     }
@@ -29,5 +34,8 @@ def profile_sampler(config: VllmConfig, dtype: torch.dtype, device: torch.device
         batch.add(request, np.zeros(0, np.int32))
     logits = torch.zeros((num_rows, config.model_config.architecture.vocab_size), dtype=dtype, device=device)
     logprobs = logits.float().log_softmax(dim=-1)  # a step with log-probabilities holds them during the draw
+    # Only steps with constrained rows launch the kernel for masks; the first of them must not wait for its compilation.
+    masks = torch.full((num_rows, -(-logits.shape[1] // MASK_WORD)), -1, dtype=torch.int32, device=device)
+    ops.apply_token_masks(logits, masks, torch.arange(num_rows, device=device))
     Sampler(batch, device).sample(logits, batch.order)
     del logprobs

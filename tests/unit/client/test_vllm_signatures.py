@@ -91,8 +91,8 @@ SEPARATE_CORES = "each core has the whole model, and shares no layer, expert or 
 NO_TRAINING = "weights are not sent to an engine; load_format and sleep(2) read them from the model's folder again"
 DIFFERENCES = {
     "abort(internal)": "an argument for vLLM's own calls",
-    "checkpoint_prepare": "a process is not frozen; a warm standby starts in its place",
-    "checkpoint_restore": "a process is not frozen; a warm standby starts in its place",
+    "checkpoint_prepare": "a process is not frozen; a template process forks the next one",
+    "checkpoint_restore": "a process is not frozen; a template process forks the next one",
     "finish_weight_update": NO_TRAINING,
     "from_vllm_config(client_addresses)": "connect() attaches to a core that runs",
     "from_vllm_config(client_count)": "connect() attaches to a core that runs",
@@ -106,11 +106,8 @@ DIFFERENCES = {
     "handle_fault": "faults are handled without a call",
     "init_weight_transfer_engine": NO_TRAINING,
     "notify_kv_transfer_request_rejected": SEPARATE_CORES,
-    "reset_prefix_cache(reset_connector): place": "by keyword; the second place is none",
-    "reset_prefix_cache(reset_running_requests): place": "by keyword, or as a bool in the place of the device",
     "scale_elastic_ep": SEPARATE_CORES,
     "should_keep_api_server_alive": SEPARATE_CORES,
-    "sleep(mode='keep')": "streams continue after a sleep, unless mode='abort' is given",
     "start_draft_weight_update": NO_TRAINING,
     "start_profile(profile_prefix)": "stop_profile() returns the folder of the trace",
     "start_weight_update": NO_TRAINING,

@@ -1,7 +1,7 @@
-"""The libraries of structured output with the default model's tokenizer."""
+"""The library of structured output with the default model's tokenizer."""
 
 import pytest
-from support.grammar_backends import Library
+from support.grammar_library import Library
 
 from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
 
@@ -13,15 +13,5 @@ def source(default_model):
 
 
 @pytest.fixture(scope="session")
-def llguidance(source):
-    return Library.load("llguidance", source)
-
-
-@pytest.fixture(scope="session")
-def xgrammar(source):
-    return Library.load("xgrammar", source)
-
-
-@pytest.fixture(scope="session", params=["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)])
-def library(request):
-    return request.getfixturevalue(request.param)
+def library(source):
+    return Library.load(source)

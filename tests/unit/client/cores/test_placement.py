@@ -11,7 +11,7 @@ from vllm_mp import AsyncEngineArgs
 from vllm_mp.cli import env
 from vllm_mp.client.cores import placement
 from vllm_mp.client.cores.placement import config_of_place
-from vllm_mp.core.worker.device import choose_device, set_threads
+from vllm_mp.core.worker.device import choose_device, choose_threads
 from vllm_mp.machine import host_cpus
 
 
@@ -46,7 +46,7 @@ def logged(config, caplog, num_cores, num_ranks):
             of_core = config_of_place(config, core)
             for rank in range(num_ranks):
                 choose_device(of_core, rank)
-                set_threads(of_core, rank)
+                choose_threads(of_core, rank)
     return caplog.messages
 
 

@@ -11,9 +11,8 @@ from support.fake_core import FakeCore
 from vllm_mp import AsyncLLM, EngineArgs, EngineStartError
 from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.client.cores.socket_owner import check_socket_file
-from vllm_mp.client.cores.sources.held_address import HeldAddress
+from vllm_mp.client.cores.sources.held_address import HeldAddress, listen_at
 from vllm_mp.client.cores.sources.process import CoreProcess
-from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.machine.file_owner import trusted_owners
 
@@ -89,8 +88,8 @@ def test_process_of_another_user_behind_the_socket_is_refused(default_model, tmp
         core.close()
 
 
-@pytest.mark.parametrize("kind", [BoundSocket, HeldAddress])
-def test_socket_has_its_mode_from_the_moment_it_is_bound(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("listen", [listen_at, lambda path: HeldAddress(f"ipc://{path}")], ids=["private", "public"])
+def test_socket_has_its_mode_from_the_moment_it_is_bound(tmp_path, monkeypatch, listen):
     """Other processes could connect between bind and a change of the mode."""
     path, modes = tmp_path / "core.sock", []
     seen, appeared = threading.Event(), path.exists
@@ -106,7 +105,7 @@ def test_socket_has_its_mode_from_the_moment_it_is_bound(tmp_path, monkeypatch, 
         monkeypatch.setattr(type(path), "chmod", lambda *_: seen.wait(20))
         watcher = threading.Thread(target=look)
         watcher.start()
-        bound = kind(f"ipc://{path}")
+        bound = listen(path)
         watcher.join()
         bound.close()
         assert modes == [0o600]

@@ -49,6 +49,13 @@ def test_template_reads_each_argument(llm, messages, options, text):
     assert prompt_of(llm, messages, chat_template=template, **options)[0].endswith(text)
 
 
+def test_tools_that_the_template_does_not_know_are_described_in_a_message(llm):
+    text, _ = prompt_of(llm, [QUESTION], tools=[TOOL])
+    assert "Look up a word" in text
+    assert text.index("Look up a word") < text.index("Why is the sky blue?")
+    assert "Look up a word" not in prompt_of(llm, [QUESTION])[0]
+
+
 def test_request_has_its_id_and_leaving_the_loop_aborts_it(llm):
     async def run():
         async for output in llm.chat([QUESTION], ENDLESS, 7, priority=0):

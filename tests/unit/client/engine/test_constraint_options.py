@@ -47,6 +47,12 @@ def test_without_options_the_core_chooses(json_options):
     assert json_options({}) == (True, "", True)
 
 
+@pytest.mark.parametrize("name", ["auto", "llguidance", "xgrammar", "guidance"])
+def test_each_name_of_a_backend_is_accepted(name):
+    for options in ({"guided_decoding_backend": name}, {"structured_outputs_config": {"backend": name}}):
+        assert EngineArgs(**options).guided_decoding_backend == name
+
+
 @pytest.mark.parametrize(
     ("value", "error", "words"),
     [

@@ -10,6 +10,7 @@ import threading
 import time
 import types
 from concurrent.futures import Future
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from support.stand_in_engine import Engine
 
 from vllm_mp import AsyncEngineArgs, __version__, wire
 from vllm_mp.client.cores.connection import CoreConnection
-from vllm_mp.client.cores.sources.held_address import HeldAddress
+from vllm_mp.client.cores.sources.held_address import HeldAddress, listen_at
 from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.call_handler import OperatorCall, StepFailedError
@@ -63,7 +64,8 @@ class Core:
     def __init__(self, address, config, is_shared=True, public=None, predecessor=PREDECESSOR):
         """`public` is the address for clients, if it is not `address`."""
         self.address = address if public is None else public.address
-        self.bound = BoundSocket(address, public)
+        listener = listen_at(Path(address.removeprefix("ipc://")))
+        self.bound = BoundSocket(address, listener.detach(), public)
         self.request_handler = RequestHandler(self.bound.socket, config, 1, KEY, predecessor, is_shared)
         self.engine = Engine()
         self.page = StatusPage.create(None, 1)

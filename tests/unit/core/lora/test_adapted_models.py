@@ -3,7 +3,6 @@
 import pytest
 import torch
 from peft import PeftModel
-from support.adapters import adapter_tensors, save_adapter
 from support.paged_batch import PagedBatch
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +13,7 @@ from vllm_mp.core.models.loader import load_weights
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.model_config.families.registry import read_architecture
+from vllm_mp.testing.adapters import adapter_tensors, save_adapter
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

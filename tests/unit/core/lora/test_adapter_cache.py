@@ -325,7 +325,14 @@ def test_adapters_of_the_configuration_are_loaded_first_or_the_core_does_not_sta
 def test_record_names_everything_that_a_successor_needs():
     known = Known()
     known.add(1)
-    assert list(known.notes[-1]) == [AdapterRecord(1, "adapter 1", "/1", "digest of /1", True, False)]
+    [record] = known.notes[-1]
+    number = known.cache.find(lora(1), may_open=True).number
+    assert record == AdapterRecord(1, "adapter 1", "/1", "digest of /1", True, False, number)
+    successor = Known()
+    successor.cache.restore([record])
+    assert successor.cache.find(lora(1), may_open=True).number == number
+    successor.add(2)
+    assert successor.cache.find(lora(2), may_open=True).number != number
 
 
 def test_latest_of_two_loads_in_place_at_the_same_time_counts():

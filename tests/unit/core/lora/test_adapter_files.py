@@ -7,12 +7,12 @@ import pickle
 
 import pytest
 import torch
-from support.adapters import adapter_tensors, save_adapter
 
 from vllm_mp.core.lora.adapter import WEIGHTS_FILE, read_adapter
 from vllm_mp.core.lora.peft_config import CONFIG_FILE
 from vllm_mp.core.lora.targets import num_bytes, projections
 from vllm_mp.model_config.families.registry import NATIVE_MODELS, read_architecture
+from vllm_mp.testing.adapters import adapter_tensors, save_adapter
 from vllm_mp.testing.random_models import CONFIGS
 
 ARCH = read_architecture(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from support.adapters import adapter_tensors, save_adapter
 from support.local_engine import LocalEngine
 
 from vllm_mp.core.lora.adapter import read_adapter
@@ -12,6 +11,7 @@ from vllm_mp.core.worker.cuda_graphs import StepGraphs
 from vllm_mp.core.worker.memory import plan as memory
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.model_config.families.registry import read_architecture
+from vllm_mp.testing.adapters import adapter_tensors, save_adapter
 from vllm_mp.testing.random_models import CONFIGS, random_prompts, save_random_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

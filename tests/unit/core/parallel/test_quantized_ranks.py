@@ -4,7 +4,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from support.adapters import adapter_tensors, save_adapter
 from support.answers import PROMPTS, adapter_slot
 from support.covering import by_turns
 from support.layouts import with_layouts
@@ -16,6 +15,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2MoeConfig
 
 from vllm_mp.core.lora.adapter import read_adapter
 from vllm_mp.model_config.quantization import FourBits
+from vllm_mp.testing.adapters import adapter_tensors, save_adapter
 from vllm_mp.testing.random_models import save_random_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

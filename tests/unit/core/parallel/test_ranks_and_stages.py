@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from support.adapters import adapter_tensors, save_adapter
-from support.answers import SCARCE, answers, answers_with_slot
+from support.answers import NUM_TOKENS, PROMPTS, SCARCE, answers, answers_with_slot
 from support.covering import by_turns
+from support.drafts import draft_known_answers
 from support.layouts import LAYOUTS, Layout, answers_of_one_process, assert_like, every_layout, with_layouts
 from support.local_engine import LocalEngine
 from support.rank_threads import local_group
@@ -18,6 +18,7 @@ from vllm_mp.core.parallel.followers import GroupMemory
 from vllm_mp.model_config.families.registry import NATIVE_MODELS, read_architecture
 from vllm_mp.model_config.pipeline_parallel import stage_of
 from vllm_mp.model_config.tensor_parallel import shard_of
+from vllm_mp.testing.adapters import adapter_tensors, save_adapter
 from vllm_mp.testing.random_models import CONFIGS, random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -159,3 +160,16 @@ def test_all_ranks_sleep_and_wake_up_together(model_of):
         memory.prepare()
         assert all(other.kv_caches for other in others)
         assert_like(layout, answers(group.engine), expected)
+
+
+@every_layout
+def test_ranks_and_stages_verify_drafts(layout, model_of):
+    folder = model_of("llama")
+    expected = answers_of_one_process(folder)
+    with local_group(folder, **layout._asdict(), speculative_config={"num_speculative_tokens": 4}) as group:
+        known = zip(PROMPTS, (tokens for tokens, _ in expected), strict=True)
+        draft_known_answers(group.engine.scheduler, known, wrong_every=4)
+        assert_like(layout, answers(group.engine), expected)
+        counters = group.engine.scheduler.drafting.counters
+        assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
+        assert counters.num_accepted_tokens < len(PROMPTS) * NUM_TOKENS

@@ -408,4 +408,4 @@ def test_profile_runs_as_many_tokens_as_a_step_can_have(folders, monkeypatch):
     forward = Mock(wraps=engine.runner._forward)
     monkeypatch.setattr(engine.runner, "_forward", forward)
     engine.runner._profile()
-    assert [len(call.args[0]) for call in forward.call_args_list] == [150, 3]
+    assert [len(call.args[0]) for call in forward.call_args_list] == [150, 3, 16, 50]

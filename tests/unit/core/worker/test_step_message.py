@@ -44,7 +44,8 @@ def next_step(batch, chance):
     rows, counts = rows[order], counts[order]
     decodes = int((counts == 1).sum())
     awaits = np.arange(decodes)[: chance.randrange(0, 2)]
-    return ScheduledStep.of(batch, rows, counts, decodes, awaits)
+    awaited = np.array([chance.randrange(SEQS) for _ in awaits], np.int64)
+    return ScheduledStep.of(batch, rows, counts, decodes, awaits, awaited)
 
 
 def finish(batch, step, chance):
@@ -80,7 +81,7 @@ def test_other_ranks_lay_out_the_same_inputs_in_random_runs():
         largest = max(largest, len(data))
         message = decode_step(memoryview(data), mirror)
         assert (message.sampling, message.isolates, message.returns_all) == (sampling, isolates, returns_all)
-        for name in ("rows", "counts", "samples", "awaits"):
+        for name in ("rows", "counts", "samples", "awaits", "awaited"):
             assert np.array_equal(getattr(message.step, name), getattr(step, name)), name
         own, theirs = (step_inputs(step, rows, BLOCK, on_cpu) for rows in (batch, mirror))
         assert torch.equal(own[0], theirs[0])

@@ -48,10 +48,10 @@ def test_lock_file_that_another_user_may_have_prepared_is_refused_and_changes_no
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_full_disk_costs_the_address_only_the_pid_in_its_lock_file(tmp_path, monkeypatch):
-    def write(descriptor, data):
+    def write(descriptor, data, offset):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(held_address.os, "write", write)
+    monkeypatch.setattr(held_address.os, "pwrite", write)
     held = HeldAddress(f"ipc://{tmp_path}/core.sock")
     try:
         assert (tmp_path / "core.sock.lock").read_bytes() == b""

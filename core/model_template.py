@@ -1,0 +1,131 @@
+"""The template process with the model: a fork of a core that has loaded the weights and has no other threads yet.
+
+It shares the memory of the weights with that core, and the cores that it forks have nothing to load. So a core that
+leaves one loads its model first, in a thread that ends; only then it starts threads of its own. On a CPU only: the
+state of another device does not survive a fork.
+"""
+
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final, NoReturn
+
+import msgspec
+import torch
+
+from vllm_mp.config import VllmConfig
+from vllm_mp.core.models.loader import load_model
+from vllm_mp.core.sibling_fork import ForkRefused, count_threads, end_idle_threads, fork_sibling, reset_signals
+from vllm_mp.core.template import become_template, fork_on_request, tell_parent
+from vllm_mp.core.torch_threads import limit_this_thread
+from vllm_mp.core.weights.digest import model_digest
+from vllm_mp.core.worker.memory.loaded_model import LoadedModel
+from vllm_mp.core.worker.memory.plan import cache_dtype
+from vllm_mp.core_link.fork_messages import ForkRefusal
+
+_LOOK_S: Final = 0.05
+"""Time between two looks at what may end a load."""
+_END_OF_THREADS_S: Final = 0.2
+"""Time that OpenMP's threads get to end after the thread that has made them."""
+
+_held: LoadedModel | None = None
+"""The model of the template process that has forked this process."""
+
+
+def held_model(config: VllmConfig, dtype: torch.dtype, progress: Callable[[float], None]) -> LoadedModel | None:
+    """Return the model that this process has from its template; None: none, or another one than `config` asks for.
+
+    `progress` is called with 0 and 1, as by a load.
+    """
+    global _held
+    held, _held = _held, None
+    if held is None or held.identity != _identity(config, dtype):
+        return None
+    progress(0.0)
+    progress(1.0)
+    return held
+
+
+def load_with_template(
+    config: VllmConfig,
+    dtype: torch.dtype,
+    num_threads: int,
+    progress: Callable[[float], None],
+    look: Callable[[], None],
+    control: socket.socket,
+    run_core: Callable[[], NoReturn],
+) -> LoadedModel:
+    """Load the model on the CPU, and fork a template process, a sibling that holds it too, for the socket `control`.
+
+    It is loaded with `num_threads`. `progress` is called by the loading thread, `look` often by this one, and
+    `run_core` in each core that the template forks. Raises what `load_model`, `progress` and `look` raise. Without a
+    template the parent learns why.
+    """
+
+    def load() -> LoadedModel:
+        limit_this_thread(num_threads)
+        model = load_model(config.model_config, dtype, torch.device("cpu"), progress, cache_dtype(config, dtype))
+        return LoadedModel(_identity(config, dtype), model, model_digest(config.model_config))
+
+    with control:
+        parent = os.getppid()
+        loaded = _in_thread(load, look)
+        gc.freeze()  # a collection in a fork would copy all pages
+        try:
+            _wait_for_end_of_threads()
+            pid = fork_sibling()
+        except (ForkRefused, OSError) as error:
+            tell_parent(control, ForkRefusal(reason=f"no template process can hold the model: {error}"))
+            return loaded
+        if pid == 0:
+            _serve_as_template(loaded, control, parent, run_core)
+        loaded.share_with(pid)
+    return loaded
+
+
+def _serve_as_template(
+    loaded: LoadedModel, control: socket.socket, parent: int, run_core: Callable[[], NoReturn]
+) -> NoReturn:
+    """Be the template process. In each core that it forks, what the frames below have open is closed."""
+    global _held
+    reset_signals()
+    become_template(control, parent)
+    template = os.getpid()
+    fork_on_request(control, parent)
+    loaded.share_with(template)
+    _held = loaded
+    run_core()
+
+
+def _identity(config: VllmConfig, dtype: torch.dtype) -> bytes:
+    """Return what decides which model is loaded, and in which form."""
+    return msgspec.json.encode([config.model_config, str(dtype), str(cache_dtype(config, dtype))])
+
+
+def _in_thread(load: Callable[[], LoadedModel], look: Callable[[], None]) -> LoadedModel:
+    """Return the result of `load`, called in a thread, with which the threads of its parallel operations end."""
+    result: Future[LoadedModel] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(load())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="model-loader")
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK_S)
+        look()
+    return result.result()
+
+
+def _wait_for_end_of_threads() -> None:
+    end_idle_threads()
+    deadline = time.monotonic() + _END_OF_THREADS_S
+    while count_threads() > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)

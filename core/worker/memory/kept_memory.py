@@ -1,0 +1,186 @@
+"""The memory of the KV cache that outlives a core, because the core's parent has made it and keeps it.
+
+A file in memory holds a header, the `SealTable`, and the caches of all layers. The header says for which model, device
+code and layout they are; a core that computes or lays out anything else finds nothing. A lock, which the kernel gives
+back when no process maps the file any more, keeps a core that is still there from writing beside its successor.
+"""
+
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from vllm_mp.core.scheduler.cache.file_header import HEADER_BYTES, KeptHeader, read_header, write_header
+from vllm_mp.core.scheduler.cache.prefix_file import PrefixFile
+from vllm_mp.core.scheduler.cache.prefix_reader import PrefixReader
+from vllm_mp.core.scheduler.cache.seal_table import SealTable
+from vllm_mp.core.worker.memory.code_digest import code_digest
+from vllm_mp.core_link.core_launch import KeptCache
+
+logger = logging.getLogger(__name__)
+
+KVShapes = Sequence[tuple[tuple[int, int], tuple[int, int]]]
+"""((heads, dim) of keys, the same of values) of each layer."""
+
+_ALIGNMENT: Final = 4096
+_LOCK_WAIT_S: Final = 2.0
+"""Time that processes of an earlier core, which was killed, get to end."""
+_LOCK_STEP_S: Final = 0.005
+
+
+class KeptMemory:
+    """The file behind a descriptor that the parent has passed on. One core at a time uses it."""
+
+    def __init__(self, descriptor: int, adopts: bool, prefix_file: int | None = None) -> None:
+        """`adopts`: the caches of an earlier core may be used. `prefix_file`: descriptor of the prefix cache file.
+
+        Raises OSError if an earlier core is still there.
+        """
+        # Opened once more, so that the lock is this core's, and stays until its last mapping has gone.
+        self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(self._descriptor)
+                    raise
+                time.sleep(_LOCK_STEP_S)
+        if not adopts:
+            os.ftruncate(self._descriptor, 0)
+        self._map: mmap.mmap | None = None
+        self._header: KeptHeader | None = None
+        """What `caches` has written."""
+        self._caches_at = 0
+        """Where the caches begin in the file."""
+        self._block_size = 0
+        self._fingerprint = ""
+        self._segments: list[tuple[int, int]] = []
+        """As in the header."""
+        self._file_fingerprint = ""
+        """As in the header."""
+        self._prefix_file = None if prefix_file is None else PrefixFile(prefix_file)
+
+    def num_blocks(self, block_size: int, identity: Sequence[object]) -> int:
+        """Return how many blocks an earlier core has left, the padding block included; 0 if there are none to use.
+
+        `identity` is all that decides what the caches hold and how they are laid out; its items have a `str` that says
+        what they are.
+        """
+        self._block_size = block_size
+        self._fingerprint = hashlib.sha256(repr([block_size, *map(str, identity)]).encode()).hexdigest()
+        header = read_header(self._descriptor, KeptHeader)
+        if header is not None and header.fingerprint == self._fingerprint:
+            return header.num_blocks
+        if header is not None:
+            logger.info("the KV cache of the core before is of another model or layout: prompts are read again")
+        os.ftruncate(self._descriptor, 0)
+        return 0
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether there are caches, of this core or of an earlier one that left them to it."""
+        return self._map is not None or read_header(self._descriptor, KeptHeader) is not None
+
+    def caches(self, num_blocks: int, shapes: KVShapes, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Return (keys, values) of each layer, [num_blocks, block_size, heads, dim] each, as they are in the file.
+
+        `num_blocks` is what the method of this name returned, if that is used. The memory is not zeroed, and untouched
+        pages take none. Raises OSError if the file cannot have this size.
+        """
+        block_bytes = [dtype.itemsize * self._block_size * heads * dim for layer in shapes for heads, dim in layer]
+        begin = self._caches_at = HEADER_BYTES + _aligned(SealTable.num_bytes(num_blocks, self._block_size))
+        self._segments = []
+        for size in block_bytes:
+            self._segments.append((begin, size))
+            begin += _aligned(num_blocks * size)
+        nonce = secrets.token_hex(8)
+        if self._map is None:
+            header = read_header(self._descriptor, KeptHeader)
+            if os.fstat(self._descriptor).st_size != begin or header is None or header.num_blocks != num_blocks:
+                os.ftruncate(self._descriptor, 0)
+                os.ftruncate(self._descriptor, begin)
+            else:
+                nonce = header.nonce
+            self._map = mmap.mmap(self._descriptor, begin)
+        else:
+            os.ftruncate(self._descriptor, begin)  # after `release`
+        tensors = []
+        for (offset, size), shape in zip(self._segments, [each for layer in shapes for each in layer], strict=True):
+            flat = torch.frombuffer(self._map, dtype=torch.uint8, count=num_blocks * size, offset=offset).view(dtype)
+            tensors.append(flat.view(num_blocks, self._block_size, *shape))
+        self._header = KeptHeader(
+            self._fingerprint, num_blocks, self._block_size, self._segments, nonce, self._file_fingerprint
+        )
+        write_header(self._descriptor, self._header)
+        return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+    def table(self) -> SealTable:
+        """Return the table of what the blocks hold; `caches` must have been called."""
+        assert self._header is not None
+        assert self._map is not None
+        return SealTable(memoryview(self._map)[HEADER_BYTES:], self._header.num_blocks, self._block_size)
+
+    def prefix_reader(self, num_bytes: int, beat: Callable[[], None]) -> PrefixReader | None:
+        """Return what reads blocks of the prefix cache file into the caches; None if there is no such file.
+
+        The file has at most `num_bytes`; one of another model or layout is emptied. `beat` is called after each block.
+        `caches` must have been called. Raises ValueError if not a single block fits.
+        """
+        file = self._prefix_file
+        if file is None:
+            return None
+        assert self._header is not None
+        assert self._map is not None
+        memory = memoryview(self._map)
+
+        def views(block: int) -> list[memoryview]:
+            return [memory[begin + block * size : begin + (block + 1) * size] for begin, size in self._segments]
+
+        self._file_fingerprint = hashlib.sha256(f"{self._fingerprint} {code_digest()}".encode()).hexdigest()
+        try:
+            file.prepare(self._file_fingerprint, sum(size for _, size in self._segments), num_bytes)
+            self._header = msgspec.structs.replace(self._header, file_fingerprint=self._file_fingerprint)
+            write_header(self._descriptor, self._header)
+        except OSError as error:
+            logger.warning("the prefix cache file cannot be used (%s): prompts are read again", error)
+            return None
+        return PrefixReader(file, views, beat)
+
+    def abandon_prefix_file(self) -> None:
+        """Empty the prefix cache file, and do not use it again; its blocks may not fit the next weights."""
+        if self._prefix_file is not None:
+            self._prefix_file.abandon()
+
+    def release(self) -> None:
+        """Give the memory of the caches back after their last use; `caches` makes them again. The table stays."""
+        os.ftruncate(self._descriptor, self._caches_at)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def kept_memory(cache: KeptCache | None, rank: int, device: str) -> KeptMemory | None:
+    """Return the memory of `rank` on a `device` of this type.
+
+    None: there is none, the device does not compute in it, or a process of an earlier core still has it.
+    """
+    if cache is None or device != "cpu":
+        return None
+    try:
+        return KeptMemory(cache.descriptors[rank], cache.adopts, cache.prefix_file)
+    except OSError as error:
+        logger.warning("the memory of the KV cache cannot be used (%s): prompts are read again", error)
+        return None
