@@ -34,6 +34,11 @@ class AttentionBackend(NamedTuple):
     """True: keys and values that are not finite never affect the queries of earlier tokens of their prefill.
 
     Otherwise `AttentionMetadata.isolates` asks for it, at the cost of time."""
+    decode_splits: Sequence[int] = ()
+    """A value of `AttentionMetadata.decode_splits` for each set of kernels that decodes of short contexts may need.
+
+    A step without a graph may need any of them, so they are compiled at the start.
+    """
 
 
 class Case(NamedTuple):
@@ -87,7 +92,11 @@ def _flash(case: Case) -> AttentionBackend:
     kernels = triton.operations(case.device.type)
     fallback: PagedAttention = reference.paged_attention if kernels is None else kernels.paged_attention
     attend = functools.partial(flash.paged_attention, prefill, fallback)
-    return AttentionBackend(FLASH, attend, captures=kernels is not None)
+    if kernels is None:
+        return AttentionBackend(FLASH, attend)
+    from vllm_mp.kernels.triton.attention.decode import DECODE_SPLITS
+
+    return AttentionBackend(FLASH, attend, captures=True, decode_splits=DECODE_SPLITS)
 
 
 def _triton(case: Case) -> AttentionBackend:
@@ -95,12 +104,20 @@ def _triton(case: Case) -> AttentionBackend:
         raise LookupError("the model is an encoder, which has no paged cache; set 'torch'")
     kernels = triton.operations(case.device.type)
     if kernels is None:
-        where = "install vllm-mp[cuda]" if case.device.type == "cuda" else "it is for CUDA devices; set device='cuda'"
+        where = "install triton" if case.device.type == "cuda" else "it is for CUDA devices; set device='cuda'"
         raise LookupError(f"Triton cannot be used on {case.device.type!r}: {where}")
     from vllm_mp.kernels.triton.attention.backend import takes_heads
+    from vllm_mp.kernels.triton.attention.decode import DECODE_SPLITS
 
     isolates = all(takes_heads(key_dim, value_dim) for (_, key_dim), (_, value_dim) in case.kv_shapes)
-    return AttentionBackend(TRITON, kernels.paged_attention, captures=case.device.type == "cuda", isolates=isolates)
+    is_compiled = case.device.type == "cuda"
+    return AttentionBackend(
+        TRITON,
+        kernels.paged_attention,
+        captures=is_compiled,
+        isolates=isolates,
+        decode_splits=DECODE_SPLITS if is_compiled else (),
+    )
 
 
 def _cpu(case: Case) -> AttentionBackend:

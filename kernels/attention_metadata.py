@@ -40,10 +40,10 @@ class AttentionMetadata(NamedTuple):
 
     None: no token of the step has an adapter. Attention does not read it; it travels here to the projections.
     """
-    decode_lens: Tensor | None = None
-    """int32 [num_rows], `seq_lens` of the decodes, which come first, and 0 for all other rows.
+    row_counts: Tensor | None = None
+    """int32 [2], the number of decodes, which come first, and of rows that do not pad the step.
 
-    Only a graph has it, with `num_decodes` 0 and at least as many tokens as rows: only the device knows the decodes.
+    Only a graph of steps with prefills has it, with `num_decodes` 0: only the device knows the rows.
     """
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "FLOAT8",
     "FLOAT8_GROUP",
     "NO_PLACE",
+    "PRODUCT_SIZES",
     "SAMPLING_FILTERS",
     "SILU",
     "AdapterStack",
@@ -262,6 +263,8 @@ def experts(
     return total
 
 
+PRODUCT_SIZES = (16, 64)
+"""Numbers of rows up to each of which a GPU may multiply with other kernels."""
 SILU = ("silu", "swish")
 """The names that a Hugging Face configuration gives the sigmoid linear unit."""
 # Keyed by the name that a Hugging Face configuration gives the function.

@@ -2,12 +2,13 @@
 """Test and measure the engine on this machine's GPUs, and write the results to one JSON file.
 
     python tools/gpu_check.py --out results.json
-    python tools/gpu_check.py --out kernels.json --stage kernels
+    python tools/gpu_check.py --out 1.json --call first                     # 280 s: what is not known comes first
+    python tools/gpu_check.py --out 2.json --call second --after 1.json
 
 It runs tests/gpu, then real engines with random weights in the shapes of known models, and compares their speed with
 the best rates of the device, which the same run measures. It needs no network, no model and no installation of this
-repository. A part that fails is recorded, and the others run; stages after one that fails do not. The exit code is 1 if
-any test or part failed.
+repository. A part that fails is recorded, and the others run. The file is written after each part, and --after FILE
+goes on where an earlier run ended. The exit code is 1 if any test or part failed.
 """
 
 import argparse
@@ -44,8 +45,14 @@ from vllm_mp.testing.measuring.engine_speed import (  # noqa: E402
     running_engine,
 )
 from vllm_mp.testing.measuring.gpu_report import PACKAGES, Report, table  # noqa: E402
-from vllm_mp.testing.measuring.gpu_stages import STAGES, parts_of, test_files  # noqa: E402
-from vllm_mp.testing.measuring.test_run import commit_of_tree, joined, output_of, run_tests  # noqa: E402
+from vllm_mp.testing.measuring.gpu_stages import CALL_BUDGET_S, CALLS, STAGES, parts_of, test_files  # noqa: E402
+from vllm_mp.testing.measuring.test_run import (  # noqa: E402
+    commit_of_tree,
+    failed_tests,
+    joined,
+    output_of,
+    run_tests,
+)
 
 if TYPE_CHECKING:
     from vllm_mp import AsyncLLM
@@ -54,11 +61,12 @@ TOOL_LIMIT_S = 120
 TUNE_LIMIT_S = 560
 TESTS_SHARE = 0.6
 """Share of the budget that the tests may take if other parts follow."""
+BUDGET_S = 480
 TUNE_BUDGET_S = 420
 """Seconds after which the tuner begins no further entry."""
 TUNED_KINDS = {
     "tune_attention": ("decode", "merge", "splits"),
-    "tune_products": ("linear", "fp8", "fp8_parts", "fp8_library"),
+    "tune_products": ("linear", "fp8", "fp8_parts", "fp8_library", "dependent_launch"),
 }
 """The kernels that a step of decodes spends most of its time in, by part of the check."""
 
@@ -145,6 +153,16 @@ def several_devices(report: Report, workload: Workload, device: str, dtype: str)
         benchmark(report, f"{name}, {option}={count}", shared, workload, device, dtype, count)
 
 
+async def capture_all_graphs(engine: "AsyncLLM") -> None:
+    """Wait until the core, which has no work, has captured the graphs that its start left out."""
+    from vllm_mp.testing.engines import eventually
+
+    async def are_captured() -> bool:
+        return bool((await engine.core_status())["num_late_graphs"] == 0)
+
+    await eventually(are_captured)
+
+
 def benchmark(
     report: Report, name: str, subject: Subject, workload: Workload, device: str, dtype: str, num_devices: int = 1
 ) -> None:
@@ -153,6 +171,7 @@ def benchmark(
         rate: num_devices * value for rate, value in report.found["ceilings"].items() if rate.endswith("_per_s")
     }
     record: dict[str, Any] = {"dtype": dtype, "options": subject.options, "start_s": None, "start_s_rounds": []}
+    record["late_graphs_s"] = None
     record |= {"decode": [], "prefill": [], "loads": {}, "idle": None, "transformers": None}
     report.found["benchmarks"][name] = record
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -164,6 +183,9 @@ def benchmark(
             engine = stack.enter_context(running_engine(Path(folder), subject, workload.num_threads, device, dtype))
             record["start_s_rounds"].append(time.perf_counter() - begun)
             record["start_s"] = statistics.median(record["start_s_rounds"])
+            begun = time.perf_counter()
+            asyncio.run(capture_all_graphs(engine))
+            record["late_graphs_s"] = time.perf_counter() - begun
             return engine
 
         engine = report.attempt(f"{name} start", start)
@@ -210,11 +232,14 @@ class Check:
         self.workload = workload = QUICK if args.quick else FULL
         self._args = args
         self._report = report
+        self._earlier = [json.loads(path.read_text()) for path in args.after]
         device, dtype = args.device, "bfloat16" if args.device == "cuda" else "float32"
         self.parts: dict[str, Callable[[], None]] = {
             "attention": lambda: attention_speed(report, args.quick, device, dtype),
             **{
-                name: functools.partial(benchmark, report, name, subject, workload, device, dtype)
+                name: functools.partial(
+                    benchmark, report, name, subject._replace(beside=args.beside), workload, device, dtype
+                )
                 for name, subject in workload.models.items()
             },
             "linear": lambda: linear_speed(report, args.quick, device),
@@ -232,33 +257,46 @@ class Check:
         """Run these parts; one that fails does not stop the next."""
         for name in names:
             if name == "tests":
-                share = 1.0 if names == ["tests"] else TESTS_SHARE
-                self._test(self._args.tests or ["tests/gpu"], share, 1)
+                self._test(self._args.tests or ["tests/gpu"], 1.0 if names == ["tests"] else TESTS_SHARE)
             else:
-                self._report.attempt(name, self.parts[name])
+                self._run_part(name)
 
     def run_stages(self, names: list[str]) -> None:
-        """Run the stages up to the first that fails; later ones are listed as skipped."""
-        for position, name in enumerate(names):
+        """Run the stages: first the tests that failed earlier."""
+        failed = [test for found in self._earlier if found["tests"] for test in failed_tests(found["tests"])]
+        if failed:
+            self._test(failed, 1.0)
+        for name in names:
             for part in parts_of(name, self.workload):
                 if part == "tests":
-                    num_processes = max(1, (os.cpu_count() or 1) - 4) if STAGES[name].is_parallel else 1
-                    self._test(self._args.tests or test_files(name), 1.0, num_processes)
+                    self._test(self._args.tests or test_files(name), 1.0)
                 else:
-                    self._report.attempt(part, self.parts[part])
-            if self._report.failed:
-                self._report.found["skipped"] += [f"stage {later}" for later in names[position + 1 :]]
-                return
+                    self._run_part(part)
 
-    def _test(self, targets: list[str], share: float, num_processes: int) -> None:
-        """Run tests for at most this share of the budget."""
+    def _run_part(self, name: str) -> None:
+        if not any(name in found["benchmarks"] or found.get(name) for found in self._earlier):
+            self._report.attempt(name, self.parts[name])
 
-        def run() -> None:
-            limit_s = share * self._args.budget_s
-            results = run_tests(targets, limit_s, {"VLLM_MP_TEST_DEVICE": self._args.device}, num_processes)
+    def _test(self, targets: list[str], share: float) -> None:
+        """Run tests until this share of the budget is spent, file by file.
+
+        Tests that look at the device's free memory or break the device run by themselves, after the others.
+        """
+        done = [target for found in self._earlier if found["tests"] for target in found["tests"].get("targets", [])]
+        num_processes = max(1, (os.cpu_count() or 1) - 4)
+
+        def run(target: str, marks: str, processes: int) -> None:
+            limit_s = max(1.0, share * self._args.budget_s - self._report.seconds)
+            environment = {"VLLM_MP_TEST_DEVICE": self._args.device}
+            results = run_tests([target], limit_s, environment, marks, processes)
+            results["targets"] = [] if results["timed_out"] else [f"{target} {marks}"]
             self._report.found["tests"] = joined(self._report.found["tests"], results)
 
-        self._report.attempt("tests", run)
+        for marks, processes in (("not gpu_alone", num_processes), ("gpu_alone", 1)):
+            for target in targets:
+                if f"{target} {marks}" not in done:
+                    what = f"tests {target} ({marks})"
+                    self._report.attempt(what, functools.partial(run, target, marks, processes))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -269,8 +307,19 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="use a tiny model and few rounds, to test the tool")
     parser.add_argument(
-        "--budget-s", type=float, default=480, help="seconds after which no measurement starts (%(default)s)"
+        "--budget-s",
+        type=float,
+        help=f"seconds after which no measurement starts ({BUDGET_S}; with --call {CALL_BUDGET_S})",
     )
+    parser.add_argument(
+        "--after",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="results of earlier runs: their failed tests run first, and what they measured or passed is left out",
+    )
+    parser.add_argument("--beside", action="store_true", help="measure transformers beside each engine")
     parser.add_argument(
         "--tests", nargs="+", help="tests to run, relative to the repository (tests/gpu, or those of the stages)"
     )
@@ -288,8 +337,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     stages = "; ".join(f"{name}: {stage.purpose}" for name, stage in STAGES.items())
     wanted.add_argument("--stage", nargs="+", choices=STAGES, metavar="STAGE", help=f"stages to run: {stages}")
+    calls = "; ".join(f"{name}: {', '.join(of_call)}" for name, of_call in CALLS.items())
+    wanted.add_argument("--call", choices=CALLS, help=f"stages of a short call: {calls}")
     parser.add_argument("--commit", help="commit to report, for a copy of the tree without git")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.call:
+        args.stage = CALLS[args.call]
+    if args.budget_s is None:
+        args.budget_s = CALL_BUDGET_S if args.call else BUDGET_S
+    return args
 
 
 def main() -> int:

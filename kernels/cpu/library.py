@@ -296,6 +296,8 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         """Raise ValueError if the build has another interface than this module declares."""
+        self.path = path
+        self.name = path.name.partition(".")[0].removeprefix("_")
         self._functions = ctypes.CDLL(str(path))
         built = getattr(self._functions, "vmp_interface", None)
         if built is not None:
@@ -353,7 +355,7 @@ def library() -> Library | None:
 def check_interpreter() -> None:
     """Raise ValueError if Triton's kernels cannot run on CPU tensors."""
     if importlib.util.find_spec("triton") is None:
-        raise ValueError(f"{KERNELS_VARIABLE}={TRITON}: triton is not installed; install vllm-mp[cuda]")
+        raise ValueError(f"{KERNELS_VARIABLE}={TRITON}: triton is not installed; run `pip install triton`")
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"{KERNELS_VARIABLE}={TRITON}: Triton runs on a CPU in its interpreter only; set TRITON_INTERPRET=1 too"

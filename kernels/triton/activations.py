@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, QuantizedRows
+from vllm_mp.kernels.triton.dependent_launch import prefetched_bytes, start_dependents
 from vllm_mp.kernels.triton.float8 import store_quantized
 from vllm_mp.kernels.triton.launch import norm_options, options
 from vllm_mp.kernels.triton.rows import rows_of
@@ -59,6 +60,7 @@ def _launch(x: Tensor, dim: int, function: str, scale: Tensor | None = None) -> 
             INNER=rows.inner,
             FUNCTION=function,
             GROUP=group,
+            DEPENDENTS=prefetched_bytes(x.device) > 0,
             **launch,
         )
     return out
@@ -75,9 +77,11 @@ def _activation_kernel(
     INNER: tl.constexpr,
     FUNCTION: tl.constexpr,
     GROUP: tl.constexpr,
+    DEPENDENTS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
     """Compute ELEMENTS elements of one row of `out`, contiguous [rows, DIM]; quantized if GROUP is not 0."""
+    start_dependents(DEPENDENTS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     mask = column < DIM

@@ -11,6 +11,7 @@ from vllm_mp.kernels.reference import (
     FLOAT8_MAX,
     LEAST_HIGHEST,
 )
+from vllm_mp.kernels.triton.dependent_launch import prefetched_bytes, start_dependents
 from vllm_mp.kernels.triton.interpreter import interpreted
 from vllm_mp.kernels.triton.launch import norm_options, num_parts, options
 
@@ -27,6 +28,8 @@ _TO_FLOAT16 = """{{
 }}"""
 _LOW_BYTES, _HIGH_BYTES = tl.constexpr(_TO_FLOAT16.format("0x4420")), tl.constexpr(_TO_FLOAT16.format("0x4431"))
 """PTX that converts the low, or the high, bytes of two 16-bit integers from 8-bit floats to float16."""
+_HELD_INPUTS = tl.constexpr(128)
+"""The inputs of which tensor cores hold a sum; a tile of a product has as many or more."""
 _ROW_TILES = (64, 128)
 
 
@@ -47,6 +50,7 @@ def quantize_rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
             GROUP=FLOAT8_GROUP,
             GROUP_TILE=triton.next_power_of_2(triton.cdiv(inputs, FLOAT8_GROUP)),
             GROUPED=num_groups > 1,
+            DEPENDENTS=prefetched_bytes(x.device) > 0,
             num_warps=norm_options(inputs, x.device)["num_warps"],
         )
     return quantized, scale
@@ -169,16 +173,19 @@ def stored(x, pointer):
 def store_quantized(values, quantized, scale, row, column, mask, DIM: tl.constexpr, GROUP: tl.constexpr):
     """Quantize `values` float32 [ROWS, TILE], zero where not in `mask`, and store them with their scales.
 
+    Quotients are rounded exactly. Values in 16 bits have few digits, so many quotients lie on the midpoint of two 8-bit
+    floats, and an error in the last bit would change them by a step.
+
     `row` [ROWS] and `column` [TILE], whole groups of GROUP columns, are their indices in `quantized` [rows, DIM];
     `scale` is [rows, ceil(DIM / GROUP)].
     """
     groups: tl.constexpr = (DIM + GROUP - 1) // GROUP
     grouped = tl.reshape(values, [values.shape[0], values.shape[1] // GROUP, GROUP])
-    of_group = tl.maximum(tl.max(tl.abs(grouped), 2), _LEAST_HIGHEST) / _MAX
+    of_group = tl.div_rn(tl.maximum(tl.max(tl.abs(grouped), 2), _LEAST_HIGHEST), _MAX)
     group = tl.min(tl.reshape(column, [values.shape[1] // GROUP, GROUP]), 1) // GROUP
     in_row = tl.max(tl.reshape(mask.to(tl.int32), grouped.shape), 2) > 0
     tl.store(scale + row[:, None] * groups + group[None, :], of_group, mask=in_row)
-    bytes = to_float8(tl.reshape(grouped / of_group[:, :, None], values.shape))
+    bytes = to_float8(tl.reshape(tl.div_rn(grouped, of_group[:, :, None]), values.shape))
     tl.store(quantized + row[:, None] * DIM + column[None, :], bytes, mask=mask)
 
 
@@ -192,8 +199,10 @@ def _quantize_kernel(
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     GROUPED: tl.constexpr,
+    DEPENDENTS: tl.constexpr,
 ):
     """Quantize one row."""
+    start_dependents(DEPENDENTS)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUP_TILE)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -202,23 +211,39 @@ def _quantize_kernel(
     highest = tl.max(tl.abs(value), 1)
     if GROUPED:
         groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
-        of_group = tl.maximum(highest, _LEAST_HIGHEST) / _MAX
+        of_group = tl.div_rn(tl.maximum(highest, _LEAST_HIGHEST), _MAX)
         tl.store(scale + row * groups + group, of_group, mask=group < groups)
-        value = value / of_group[:, None]
+        value = tl.div_rn(value, of_group[:, None])
     else:
-        of_row = tl.maximum(tl.max(highest, 0), _LEAST_HIGHEST) / _MAX
+        of_row = tl.div_rn(tl.maximum(tl.max(highest, 0), _LEAST_HIGHEST), _MAX)
         tl.store(scale + row, of_row)
-        value = value / of_row
+        value = tl.div_rn(value, of_row)
     tl.store(quantized + row * INPUTS + column, to_float8(value), mask=mask)
 
 
 @triton.jit
 def product(rows, weights, total):
-    """Return `total` plus the product of two tiles of 16-bit or 8-bit floats."""
-    if _INTERPRETED:
-        return tl.dot(from_float8(rows, tl.float32), from_float8(weights, tl.float32), total, input_precision="ieee")
+    """Return `total` plus the product of two tiles of 16-bit or 8-bit floats.
+
+    The tensor cores of compute capabilities 8.9 and 9.0 keep about 14 bits of a sum of 8-bit products. So each product
+    of tiles, which has at most 256 inputs, starts at zero and is added to `total` in float32.
+    """
+    if _INTERPRETED or rows.dtype == tl.float8e4nv:
+        return total + product_of_tiles(rows, weights)
     else:
         return tl.dot(rows, weights, total)
+
+
+@triton.jit
+def product_of_tiles(rows, weights):
+    """Return the product of two tiles of 16-bit or 8-bit floats in float32."""
+    if _INTERPRETED:
+        return tl.dot(from_float8(rows, tl.float32), from_float8(weights, tl.float32), input_precision="ieee")
+    elif rows.dtype == tl.float8e4nv:
+        # Without a limit, Triton on compute capability 8.9 adds the product to a total in the tensor cores after all.
+        return tl.dot(rows, weights, max_num_imprecise_acc=_HELD_INPUTS)
+    else:
+        return tl.dot(rows, weights)
 
 
 @triton.jit(do_not_specialize=["num_rows", "row_tiles", "tiles_a_part"])
@@ -262,7 +287,7 @@ def _product_kernel(
         if GROUPED:
             of_rows = tl.load(x_scales + tile, mask=in_rows, other=0.0)
             of_outputs = tl.load(scales + tile, mask=in_outputs, other=0.0)
-            of_tile = product(rows, weights, tl.zeros([ROWS, OUTPUT_TILE], tl.float32))
+            of_tile = product_of_tiles(rows, weights)
             total += of_tile * of_rows[:, None] * of_outputs[None, :]
         else:
             total = product(rows, weights, total)

@@ -11,10 +11,12 @@ import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
+
+from vllm_mp.kernels.reference import FLOAT8_GROUP
 
 Options = Mapping[str, int]
 """Keyword arguments of one launch: tile sizes (capitals), num_warps, num_stages and maxnreg."""
@@ -23,6 +25,8 @@ MAX_HEAD_DIM: Final = 256
 """The longest head that attention takes."""
 MIN_HEAD_TILE: Final = 16
 """The least side of a tile in a matrix product."""
+SHARED_BYTES: Final = {(9, 0): 232_448, (8, 9): 101_376, (8, 6): 101_376}
+"""The bytes of shared memory that a program may have, by compute capability."""
 MAX_PARTS: Final = 64
 """The most parts of a decode's context."""
 _MAX_PARTS_OF_ROWS: Final = 16_384
@@ -67,6 +71,10 @@ _HOPPER: Final[dict[str, Options]] = {
     # merging smaller parts would cost more than they save. The rest of the batch would wait for a part of more than
     # MAX_TOKENS. Of ROWS rows, one program computes the further parts of the long ones.
     "splits": {"PROGRAMS": 2, "TOKENS": 64, "MAX_TOKENS": 2048, "ROWS": 128},
+    # In a graph of steps with prefills only the device knows how much attention there is. So many programs for each
+    # multiprocessor share it: more than run at a time, so that they even out, but few enough to start without work.
+    # Merges of any large batch have as many as run at a time, because most rows have nothing to merge.
+    "looping": {"PREFILL": 2, "DECODE": 8, "MERGE": 10},
     # Products of up to MAX_ROWS rows with weights in 16 bits, in 8 bits, and in 8 bits with scales for blocks. A step
     # has SLICES slices, divided among the warps. Two programs of a multiprocessor share SHARED bytes for what they copy
     # ahead. With fewer bytes in a slice, or more warps, Triton stores rows where warps read them from the same banks.
@@ -100,6 +108,9 @@ _HOPPER: Final[dict[str, Options]] = {
     # The inputs are cut into parts until each multiprocessor has PROGRAMS programs, but a part keeps at least TILES
     # tiles.
     "fp8_parts": {"PROGRAMS": 1, "TILES": 4},
+    # The bytes of weights that a program of a product of few rows prefetches before the kernel before it has ended; 0:
+    # no program starts that early. A power of two.
+    "dependent_launch": {"PREFETCH": 64 * 1024},
     # torch multiplies more rows than this if it can, and of fewer rows those beyond MAX_ROWS.
     "fp8_library": {"ROWS": 64},
     # LoRA adapters: up to 16 tokens, and more.
@@ -129,6 +140,7 @@ _SMALL: Final[dict[str, Options]] = {
     "linear/8": {"MAX_ROWS": 16, "SLICES": 2, "SLICE_INPUTS": 128, "SHARED": 96 * 1024, "num_warps": 2},
     "linear/blocks": {"MAX_ROWS": 16, "SLICES": 2, "SLICE_INPUTS": 128, "SHARED": 96 * 1024, "num_warps": 2},
     "fp8/128": {"ROWS": 128, "OUTPUT_TILE": 128, "num_warps": 8, "num_stages": 2},
+    "dependent_launch": {"PREFETCH": 0},
 }
 """The options for GPUs with less shared memory than Hopper."""
 
@@ -141,6 +153,7 @@ _INTERPRETED: Final[dict[str, Options]] = {
         for dim in (64, 128, 256)
     },
     "splits": {"PROGRAMS": 2, "TOKENS": 16, "MAX_TOKENS": 32, "ROWS": 2},
+    "looping": {"PREFILL": 1, "DECODE": 1, "MERGE": 1},
     "linear/16": {"MAX_ROWS": 16, "SLICES": 2, "SLICE_INPUTS": 32, "SHARED": 0},
     "linear/8": {"MAX_ROWS": 16, "SLICES": 2, "SLICE_INPUTS": 64, "SHARED": 0},
     "linear/blocks": {"MAX_ROWS": 16, "SLICES": 2, "SLICE_INPUTS": 128, "SHARED": 0},
@@ -191,6 +204,14 @@ def num_splits(num_programs: int, context: int, device: torch.device) -> int:
     return min(max(1, min(for_device, at_most)), MAX_PARTS)
 
 
+def num_looping(kernel: str, num_programs: int, device: torch.device) -> int:
+    """Return the number of programs of `kernel` that loop over their shares, where the device knows how much there is.
+
+    `kernel` is "PREFILL", "DECODE" or "MERGE". `num_programs` is the most work that there can be.
+    """
+    return min(num_programs, options("looping", device)[kernel] * _num_processors(device.type, device.index))
+
+
 def num_slots(num_rows: int, splits: int, context: int, device: torch.device) -> int:
     """Return the most parts into which a decode's context of at most `context` tokens is cut, `splits` or more."""
     for_context = -(-context // options("splits", device)["MAX_TOKENS"])
@@ -214,9 +235,51 @@ def linear_options(outputs: int, inputs: int, weights: str, device: torch.device
     tile, parts = _cut_of_product(outputs, -(-inputs // step), step_bytes, processors, tiles)
     # Two programs fit on a multiprocessor, if it has as many, so that one reads while another starts.
     residents = min(2, -(-(-(-outputs // tile) * parts) // processors))
-    copies = defaults["SHARED"] // residents // ((tile + MAX_FEW_ROWS) * step_bytes)
+    copies = defaults["SHARED"] // residents // _bytes_of_step(defaults, tile, weights)
     stages = 1 + max(1, min(_MAX_COPIES, copies))
     return {**defaults, "OUTPUT_TILE": tile, "PARTS": parts, "num_stages": stages}
+
+
+def shared_bytes_of_linear(launch: Options, weights: str) -> int:
+    """Return the shared memory that a program of a product of few rows takes.
+
+    It holds the steps that it copies ahead, but at least one, and for scales of blocks the scales of a step.
+    """
+    tile = launch["OUTPUT_TILE"]
+    scales = 4 * launch["SLICES"] * max(tile, MAX_FEW_ROWS) if weights == "blocks" else 0
+    return max(1, launch["num_stages"] - 1) * _bytes_of_step(launch, tile, weights) + scales
+
+
+def fitting(launch: Options, weights: str, shared: int) -> Options:
+    """Return options of a product of few rows with at most as many stages as `shared` bytes hold, but at least one."""
+    stages = launch["num_stages"]
+    while stages > 1 and shared_bytes_of_linear({**launch, "num_stages": stages}, weights) > shared:
+        stages -= 1
+    return {**launch, "num_stages": stages}
+
+
+def _bytes_of_step(launch: Options, tile: int, weights: str) -> int:
+    """Return the bytes of rows and weights that a step of a product of few rows reads, with tiles of `tile` outputs."""
+    return (tile + MAX_FEW_ROWS) * launch["SLICES"] * launch["SLICE_INPUTS"] * (2 if weights == "16" else 1)
+
+
+def least_shared_bytes(key: str, launch: Options) -> int:
+    """Return the shared memory that a program of the entry `key` takes at least: the tiles that it copies ahead.
+
+    Triton adds queries, scores and buffers for other layouts; the compiler of a launch that exceeds the device by them
+    says so.
+    """
+    kind, *details = key.split("/")
+    copies = max(1, launch.get("num_stages", 1) - 1)
+    if kind in ("prefill", "decode"):
+        return copies * 2 * launch["KEYS"] * int(details[1]) * int(details[0]) // 8
+    if kind == "linear" and "OUTPUT_TILE" in launch and "num_stages" in launch:
+        return shared_bytes_of_linear(launch, details[0])
+    if kind == "fp8":
+        return copies * (launch["ROWS"] + launch["OUTPUT_TILE"]) * FLOAT8_GROUP
+    if kind == "lora_shrink":
+        return copies * 2 * launch["INPUT_TILE"] * (launch["ROWS"] + MIN_HEAD_TILE)
+    return 0
 
 
 def linear_key(outputs: int, inputs: int, weights: str) -> str:
@@ -272,7 +335,26 @@ def _table(device_type: str, index: int | None) -> dict[str, Options]:
     capability = torch.cuda.get_device_capability(index)
     file = tuned_file(capability)
     measured: dict[str, Options] = json.loads(file.read_text()) if file.exists() else {}
+    limit = shared_bytes(device_type, index)
+    for key, launch in measured.items():
+        if key.startswith("linear/") and key not in _HOPPER:
+            measured[key] = launch = fitting(launch, key.split("/")[1], limit)
+        if (needed := least_shared_bytes(key, launch)) > limit:
+            raise ValueError(
+                f"{file}: {key!r} takes {needed:,} bytes of shared memory, and a program of this GPU has {limit:,}; "
+                f"run `python tools/gpu/tune_kernels.py --only {key}` on it, or remove the entry"
+            )
     return {**reasoned(capability), **measured}
+
+
+@functools.cache
+def shared_bytes(device_type: str, index: int | None) -> int:
+    """Return the bytes of shared memory that a program may have."""
+    capability = torch.cuda.get_device_capability(index) if device_type == "cuda" else (9, 0)
+    if capability in SHARED_BYTES:
+        return SHARED_BYTES[capability]
+    properties: Any = torch.cuda.get_device_properties(index)
+    return int(properties.shared_memory_per_block_optin)
 
 
 @functools.cache

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_mp.kernels.reference import QuantizedRows, rows_of_product
-from vllm_mp.kernels.triton.float8 import add_parts, multiply, product, quantize_rows
+from vllm_mp.kernels.triton.dependent_launch import LINE_BYTES, prefetch_and_wait, prefetched_bytes
+from vllm_mp.kernels.triton.float8 import add_parts, multiply, product, product_of_tiles, quantize_rows
 from vllm_mp.kernels.triton.launch import MAX_FEW_ROWS, Options, linear_options, options
 
 _LIBRARY_UNIT = 16
@@ -46,7 +47,8 @@ def linear(
     is_few = rows <= min(launch["MAX_ROWS"], MAX_FEW_ROWS)
     by_library = not is_few and _library_multiplies(dtype, weight, scale)
     if by_library and (rows <= MAX_FEW_ROWS or rows > options("fp8_library", device)["ROWS"]):
-        out = torch._scaled_mm(quantized, weight.t(), x_scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+        # Fast accumulation would keep about 14 bits of each sum over all inputs.
+        out = torch._scaled_mm(quantized, weight.t(), x_scale, scale.t(), out_dtype=torch.bfloat16)
         if bias is not None:
             out += bias
     else:
@@ -89,6 +91,9 @@ def _multiply_few(
     slices, slice_inputs, output_tile = launch["SLICES"], launch["SLICE_INPUTS"], launch["OUTPUT_TILE"]
     steps = triton.cdiv(inputs, slices * slice_inputs)
     parts = min(launch["PARTS"], steps)
+    # No more than the rows hold, in whole lines.
+    row_bytes = max(LINE_BYTES.value, triton.next_power_of_2(inputs * weight.itemsize))
+    prefetch = min(prefetched_bytes(x.device), output_tile * row_bytes)
     sums = out
     if parts > 1:
         sums = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
@@ -112,6 +117,8 @@ def _multiply_few(
         OUTPUT_TILE=output_tile,
         SLICES=slices,
         SLICE_INPUTS=slice_inputs,
+        PREFETCH=prefetch,
+        launch_pdl=prefetch > 0,
         **{name: value for name, value in launch.items() if name in ("num_warps", "num_stages", "maxnreg")},
     )
     if parts > 1:
@@ -139,6 +146,7 @@ def _few_rows_kernel(
     OUTPUT_TILE: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE_INPUTS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """Compute OUTPUT_TILE outputs of all rows, over one part of the inputs."""
     STEP: tl.constexpr = SLICES * SLICE_INPUTS
@@ -151,6 +159,9 @@ def _few_rows_kernel(
     in_step = of_step[:, None] * SLICE_INPUTS + tl.arange(0, SLICE_INPUTS)[None, :]
     # Only the offset of the tile may exceed 32 bits.
     weights = weight + first.to(tl.int64) * INPUTS
+    if PREFETCH:
+        # The kernel before may still run: nothing else may be read or written before this.
+        prefetch_and_wait(weights, OUTPUTS - first, part * steps_a_part * STEP, INPUTS, OUTPUT_TILE, PREFETCH)
     x_scales, scales = x_scale + row * GROUPS, scale + (first + in_tile) // OUTPUTS_A_SCALE * GROUPS
     total = tl.zeros([SLICES, ROWS, OUTPUT_TILE], tl.float32)
     if GROUPED:
@@ -174,7 +185,7 @@ def _few_rows_kernel(
             group = (step + 1) * SLICES + of_step[:, None]
             next_of_rows = _scales(x_scales, group, in_rows, GROUPS)
             next_of_outputs = _scales(scales, group, in_outputs, GROUPS)
-            of_tile = product(rows, tile, tl.zeros([SLICES, ROWS, OUTPUT_TILE], tl.float32))
+            of_tile = product_of_tiles(rows, tile)
             total += of_tile * of_rows[:, :, None] * of_outputs[:, None, :]
             of_rows, of_outputs = next_of_rows, next_of_outputs
         else:

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, QuantizedRows
+from vllm_mp.kernels.triton.dependent_launch import prefetched_bytes, start_dependents
 from vllm_mp.kernels.triton.float8 import store_quantized
 from vllm_mp.kernels.triton.launch import norm_options
 from vllm_mp.kernels.triton.rows import Rows, rows_of
@@ -35,6 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             INNER=rows.inner,
             ADDS=False,
             GROUP=0,
+            DEPENDENTS=prefetched_bytes(x.device) > 0,
             **options,
         )
     return out
@@ -81,6 +83,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: 
             INNER=rows.inner,
             ADDS=True,
             GROUP=group,
+            DEPENDENTS=prefetched_bytes(x.device) > 0,
             **options,
         )
     return total
@@ -135,6 +138,7 @@ def _rms_norm_kernel(
     INNER: tl.constexpr,
     ADDS: tl.constexpr,
     GROUP: tl.constexpr,
+    DEPENDENTS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -142,6 +146,7 @@ def _rms_norm_kernel(
 
     If GROUP is not 0, the norm is quantized with a scale for each GROUP elements.
     """
+    start_dependents(DEPENDENTS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = (row < count)[:, None] & (column < DIM)[None, :]

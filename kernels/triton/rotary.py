@@ -1,4 +1,8 @@
-"""Rotary embedding and writes to the paged cache, which share one pass over keys and values."""
+"""Rotary embedding and writes to the paged cache, which share one pass over keys and values.
+
+Products and sums are not fused to one operation with one rounding, so rotated heads equal those of the definition to
+the bit; the kernels wait for memory, not for arithmetic.
+"""
 
 import torch
 import triton
@@ -28,6 +32,7 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tu
                 DIM=dim,
                 **_rotated_part(dim, cos_sin_cache),
                 HEADS=heads,
+                enable_fp_fusion=False,
                 **launch,
             )
     return q_out, k_out
@@ -103,6 +108,7 @@ def rotary_write_kv(
         VALUE_DIM=value_dim,
         VALUE_TILE=triton.next_power_of_2(value_dim),
         HEADS=heads,
+        enable_fp_fusion=False,
         **launch,
     )
     return out
@@ -129,7 +135,11 @@ def _tiles(num_heads: int, dim: int, device: torch.device) -> tuple[int, int, di
 
 @triton.jit
 def _rotated(heads, mask, position, cos_sin_cache, HALF: tl.constexpr, HALF_TILE: tl.constexpr):
-    """Return the halves of the heads at `heads`, rotated by the angles of `position` and rounded after each step."""
+    """Return the halves of the heads at `heads`, rotated by the angles of `position`; equal to a CPU's to the bit.
+
+    Each product is rounded to the dtype of the heads, and so is their sum, as torch rounds the operations of
+    `reference.rotary`.
+    """
     frequency = tl.arange(0, HALF_TILE)
     table = cos_sin_cache + position * (2 * HALF) + frequency
     cos = tl.load(table, mask=frequency < HALF, other=0.0).to(tl.float32)[None, :]

@@ -36,7 +36,7 @@ def copy_step(step: StepColumns, buffers: StepColumns, num_decodes: int, latest:
         buffers.seq_lens,
         buffers.block_table,
         buffers.seq_lens if buffers.adapter_slots is None else buffers.adapter_slots,
-        buffers.decode_lens,
+        buffers.row_counts,
         step.input_ids if latest is None else latest,
         len(step.input_ids),
         num_rows,
@@ -57,7 +57,8 @@ def _fill_awaited_kernel(input_ids, latest, num_tokens, ELEMENTS: tl.constexpr):
     """Replace the awaited ids among ELEMENTS tokens."""
     token = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     ids = tl.load(input_ids + token, mask=token < num_tokens, other=0)
-    tl.store(input_ids + token, tl.load(latest + (-1 - ids), mask=ids < 0, other=0), mask=ids < 0)
+    awaited = tl.load(latest + (-1 - ids), mask=ids < 0, other=0)
+    tl.store(input_ids + token, tl.maximum(awaited, 0), mask=ids < 0)
 
 
 @triton.jit(
@@ -88,7 +89,7 @@ def _copy_step_kernel(
     to_seq_lens,
     to_block_table,
     to_adapter_slots,
-    to_decode_lens,
+    to_row_counts,
     latest,  # not read if no id is negative
     num_tokens,
     num_rows,
@@ -111,7 +112,7 @@ def _copy_step_kernel(
         return
     is_token = at < num_tokens
     ids = tl.load(input_ids + at, mask=is_token, other=0)
-    ids = tl.where(ids < 0, tl.load(latest + (-1 - ids), mask=ids < 0, other=0), ids)
+    ids = tl.where(ids < 0, tl.maximum(tl.load(latest + (-1 - ids), mask=ids < 0, other=0), 0), ids)
     tl.store(to_input_ids + at, ids, mask=is_token)
     tl.store(to_positions + at, tl.load(positions + at, mask=is_token), mask=is_token)
     tl.store(to_cell_mapping + at, tl.load(cell_mapping + at, mask=is_token, other=0), mask=at < all_tokens)
@@ -123,4 +124,4 @@ def _copy_step_kernel(
     tl.store(to_query_start + at, tl.where(at <= num_rows, starts, num_tokens), mask=at <= all_rows)
     lens = tl.load(seq_lens + at, mask=at < num_rows, other=0)
     tl.store(to_seq_lens + at, lens, mask=at < all_rows)
-    tl.store(to_decode_lens + at, tl.where(at < num_decodes, lens, 0), mask=at < all_rows)
+    tl.store(to_row_counts + at, tl.where(at == 0, num_decodes, num_rows), mask=at < 2)

@@ -13,7 +13,7 @@ from vllm_mp.testing.engines import answer, eventually, greedy, running_engine
 from vllm_mp.testing.greedy_parity import generate_all
 from vllm_mp.testing.random_models import random_prompts, save_config
 
-pytestmark = ON_DEVICE
+pytestmark = [*ON_DEVICE, pytest.mark.gpu_alone]
 
 NUM_STREAMS = 32
 # The memory that its core holds is much larger than SLACK_BYTES.

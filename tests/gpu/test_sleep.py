@@ -13,7 +13,7 @@ from vllm_mp.testing.engines import eventually, is_empty, rest, running_engine
 from vllm_mp.testing.greedy_parity import generate_all
 from vllm_mp.testing.random_models import SIZES, random_prompts, save_config
 
-pytestmark = ON_DEVICE
+pytestmark = [*ON_DEVICE, pytest.mark.gpu_alone]
 
 # Weights and cache are much larger than SLACK_BYTES.
 CONFIG = LlamaConfig(
@@ -50,7 +50,7 @@ def test_sleep_frees_memory_and_answers_after_wake_up_are_the_same(engine, level
     async def run():
         streams = await start_streams(engine)
         held = device_memory_in_use()
-        await engine.sleep(level)
+        await engine.sleep(level, mode="keep")
         assert device_memory_in_use() <= held - freed + SLACK_BYTES
         await engine.wake_up()
         answers = [(await rest(stream)).token_ids for stream in streams]
@@ -71,7 +71,7 @@ def test_engine_stays_asleep_when_its_memory_is_taken(engine, level):
 
     async def run():
         streams = await start_streams(engine)
-        await engine.sleep(level)
+        await engine.sleep(level, mode="keep")
         taken = torch.empty(free_cuda_memory(device) - CACHE_BYTES // 2, dtype=torch.uint8, device=device)
         asleep = device_memory_in_use()
         with pytest.raises(EngineError, match=r"the core stays asleep, .*[Oo]ut of memory"):

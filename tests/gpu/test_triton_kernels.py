@@ -63,6 +63,38 @@ def test_captured_decode_step_can_be_replayed_for_other_rows(splits):
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA has graphs")
+@pytest.mark.parametrize("rows", [1, 16])
+def test_products_that_start_early_read_what_the_kernel_before_wrote(rows, monkeypatch):
+    """A chain of norms, activations and products in one graph equals the chain without early starts to the bit."""
+    inner, device = 4096, torch.empty(0, device=DEVICE).device
+    weights = [torch.randn(2 * inner, inner, device=DEVICE).bfloat16() for _ in range(4)]
+    x, ones = torch.randn(rows, inner, device=DEVICE).bfloat16(), torch.ones(inner, device=DEVICE).bfloat16()
+
+    def chain():
+        state = x
+        for weight in weights * 8:
+            normed = operations.rms_norm(state, ones, 1e-5)
+            state = operations.silu_and_mul(operations.linear(normed, weight))
+        return state
+
+    def captured():
+        chain()  # compiles, which a capture does not allow
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain()
+        return graph, out
+
+    early = captured()
+    monkeypatch.setitem(launch.table(device), "dependent_launch", {"PREFETCH": 0})
+    late = captured()
+    for _ in range(50):
+        x.copy_(torch.randn(rows, inner))
+        for graph, _ in (early, late):
+            graph.replay()
+        assert torch.equal(early[1], late[1])
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA has graphs")
 @pytest.mark.parametrize("parts", [1, 4])
 def test_captured_product_of_few_rows_can_be_replayed(parts, monkeypatch):
     outputs, inputs = 512, 4096

@@ -60,7 +60,7 @@ def test_gpu_without_triton_uses_torch_and_warns_once(monkeypatch, caplog):
         for _ in range(2):
             assert available.operations("cuda") is None
     assert [record.message for record in caplog.records] == [
-        "triton is not installed, so torch computes, several times slower; install vllm-mp[cuda]"
+        "triton is not installed, so torch computes, several times slower; run `pip install triton`"
     ]
 
 

@@ -28,7 +28,7 @@ def test_copied_step_is_padded_with_tokens_and_rows_that_read_and_change_nothing
         adapter_slots=ints(-1, 2, 2),
     )
     nines = (torch.full(shape, 9, dtype=dtype) for shape, dtype in (((5,), torch.int64),) * 3)
-    rows = (torch.full(shape, 9, dtype=torch.int32) for shape in ((5,), (4,), (4, 3), (5,), (4,)))
+    rows = (torch.full(shape, 9, dtype=torch.int32) for shape in ((5,), (4,), (4, 3), (5,), (2,)))
     buffers = StepColumns(*nines, *rows)
     reference.copy_step(step, buffers, 1, torch.tensor([100, 101, 102]))
     assert buffers.input_ids.tolist() == [102, 7, 8, 9, 9]
@@ -36,6 +36,6 @@ def test_copied_step_is_padded_with_tokens_and_rows_that_read_and_change_nothing
     assert buffers.cell_mapping.tolist() == [21, 40, 41, 0, 0]
     assert buffers.query_start.tolist() == [0, 1, 3, 3, 3]
     assert buffers.seq_lens.tolist() == [6, 2, 0, 0]
-    assert buffers.decode_lens.tolist() == [6, 0, 0, 0]
+    assert buffers.row_counts.tolist() == [1, 2]
     assert buffers.block_table.tolist() == [[4, 5, 9], [10, 0, 9], [9, 9, 9], [9, 9, 9]]
     assert buffers.adapter_slots.tolist() == [-1, 2, 2, -1, -1]

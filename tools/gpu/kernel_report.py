@@ -28,8 +28,11 @@ HIDDEN, INNER, VOCAB_SIZE = 4096, 14_336, 128_256
 DTYPE = torch.bfloat16
 
 
-def attend(rows: list[tuple[int, int]], cache_dtype: torch.dtype, splits: int = 1) -> None:
+def attend(rows: list[tuple[int, int]], cache_dtype: torch.dtype, splits: int = 1, *, in_graph: bool = False) -> None:
+    """Attend in a step of `rows`, or in a graph of steps with prefills."""
     metadata, num_blocks = scattered_step(rows, BLOCK_SIZE, "cpu")
+    if in_graph:
+        metadata = metadata._replace(num_decodes=0, row_counts=torch.zeros(2, dtype=torch.int32))
     q = torch.empty(sum(queries for queries, _ in rows), HEADS, HEAD_DIM, dtype=DTYPE)
     caches = torch.empty(2, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=cache_dtype).unbind()
     operations.paged_attention(q, *caches, metadata._replace(decode_splits=splits), HEAD_DIM**-0.5)
@@ -92,6 +95,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "decode-fp8": lambda: decode(FLOAT8),
     "prefill": lambda: attend([(300, 300)], DTYPE),
     "prefill-fp8": lambda: attend([(300, 300)], FLOAT8),
+    "mixed": lambda: attend([(1, 300), (300, 300)], DTYPE, 16, in_graph=True),
+    "mixed-fp8": lambda: attend([(1, 300), (300, 300)], FLOAT8, 16, in_graph=True),
     "rotary": lambda: rotate(DTYPE),
     "rotary-fp8": lambda: rotate(FLOAT8),
     "norm": normalise,

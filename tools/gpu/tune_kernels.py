@@ -44,10 +44,12 @@ CANDIDATES: dict[str, dict[str, list[int]]] = {
     "decode": {"KEYS": [32, 64, 128], "num_warps": [4, 8], "num_stages": [2, 3, 4]},
     "merge": {"num_warps": [1, 2, 4, 8]},
     "splits": {"PROGRAMS": [1, 2, 3, 4, 6], "TOKENS": [64, 128, 256, 512]},
+    "looping": {"PREFILL": [1, 2, 4], "DECODE": [4, 8, 16], "MERGE": [5, 10, 20]},
     "linear": {"OUTPUT_TILE": [16, 32, 64], "PARTS": [1, 2, 4], "num_warps": [2, 4], "num_stages": [3, 4, 6]},
     "fp8": {"ROWS": [32, 64, 128], "OUTPUT_TILE": [32, 64, 128], "num_warps": [4, 8], "num_stages": [3, 4, 6]},
     "fp8_parts": {"PROGRAMS": [1, 2, 3, 4], "TILES": [2, 4, 8]},
     "fp8_library": {"ROWS": [16, 32, 64, 128]},
+    "dependent_launch": {"PREFETCH": [0, 32 * 1024, 64 * 1024, 128 * 1024]},
     "lora_shrink": {"ROWS": [16, 32, 64], "INPUT_TILE": [64, 128, 256], "num_warps": [4, 8], "num_stages": [2, 3]},
     "lora_expand": {"ROWS": [16, 32, 64], "OUTPUT_TILE": [64, 128, 256], "num_warps": [4, 8], "num_stages": [2, 3]},
     "norm": {"ELEMENTS": [1024, 2048, 4096], "num_warps": [2, 4, 8, 16]},
@@ -90,6 +92,9 @@ def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
         for count in [20] if quick else [most // 2, most] if most < 128 else [128, 2048]:
             for outputs, inputs in [(64, 256)] if quick else [PRODUCTS[0], PRODUCTS[2], PRODUCTS[3]]:
                 yield _fp8_product(count, outputs, inputs, most == 128, device)
+    elif kind == "dependent_launch":
+        for outputs, inputs in [(64, 256)] if quick else PRODUCTS[:3]:
+            yield _norm_and_product(outputs, inputs, device)
     elif kind.startswith("lora"):
         few = int(details[0]) == 16
         for count in [4 if few else 20] if quick else [1, 16] if few else [64, 2048]:
@@ -98,6 +103,9 @@ def cases(key: str, device: torch.device, quick: bool) -> Iterator[Run]:
     elif kind in ("merge", "splits"):
         for rows in _attention_rows("decode", quick):
             yield _attention(rows, 8, 2, 128, device)
+    elif kind == "looping":
+        for rows in [[(1, 20), (20, 30)]] if quick else [[(1, 1024)] * 64 + [(448, 448)], [(1, 1024)] * 500]:
+            yield _attention(rows, 8, 2, 128, device, in_graph_of=20 if quick else 512)
     elif kind == "norm":
         dim = 64 if quick else int(details[0])
         for count in tokens:
@@ -140,6 +148,12 @@ def _product(rows: int, key: str, device: torch.device) -> Run:
     return lambda: operations.linear(x, weight)
 
 
+def _norm_and_product(outputs: int, inputs: int, device: torch.device) -> Run:
+    """Return a norm of one row and a product that may start before the norm has ended."""
+    x, weight = _random((1, inputs), device), _random((outputs, inputs), device)
+    return lambda: operations.linear(operations.rms_norm(x, x[0], 1e-5), weight)
+
+
 def _shape_of(key: str) -> tuple[int, int, str]:
     """Return what `launch.linear_key` made `key` of."""
     _, weights, shape = key.split("/")
@@ -169,9 +183,16 @@ def _attention(
     head_dim: int,
     device: torch.device,
     cache_dtype: torch.dtype = torch.bfloat16,
+    in_graph_of: int = 0,
 ) -> Run:
+    """Return attention in a step of `rows`; with `in_graph_of`, in a graph of so many rows, which may be more."""
     metadata, num_blocks = scattered_step(rows, BLOCK_SIZE, device)
     num_tokens = sum(queries for queries, _ in rows)
+    if in_graph_of:
+        counts = torch.tensor([metadata.num_decodes, len(rows)], dtype=torch.int32, device=device)
+        of_rows = torch.nn.functional.pad(metadata.seq_lens, (0, in_graph_of - len(rows)))
+        metadata = metadata._replace(num_decodes=0, seq_lens=of_rows, row_counts=counts)
+        num_tokens = max(num_tokens, in_graph_of)
     q = _random((num_tokens, heads, head_dim), device)
     caches = _random((2, num_blocks, BLOCK_SIZE, kv_heads, head_dim), device).to(cache_dtype).unbind()
     return lambda: operations.paged_attention(q, *caches, metadata, head_dim**-0.5)

@@ -43,6 +43,8 @@ _NAMES = {
     torch.int64: "i64",
 }
 _ALIGNED = [["tt.divisibility", 16]]
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
+"""Of a launch, those that the compiler takes."""
 
 
 class _Multiprocessor(NamedTuple):
@@ -92,7 +94,7 @@ class Compiler:
                     attributes[i,] = _ALIGNED
             else:
                 signature[name] = "fp32"
-        options = {name: named[name] for name in ("num_warps", "num_stages", "maxnreg") if name in named}
+        options = {name: named[name] for name in _OPTIONS if name in named}
         key = (kernel.__name__, *map(str, (signature, constants, options)))
         if key not in self.kernels:
             target = GPUTarget("cuda", 10 * self.capability[0] + self.capability[1], 32)
@@ -133,6 +135,12 @@ class KernelCode(NamedTuple):
     global_loads: dict[str, int]  # by width in bits; "async" begins the ones that go to shared memory
     tensor: int  # tensor core instructions
     unswizzled: int  # tiles of several matrices whose rows lie where a matrix load reads them from the same banks
+    additions: int  # of float32
+    fused: int  # multiplications with an addition that round once
+    approximate: int  # divisions that round otherwise than a CPU
+    prefetches: int
+    starts_early: bool  # whether it is launched before the kernel before it has ended
+    too_early: list[str]  # operations before the wait for that kernel that access memory or leave the straight path
 
 
 def read_code(kernel: CompiledKernel, capability: Capability) -> KernelCode:
@@ -159,6 +167,12 @@ def read_code(kernel: CompiledKernel, capability: Capability) -> KernelCode:
         global_loads=_counted(operations, {"LDG": "", "LDGSTS": "async "}),
         tensor=sum(operation.split(".")[0] in ("HMMA", "HGMMA", "QGMMA", "QMMA", "IMMA") for operation in operations),
         unswizzled=sum(order.split(", ")[-1] != "0" for order in _MATRICES.findall(kernel.asm["ttgir"])),
+        additions=sum(operation.split(".")[0] == "FADD" for operation in operations),
+        fused=len(re.findall(r"\bfma\.", kernel.asm["ptx"])),
+        prefetches=sum(operation.startswith("CCTL") and "PF2" in operation for operation in operations),
+        starts_early=kernel.metadata.launch_pdl,
+        too_early=_too_early(operations) if kernel.metadata.launch_pdl else [],
+        approximate=len(re.findall(r"\bdiv\.(?:full|approx)", kernel.asm["ptx"])),
     )
 
 
@@ -191,6 +205,17 @@ def _longest_loop(code: list[tuple[str, int | None]]) -> int:
         if not any(first <= start and stop <= last and (start, stop) != (first, last) for start, stop in loops)
     ]
     return max((last - first + 1 for first, last in innermost), default=0)
+
+
+def _too_early(operations: list[str]) -> list[str]:
+    """Return the operations before the first wait for earlier kernels that no program may execute there.
+
+    These are accesses to memory other than prefetches and constants of the launch, and branches, which might leave the
+    wait out.
+    """
+    wait = operations.index("ACQBULK") if "ACQBULK" in operations else len(operations)
+    forbidden = ("CCTL.IV", "LD", "ST", "ATOM", "RED", "UTMA", "UBLK", "BRA", "BRX", "JMP", "CALL", "RET", "EXIT")
+    return [operation for operation in operations[:wait] if operation.startswith(forbidden) and operation[:3] != "LDC"]
 
 
 def _counted(operations: list[str], kinds: dict[str, str]) -> dict[str, int]:

@@ -207,12 +207,22 @@ def few_blocks(token_bytes: int) -> dict[str, Any]:
 def save_random_model(config: PreTrainedConfig, folder: Path, **options: Any) -> PreTrainedModel:
     """Return a transformers model whose parameters are all random, norms and biases too; save it in `folder`."""
     torch.manual_seed(0)
-    model = HubModel.from_config(config, dtype=torch.float32).eval()
+    model = with_soft_cap(HubModel.from_config(config, dtype=torch.float32).eval())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
             parameter.copy_(centre + 0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder, **options)
+    return model
+
+
+def with_soft_cap(model: PreTrainedModel) -> PreTrainedModel:
+    """Return `model`, with eager attention if its scores have a soft cap (Gemma 2).
+
+    The default attention of some versions of transformers, among them 5.17, leaves out the cap.
+    """
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
     return model
 
 

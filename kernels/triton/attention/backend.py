@@ -33,11 +33,7 @@ def paged_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty((*q.shape[:2], v_cache.shape[3]), dtype=q.dtype, device=q.device)
-    if metadata.decode_lens is not None:
-        # A row that is not a decode has no context here: `decode` writes zeros for it, or leaves it to `prefill`.
-        decodes = metadata._replace(seq_lens=metadata.decode_lens, num_decodes=len(metadata.decode_lens))
-        decode(q, k_cache, v_cache, decodes, scale, sliding_window, soft_cap, out)
-    elif metadata.num_decodes:
+    if metadata.num_decodes or metadata.row_counts is not None:
         decode(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap, out)
     if metadata.num_decodes < metadata.seq_lens.shape[0]:
         prefill(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap, out)

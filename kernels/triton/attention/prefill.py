@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.triton.attention.attended_keys import add_keys, factor_dtype, factors
-from vllm_mp.kernels.triton.launch import attention_options, padded
+from vllm_mp.kernels.triton.launch import attention_options, num_looping, padded
 
 
 def prefill(
@@ -21,8 +21,9 @@ def prefill(
 ) -> None:
     """Fill `out` [num_tokens, num_heads, value_dim] for the prefills: all rows but decodes.
 
-    A tile holds the same number of tokens in every row of the step, and each row begins a tile of its own. Row i,
-    whose first token is s, has the tiles from s // tokens + i on: as many as it needs, independent of other rows.
+    A tile holds the same number of tokens in every row of the step, and each row begins a tile of its own. Prefill i,
+    whose first token is token s of all prefills, has the tiles from s // tokens + i on, as many as it needs. In a graph
+    (`metadata.row_counts`) each program computes every n-th tile that the step has.
     """
     num_heads, key_dim = q.shape[1:]
     block_size, num_kv_heads, value_dim = v_cache.shape[1:]
@@ -33,7 +34,10 @@ def prefill(
     num_decodes = metadata.num_decodes
     num_prefills = metadata.seq_lens.shape[0] - num_decodes
     num_tiles = (q.shape[0] - num_decodes) // tokens + num_prefills
-    _prefill_kernel[(num_tiles, num_kv_heads * triton.cdiv(group, heads))](
+    num_head_tiles = num_kv_heads * triton.cdiv(group, heads)
+    counted = metadata.row_counts is not None
+    looping = num_looping("PREFILL", num_tiles * num_head_tiles, q.device)
+    _prefill_kernel[(looping,) if counted else (num_tiles, num_head_tiles)](
         q,
         k_cache,
         v_cache,
@@ -43,8 +47,9 @@ def prefill(
         metadata.block_table,
         metadata.block_table.stride(0),
         num_decodes,
-        num_prefills,
-        metadata.seq_lens if metadata.decode_lens is None else metadata.decode_lens,
+        metadata.seq_lens.shape[0],
+        q.shape[0],
+        metadata.row_counts if counted else metadata.seq_lens,
         scale,
         soft_cap or 0.0,
         q.stride(0),
@@ -60,13 +65,13 @@ def prefill(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAPPED=soft_cap is not None,
-        HAS_DECODES=metadata.decode_lens is not None,
+        COUNTED=counted,
         PRODUCT=factor_dtype(q, k_cache),
         **launch,
     )
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_decodes", "num_prefills"])
+@triton.jit(do_not_specialize=["table_stride", "num_decodes", "num_rows", "num_tokens"])
 def _prefill_kernel(
     q,  # [num_tokens, num_heads, KEY_DIM]
     k_cache,  # [num_blocks, BLOCK_SIZE, KV_HEADS, KEY_DIM]
@@ -77,8 +82,9 @@ def _prefill_kernel(
     block_table,
     table_stride,
     num_decodes,
-    num_prefills,
-    decode_lens,  # if HAS_DECODES, not 0 for the rows to leave out
+    num_rows,
+    num_tokens,
+    row_counts,  # if COUNTED, the numbers of decodes and of rows, else both are arguments
     scale,
     soft_cap,
     q_token_stride,
@@ -94,17 +100,67 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
-    HAS_DECODES: tl.constexpr,
+    COUNTED: tl.constexpr,
     PRODUCT: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Compute TOKENS consecutive queries of one row, for HEADS of the query heads that share a KV head."""
-    # The last tiles of a prompt take longest, so they begin first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1) % KV_HEADS
-    first_head = tl.program_id(1) // KV_HEADS * HEADS
+    """Compute a tile: one for each program or, if COUNTED, every n-th tile of the step, where n counts the programs."""
+    first = tl.program_id(0)
+    stop = first + 1
+    step = 1
+    head_tiles: tl.constexpr = KV_HEADS * ((GROUP + HEADS - 1) // HEADS)
+    if COUNTED:
+        num_decodes = tl.load(row_counts)
+        num_rows = tl.load(row_counts + 1)
+        num_tokens = tl.load(query_start + num_rows)
+    num_prefills = num_rows - num_decodes
+    num_tiles = (num_tokens - num_decodes) // TOKENS + num_prefills
+    if COUNTED:
+        stop = num_tiles * head_tiles
+        step = tl.num_programs(0)
+    for at in tl.range(first, stop, step):
+        # The last tiles of a prompt take longest, so they begin first.
+        tile = num_tiles - 1 - (at // head_tiles if COUNTED else at)
+        head_tile = at % head_tiles if COUNTED else tl.program_id(1)
+        row, token, end = _find_tile(query_start, num_decodes, num_prefills, tile, TOKENS)
+        if token < end:
+            _attend_tile(
+                q,
+                k_cache,
+                v_cache,
+                out,
+                seq_lens,
+                block_table,
+                table_stride,
+                row,
+                token,
+                end,
+                head_tile,
+                scale,
+                soft_cap,
+                q_token_stride,
+                q_head_stride,
+                TOKENS,
+                GROUP,
+                HEADS,
+                KV_HEADS,
+                KEY_DIM,
+                KEY_TILE,
+                VALUE_DIM,
+                VALUE_TILE,
+                BLOCK_SIZE,
+                WINDOW,
+                CAPPED,
+                PRODUCT,
+                ROWS,
+                KEYS,
+            )
 
+
+@triton.jit
+def _find_tile(query_start, num_decodes, num_prefills, tile, TOKENS: tl.constexpr):
+    """Return the row and the first token of `tile`, and the end of the row, which is not beyond an empty tile."""
     prefill = 0
     after = num_prefills
     while after - prefill > 1:
@@ -116,13 +172,45 @@ def _prefill_kernel(
     row = (num_decodes + prefill).to(tl.int64)
     first = tl.load(query_start + row)
     end = tl.load(query_start + row + 1)
-    if HAS_DECODES:
-        end = tl.where(tl.load(decode_lens + row) > 0, first, end)
     first_tile = (first - num_decodes) // TOKENS + prefill
-    token = first + (tile - first_tile) * TOKENS
-    if token >= end:
-        return
+    return row, first + (tile - first_tile) * TOKENS, end
 
+
+@triton.jit
+def _attend_tile(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    seq_lens,
+    block_table,
+    table_stride,
+    row,
+    token,
+    end,
+    head_tile,
+    scale,
+    soft_cap,
+    q_token_stride,
+    q_head_stride,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Compute TOKENS consecutive queries of one row, for HEADS of the query heads that share a KV head."""
+    kv_head = head_tile % KV_HEADS
+    first_head = head_tile // KV_HEADS * HEADS
     context = tl.load(seq_lens + row)
     in_row = tl.arange(0, ROWS) // HEADS
     in_group = first_head + tl.arange(0, ROWS) % HEADS

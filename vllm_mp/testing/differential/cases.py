@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from vllm_mp import RequestOutputKind
+from vllm_mp import LoRARequest, RequestOutputKind
 from vllm_mp.testing.prompts import PROMPTS
 from vllm_mp.testing.sampling_cases import FILTERS
 
@@ -57,10 +57,12 @@ class Case:
     """The consumer aborts after this many outputs; None: never."""
     after: int
     """The request is sent after this many other cases have ended; 0: from the start."""
+    adapter: LoRARequest | None = None
 
     def __str__(self) -> str:
         shown = self.prompt if isinstance(self.prompt, dict) else {"prompt": self.prompt}
-        return f"{str(shown)[:300]} {self.params} {self.kind.name} abort_after={self.abort_after}"
+        adapter = "" if self.adapter is None else f" adapter={self.adapter.lora_name}"
+        return f"{str(shown)[:300]} {self.params} {self.kind.name} abort_after={self.abort_after}{adapter}"
 
 
 def random_case(chance: random.Random, tokenizer: PreTrainedTokenizerBase, num_before: int) -> Case:

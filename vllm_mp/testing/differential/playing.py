@@ -125,7 +125,8 @@ async def consume(engine: Any, case: Case) -> Outcome:
     outputs: list[RequestOutput] = []
     try:
         params = SamplingParams(**case.params, output_kind=case.kind)
-        async for output in engine.generate(case.prompt, params, request_id, priority=case.priority):
+        stream = engine.generate(case.prompt, params, request_id, lora_request=case.adapter, priority=case.priority)
+        async for output in stream:
             outputs.append(output)
             if len(outputs) == case.abort_after:
                 await engine.abort(request_id)

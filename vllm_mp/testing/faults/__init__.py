@@ -6,9 +6,10 @@ clients share, beside a `hostile_client`. `load` holds the requests; `comparison
 """
 
 from vllm_mp.testing.faults.baseline import Baseline
+from vllm_mp.testing.faults.load import every_case
 from vllm_mp.testing.faults.parallel_soak import ParallelSoakResult, run_parallel_soak
 from vllm_mp.testing.faults.playing import Scenario, ScenarioResult, play
-from vllm_mp.testing.faults.scenarios import SCENARIOS
+from vllm_mp.testing.faults.shared_scenarios import SCENARIOS
 from vllm_mp.testing.faults.shared_soak import run_shared_soak
 from vllm_mp.testing.faults.soak import SoakResult, run_soak
 
@@ -19,6 +20,7 @@ __all__ = [
     "Scenario",
     "ScenarioResult",
     "SoakResult",
+    "every_case",
     "play",
     "run_parallel_soak",
     "run_shared_soak",

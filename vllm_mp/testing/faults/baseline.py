@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import psutil
 from vllm_mp import AsyncEngineArgs, AsyncLLM
 from vllm_mp.core_link.core_status import CoreStatus
 from vllm_mp.testing.engines import ENGINE, running_engine, standalone_core
-from vllm_mp.testing.faults.load import mixed_cases, outcomes_of, plain_cases
+from vllm_mp.testing.faults.load import AnyCase, mixed_cases, outcomes_of
 
 WAIT_S = 180.0
 """Limit for every wait of a scenario, far longer than needed, so that slow machines pass."""
@@ -36,18 +36,18 @@ class Baseline:
         after: float | None = None,
         block_s: float = 30.0,
         pace_s: float = 0.0,
-        is_plain: bool = False,
+        make_cases: Callable[[int, int, int], list[AnyCase]] = mixed_cases,
     ) -> None:
         """Run the requests undisturbed.
 
         Faults strike at `step`, or `after` seconds, or else at a step that `seed` decides. `block_s` is how long a
         scenario blocks the client, in seconds. `pace_s` is added to the time of each step, so that the streams of a
-        small model last until the fault. `is_plain`: requests of the kinds whose steps take little beside the model.
+        small model last until the fault. `make_cases` makes the requests, as `mixed_cases` does.
         """
         self.model = str(model)
         self.options = {**ENGINE, "check_invariants": False, **(options or {})}
         self.max_tokens = max_tokens
-        self.cases = (plain_cases if is_plain else mixed_cases)(streams, max_tokens, seed)
+        self.cases = make_cases(streams, max_tokens, seed)
         self.block_s = block_s
         self.after = after
         self.shared: AsyncLLM | None = None

@@ -1,14 +1,15 @@
 """Requests of every kind that faults disturb: what they are, their outcomes, and when their outputs came."""
 
 import asyncio
+import dataclasses
 import itertools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_mp import AsyncLLM, PoolingParams, RequestOutputKind
+from vllm_mp import AsyncLLM, LoRARequest, PoolingParams, RequestOutputKind, StructuredOutputsParams
 from vllm_mp.errors import EngineError
 from vllm_mp.testing.differential import Case, Outcome, consume
 from vllm_mp.testing.prompts import PROMPTS
@@ -29,6 +30,17 @@ AnyOutcome = Outcome | Vector
 _GREEDY = {"temperature": 0.0}
 _SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 _FILTERS = {name: values[0] for name, values in FILTERS.items()}
+_BEGINNING = "The river runs through the old town, past the mill and the two bridges, and down to the sea. " * 6
+"""Some blocks of the KV cache."""
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 40},
+        "years": {"type": "array", "items": {"type": "integer"}, "minItems": 4},
+        "is_alive": {"type": "boolean"},
+    },
+    "required": ["name", "years", "is_alive"],
+}
 _KINDS: tuple[tuple[RequestOutputKind, dict[str, Any]], ...] = (
     (RequestOutputKind.CUMULATIVE, _GREEDY),
     (RequestOutputKind.DELTA, _SAMPLED),
@@ -63,6 +75,23 @@ def plain_cases(count: int, max_tokens: int, seed: int = 0) -> list[AnyCase]:
         params = {**(_GREEDY, {"temperature": 0.8})[i % 2], "seed": 1000 * seed + i}
         own = {**params, "max_tokens": max_tokens, "ignore_eos": True}
         cases.append(Case(prompt, own, RequestOutputKind.DELTA, priority=0, abort_after=None, after=0))
+    return cases
+
+
+def every_case(count: int, max_tokens: int, seed: int = 0, adapters: Sequence[LoRARequest] = ()) -> list[AnyCase]:
+    """Return `mixed_cases`, of which some have a long beginning in common, have an adapter, or are JSON objects."""
+    cases = mixed_cases(count, max_tokens, seed)
+    for i, case in enumerate(cases):
+        if not isinstance(case, Case):
+            continue
+        if i % 4 == 1:
+            cases[i] = dataclasses.replace(case, prompt=f"{_BEGINNING}{case.prompt}")
+        elif i % 4 == 2 and adapters:
+            cases[i] = dataclasses.replace(case, adapter=adapters[i // 4 % len(adapters)])
+        elif i % 8 == 3:
+            constraint = StructuredOutputsParams(json=_SCHEMA)
+            own = {"temperature": 0.9, "seed": case.params["seed"], "max_tokens": max_tokens}
+            cases[i] = dataclasses.replace(case, params={**own, "structured_outputs": constraint})
     return cases
 
 

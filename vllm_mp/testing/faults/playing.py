@@ -199,7 +199,14 @@ async def _play(scenario: Scenario, baseline: Baseline) -> ScenarioResult:
         moment = asyncio.ensure_future(run.wait_for_moment())
         try:
             await asyncio.wait((moment, streams), return_when=asyncio.FIRST_COMPLETED)
-            run.check(moment.done(), f"the streams ended before step {run.step}: choose an earlier step")
+            if streams.done():
+                after = baseline.after
+                moment_name = f"step {run.step}" if after is None else f"{after:g} s had passed"
+                raise ValueError(
+                    f"the streams ended before {moment_name}, so no fault was caused: "
+                    f"choose an earlier moment, or more output tokens than {baseline.max_tokens}"
+                )
+            await moment
             run.watch.strike()
             await scenario.play(run)
             outcomes = await asyncio.wait_for(streams, WAIT_S)

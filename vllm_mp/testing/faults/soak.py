@@ -17,16 +17,26 @@ from typing import Any, NamedTuple
 
 from vllm_mp import AsyncLLM, EngineError, RequestOutputKind
 from vllm_mp.cli.bench.load_generator import percentiles
+from vllm_mp.core_link.core_status import CoreState, CoreStatus
+from vllm_mp.fault_injection import mark_of_strike
 from vllm_mp.testing.differential import Case
 from vllm_mp.testing.engines import eventually
 from vllm_mp.testing.faults.baseline import WAIT_S, Baseline, children, core_address, core_page
 from vllm_mp.testing.faults.comparison import ComparedAnswers, Comparison
-from vllm_mp.testing.faults.leaks import held_by_core, nothing_left_behind, resident_mib
+from vllm_mp.testing.faults.leaks import held_by_core, nothing_left_behind, private_mib
 from vllm_mp.testing.faults.load import AnyCase, PauseWatch, WatchedEngine, outcome_of
-from vllm_mp.testing.faults.scenarios import has_new_child
+from vllm_mp.testing.faults.scenarios import has_ended, has_new_child
 
 _SIGNALS = (signal.SIGKILL,) * 6 + (signal.SIGTERM, signal.SIGTERM, signal.SIGSTOP)
 """Signals that come from outside. Signals of a crash are left out: after some crashes, suspects are failed."""
+_INJECTED = {
+    "publishing": "kill@publish,messages=0,once",
+    "after publishing": "kill@publish,once",
+    "sealing": "kill@seal,probability=0.2,once",
+}
+"""Moments between two steps, which only the core itself can hit, and the fault that does."""
+MOMENTS = ("idle", "prefill", "decode", "any time", *_INJECTED)
+"""Moments in the life of a core at which it is killed."""
 _WARM_UP = 5
 """Kills after which this process has loaded all that it needs."""
 _RETRY_S = 0.1
@@ -55,7 +65,7 @@ class Sample(NamedTuple):
         """Return what this process and the core hold."""
         descriptors = len(os.listdir("/proc/self/fd"))
         files = len(list(folder.iterdir()))
-        return cls(resident_mib(), resident_mib(core_pid), descriptors, threading.active_count(), files)
+        return cls(private_mib(), private_mib(core_pid), descriptors, threading.active_count(), files)
 
 
 @dataclasses.dataclass
@@ -68,6 +78,14 @@ class SoakResult(ComparedAnswers):
     restarts: int = 0
     aborted: int = 0
     """Requests whose consumer aborts them."""
+    kills_at: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Kills by the moment in the life of the core."""
+    recomputed: int = 0
+    """Tokens of requests with output that a core had computed, and its successor computed again."""
+    found: int = 0
+    """Blocks of the KV cache that cores have found there."""
+    leaked: int = 0
+    """Blocks that were in use in a core without requests."""
     other_deaths: list[str] = dataclasses.field(default_factory=list)
     """Causes of deaths of a shared core that no kill explains."""
     next_token_s: list[float] = dataclasses.field(default_factory=list)
@@ -119,6 +137,9 @@ class Disturbance(ABC):
         self._folder = folder
         self._chance = random.Random(seed)
         self._is_over = False
+        self._may_send = asyncio.Event()
+        """Not set: no stream sends its next request."""
+        self._may_send.set()
 
     async def run(self, kills: int | None, seconds: float | None, show: Callable[[SoakResult], None] | None) -> None:
         """Disturb until the number of `kills` or `seconds` is reached. Call `show` after each recovery."""
@@ -168,6 +189,7 @@ class Disturbance(ABC):
             if isinstance(case, Case):
                 case = dataclasses.replace(case)  # a request id is made of the identity of its case
             case = await self._vary(case, chance)
+            await self._may_send.wait()
             self.comparison.compare(case, await outcome_of(client, case), self._baseline.expected[index])
 
     async def _outputs(self, count: int) -> None:
@@ -196,14 +218,19 @@ class Disturbance(ABC):
 
 
 class Soak(Disturbance):
-    """Keeps streams running on one engine and kills its core."""
+    """Keeps streams running on one engine and kills its core, at all moments of its life in turn."""
 
     def __init__(self, baseline: Baseline, engine: AsyncLLM, seed: int, is_random: bool) -> None:
         super().__init__(baseline, [engine], Path(core_address(engine).removeprefix("ipc://")).parent, seed)
         self._engine = engine
         self._is_random = is_random
+        self._moments: list[str] = []
+        """Those that are left of this round."""
+        for index in range(len(_INJECTED)):
+            mark_of_strike(self._folder, index).touch()  # until `_strike` removes the mark
 
     async def _held_at_end(self) -> list[str]:
+        await self._note_status()
         return await held_by_core(self._engine)
 
     async def _vary(self, case: AnyCase, chance: random.Random) -> AnyCase:
@@ -216,26 +243,73 @@ class Soak(Disturbance):
 
     async def _disturb(self) -> None:
         await self._outputs(self._chance.randint(0, 8 * len(self._baseline.cases)))
-        page = core_page(self._engine)
-        assert page is not None
-        signum = self._chance.choice(_SIGNALS) if self._is_random else signal.SIGKILL
-        known = children()
-        self._watch.strike()
-        os.kill(page.pid, signum)
+        moment = self._next_moment()
+        if moment == "idle":
+            await self._be_idle()
+        await self._note_status()
+        known, page = children(), self._page()
+        await self._strike(moment, page.pid)
         self.result.kills += 1
+        self.result.kills_at[moment] = self.result.kills_at.get(moment, 0) + 1
         if self._is_random and self._chance.random() < 0.1:
             await self._kill_loading_core(known)
-        incarnation = page.incarnation
 
         async def is_replaced() -> bool:
-            page = core_page(self._engine)
-            return page is not None and page.incarnation > incarnation
+            return self._page().incarnation > page.incarnation
 
         await eventually(is_replaced, WAIT_S)
+        self._may_send.set()
         await self._outputs(1)
+        if moment == "idle":
+            self._watch.resumed_at = None  # no stream has waited
+        self._note_recovery(self._page().pid)
+
+    def _next_moment(self) -> str:
+        """Return the moment of the next kill: all of them in turn, in a random order each time."""
+        if not self._moments:
+            self._moments = self._chance.sample(MOMENTS, len(MOMENTS))
+        return self._moments.pop()
+
+    def _page(self) -> CoreStatus:
         page = core_page(self._engine)
         assert page is not None
-        self._note_recovery(page.pid)
+        return page
+
+    async def _strike(self, moment: str, pid: int) -> None:
+        """Let the core `pid` end at `moment`."""
+        if moment in _INJECTED:
+            mark_of_strike(self._folder, list(_INJECTED).index(moment)).unlink()
+            await eventually(has_ended(pid), WAIT_S)
+            self._watch.strike()
+            return
+        if moment in ("prefill", "decode"):
+
+            async def is_in_such_a_step() -> bool:
+                page = self._page()
+                reads_prompts = any(progress < 0 for _, _, progress in page.step_requests)
+                return bool(page.step_requests) and reads_prompts == (moment == "prefill")
+
+            await eventually(is_in_such_a_step, WAIT_S)
+        self._watch.strike()
+        os.kill(pid, self._chance.choice(_SIGNALS) if self._is_random else signal.SIGKILL)
+
+    async def _be_idle(self) -> None:
+        """Send nothing more, and return when the core has ended all requests; note the blocks that it has not freed."""
+        self._may_send.clear()
+
+        async def is_idle() -> bool:
+            page = self._page()
+            return page.state == CoreState.IDLE and page.num_running == page.num_waiting == 0
+
+        await eventually(is_idle, WAIT_S)
+        status = await self._core_status()
+        self.result.leaked += status["total_blocks"] - status["free_blocks"]
+
+    async def _note_status(self) -> None:
+        """Note what the core has computed again, and found in the KV cache of its predecessor."""
+        status = await self._core_status()
+        self.result.recomputed += status["num_recomputed_tokens"]
+        self.result.found += status["num_found_blocks"]
 
     async def _kill_loading_core(self, known: set[int]) -> None:
         """Kill the next core, whose process is not among the `known` ones, before it serves."""
@@ -258,10 +332,13 @@ def run_soak(
 ) -> SoakResult:
     """Kill the core of an engine with `options` `kills` times, or for `seconds`, and return how it went.
 
-    The requests come from `baseline`; each is sent again when it has ended. With `is_random` they start at random
-    moments, some are aborted, and the core is also stopped, terminated, and killed while it loads.
+    The requests come from `baseline`; each is sent again when it has ended. The core is killed while it is idle, reads
+    prompts, decodes, publishes a step, writes what the blocks of its KV cache hold, and at any time. With `is_random`
+    requests start at random moments, some are aborted, and the core is also stopped, terminated, and killed while it
+    loads.
     """
     limits = {"max_core_restarts": 10**6, "engine_iteration_timeout_s": 5.0 if is_random else 60.0}
+    options["fault_injection"] = ";".join([*_INJECTED.values(), options.get("fault_injection", "")])
     began = time.monotonic()
     problems: list[str] = []
 

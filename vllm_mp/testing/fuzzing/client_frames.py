@@ -41,7 +41,7 @@ _HOSTILE_CONSTRAINTS = (
     Constraint("structural_tag", "{}"),
     Constraint("structural_tag", '{"format":{"type":"or","elements":[]}}'),
     Constraint("json_object", starts_after=(-1, 2**63)),
-    Constraint("json_object", whitespace_pattern="(", backend="xgrammar"),
+    Constraint("json_object", whitespace_pattern="("),
 )
 _SLEEP_CALLS = tuple(("sleep", level) for level in wire.SLEEP_LEVELS)
 

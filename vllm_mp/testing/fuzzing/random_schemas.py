@@ -1,4 +1,4 @@
-"""JSON schemas at the edges of what the libraries of structured output take: numbers, formats, depth."""
+"""JSON schemas at the edges of what llguidance takes: numbers, formats, depth."""
 
 import json
 import random

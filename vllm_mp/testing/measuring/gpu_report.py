@@ -38,7 +38,7 @@ class Report:
 
     def save(self) -> None:
         """Replace the file by all findings so far."""
-        self.found["seconds"] = round(time.monotonic() - self._started, 1)
+        self.found["seconds"] = round(self.seconds, 1)
         unfinished = self._path.with_name(self._path.name + ".partial")
         write_output(unfinished, json.dumps(self.found, indent=2) + "\n")
         unfinished.replace(self._path)
@@ -46,7 +46,7 @@ class Report:
     def attempt(self, what: str, run: Callable[[], T]) -> T | None:
         """Return the result of `run`. If it fails, or the budget is already spent, note `what` and return None."""
         self.save()
-        seconds = time.monotonic() - self._started
+        seconds = self.seconds
         if seconds >= self._budget_s:
             self.found["skipped"].append(what)
             return None
@@ -57,6 +57,11 @@ class Report:
             self.found["errors"].append({"part": what, "error": f"{type(error).__name__}: {error}"})
             print(f"          failed: {error}", file=sys.stderr, flush=True)
             return None
+
+    @property
+    def seconds(self) -> float:
+        """The time since the report began."""
+        return time.monotonic() - self._started
 
     @property
     def failed(self) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+_GRAPH_MS = 10
+"""The device time of the captured graph, which `do_bench_cudagraph` replays ten times."""
 _ROUNDS = 5
 """The rounds on a CPU, after one to warm up."""
 
@@ -17,7 +19,7 @@ def seconds(run: Callable[[], Tensor], device: torch.device) -> float:
         from triton.testing import do_bench_cudagraph
 
         run()  # compiles, which a capture does not allow
-        return float(do_bench_cudagraph(run, rep=100, return_mode="median")) / 1e3
+        return float(do_bench_cudagraph(run, rep=_GRAPH_MS, return_mode="median")) / 1e3
     spent = []
     for _ in range(1 + _ROUNDS):
         started = time.perf_counter()

@@ -32,17 +32,18 @@ def output_of(*command: str) -> str | None:
 
 
 def run_tests(
-    targets: list[str], limit_s: float, environment: dict[str, str], num_processes: int = 1
+    targets: list[str], limit_s: float, environment: dict[str, str], marks: str = "", num_processes: int = 1
 ) -> dict[str, Any]:
     """Run pytest on `targets` for at most `limit_s` seconds. Return counts, and each failure's name and last lines.
 
-    `environment` is added to the variables of this process. The tests are spread over `num_processes` if pytest-xdist
-    is installed.
+    `environment` is added to the variables of this process. `marks` selects tests as pytest's option -m does. They are
+    spread over `num_processes` if pytest-xdist is installed.
     """
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder) / "results.xml", Path(folder) / "log"
         command = [sys.executable, "-m", "pytest", "-q", "-c", "pyproject.toml", "-p", "no:cacheprovider"]
-        command += [f"--junitxml={results}", *targets]
+        # This form of the file names each test's file.
+        command += ["-o", "junit_family=xunit1", f"--junitxml={results}", "-m", marks, *targets]
         if num_processes > 1 and importlib.util.find_spec("xdist") is not None:
             command += ["-n", str(num_processes)]
         with log.open("wb") as output:
@@ -62,6 +63,11 @@ def run_tests(
     record["timed_out"] = timed_out
     record["log_tail"] = tail
     return record
+
+
+def failed_tests(record: dict[str, Any]) -> list[str]:
+    """Return the tests that failed in a result of `run_tests`, as pytest names them."""
+    return [f"{failure['file']}::{failure['test'].rpartition('::')[2]}" for failure in record["failures"]]
 
 
 def joined(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
@@ -97,5 +103,6 @@ def _read_junit(path: Path, interrupted: bool) -> dict[str, Any]:
             counts[kinds[outcome.tag]] += 1
             if outcome.tag != "skipped":
                 lines = (outcome.text or outcome.get("message") or "").strip().splitlines()
-                failures.append({"test": f"{case.get('classname')}::{case.get('name')}", "last_lines": lines[-8:]})
+                name = f"{case.get('classname')}::{case.get('name')}"
+                failures.append({"test": name, "file": case.get("file"), "last_lines": lines[-8:]})
     return {**counts, "failures": failures, "seconds": float(suite.get("time", 0))}

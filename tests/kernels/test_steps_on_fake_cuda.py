@@ -1,0 +1,177 @@
+"""The start and the steps of every native model on a fake CUDA device: what a GPU would refuse or be slowed by."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from support.covering import by_turns
+from support.drafts import EagerPace
+from support.fake_cuda_engine import LORA, constrained, engine_on_fake_cuda, use_adapters
+from support.random_encoders import CLASSIFIERS
+from transformers import Gemma2Config, LlamaConfig, Phi3Config
+
+from vllm_mp.core.worker.cuda_graphs import step_shapes
+from vllm_mp.testing.random_models import CONFIGS, NATIVE, save_config
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+NUMBERS = (
+    {"dtype": "bfloat16"},
+    {"dtype": "float16"},
+    {"dtype": "float32"},
+    {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    {"dtype": "bfloat16", "quantization": "fp8"},
+)
+STEPS = (
+    {},
+    {"has_few_blocks": True, "max_num_batched_tokens": 16, "max_num_seqs": 8},
+    LORA,
+    {"max_cudagraph_capture_size": 8},
+    {"enforce_eager": True},
+    {"async_scheduling": False},
+)
+
+
+USUAL_SIZES = {
+    "llama-8b": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        max_position_embeddings=131_072,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "phi3-mini": Phi3Config(num_hidden_layers=2),
+    "gemma2-9b": Gemma2Config(num_hidden_layers=2),
+}
+"""Published models with fewer layers: tensors without values take no memory."""
+FLOAT8 = {"kv_cache_dtype": "fp8", "quantization": "fp8"}
+ADAPTERS = {**LORA, "max_lora_rank": 64}
+ENCODER = {"dtype": "float16", "max_model_len": 60, "max_num_batched_tokens": 60, "kv_cache_memory_bytes": None}
+EAGER = {"enforce_eager": True}
+DEFAULTS = {
+    "max_num_seqs": None,
+    "max_model_len": None,
+    "max_num_batched_tokens": None,
+    "block_size": 16,
+    "kv_cache_memory_bytes": None,
+}
+
+
+def check(folder, patch, level, capability=(9, 0), **options):
+    """Start an engine, use all that it has, let it sleep, and use it again."""
+    with engine_on_fake_cuda(folder, capability, **{"max_num_seqs": 4, **options}) as (engine, device):
+        if "enable_lora" in options:
+            use_adapters(engine, folder, patch)
+        waits = engine.config.model_config.architecture.experts is not None
+        graphs = None if waits or "enforce_eager" in options else len(step_shapes(engine.config))
+        for _ in range(2):
+            engine.play()
+            assert engine.num_graphs == (graphs and graphs * (2 if "enable_lora" in options else 1))
+            assert (device.num_replays > 0) == (graphs is not None)
+            engine.encode_prompts()
+            engine.sleep_and_wake_up(level)
+        if "has_few_blocks" in options:
+            assert engine.scheduler.num_preemptions > 0
+    assert not device.faults, "\n".join(dict.fromkeys(device.faults))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_steps_are_replayed_without_waits_and_compile_nothing(name, tmp_path):
+    with engine_on_fake_cuda(save_config(CONFIGS[name], tmp_path), max_num_seqs=4, dtype="bfloat16") as made:
+        engine, device = made
+        engine.play()
+        assert device.num_replays > 0
+    assert not device.faults, "\n".join(dict.fromkeys(device.faults))
+
+
+def test_steps_with_drafts_are_replayed_and_compile_nothing(tmp_path):
+    options = {"dtype": "bfloat16", "max_num_seqs": 4, "speculative_config": {"num_speculative_tokens": 3}}
+    with engine_on_fake_cuda(save_config(CONFIGS["qwen3"], tmp_path), **options) as (engine, device):
+        assert not engine.config.scheduler_config.async_scheduling
+        engine.scheduler.drafting._pace = EagerPace()
+        engine.play()
+        assert device.num_replays > 0
+        counters = engine.scheduler.drafting.counters
+        assert counters.num_accepted_tokens == counters.num_draft_tokens > 20, "the fake device chooses token 0"
+    assert not device.faults, "\n".join(dict.fromkeys(device.faults))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("name", "numbers", "steps", "level"), by_turns(NATIVE, NUMBERS[:4], STEPS, [1, 2]))
+def test_every_native_model_starts_serves_and_sleeps(name, numbers, steps, level, tmp_path, monkeypatch):
+    check(save_config(CONFIGS[name], tmp_path), monkeypatch, level, **numbers, **steps)
+
+
+LOGITS = ["copy to the device", "_copy_step_kernel", "replay", "_few_rows_kernel"]
+HIGHEST = ["_part_highest_kernel", "_highest_kernel"]
+DRAW = ["copy to the device", *HIGHEST, "log", "_depth_kernel", "_list_kernel", "_sample_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("params", "sampling"), [({}, HIGHEST), ({"temperature": 1.0, "top_p": 0.9}, DRAW)], ids=["greedy", "random"]
+)
+def test_step_of_decodes_takes_one_replay_and_one_copy_each_way(params, sampling, tmp_path):
+    options = {"dtype": "bfloat16", "max_num_seqs": 4, "async_scheduling": True}
+    with engine_on_fake_cuda(save_config(CONFIGS["qwen3"], tmp_path), **options) as (engine, device):
+        for slot in range(4):
+            engine.add(slot, [3, 4, 5], 20, num_logprobs=-1, **params)
+        for _ in range(8):
+            engine.step()
+        device.work.clear()
+        device.waits.clear()
+        step = engine.step()
+        assert len(step.awaits) == len(step.rows) == 4
+        assert device.work == [*LOGITS, *sampling, "copy to the host"]
+        (wait,) = device.waits
+        assert wait.startswith("Event.synchronize at host_copies.py:"), "for the step before"
+
+
+@pytest.mark.parametrize("steps", [{}, EAGER])
+def test_decoder_without_a_head_starts_and_makes_vectors(steps, tmp_path):
+    config = type(CONFIGS["qwen3"])(**{**CONFIGS["qwen3"].to_dict(), "architectures": ["Qwen3Model"]})
+    with engine_on_fake_cuda(save_config(config, tmp_path), max_num_seqs=4, dtype="bfloat16", **steps) as made:
+        engine, device = made
+        engine.encode_prompts()
+        assert (device.num_replays > 0) == (not steps)
+    assert not device.faults, "\n".join(dict.fromkeys(device.faults))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_every_encoder_starts_and_encodes(name, tmp_path):
+    _, config = CLASSIFIERS[name]
+    folder = save_config(config, tmp_path)
+    with engine_on_fake_cuda(folder, **ENCODER) as (engine, device):
+        engine.encode_prompts()
+    assert not device.faults, "\n".join(dict.fromkeys(device.faults))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "options"),
+    by_turns(
+        [*USUAL_SIZES, "llama-8b", "llama-8b"], [{}, FLOAT8, ADAPTERS, {**FLOAT8, **EAGER}, {**ADAPTERS, **EAGER}]
+    ),
+)
+def test_models_of_usual_sizes_compile_nothing_after_a_start_with_default_options(name, options, tmp_path, monkeypatch):
+    folder = save_config(USUAL_SIZES[name], tmp_path)
+    with engine_on_fake_cuda(folder, **{**DEFAULTS, "dtype": "bfloat16", **options}) as (engine, device):
+        if "enable_lora" in options:
+            use_adapters(engine, folder, monkeypatch)
+        for slot in range(60):
+            drawn = {"temperature": 1.0, "top_p": 0.9} if slot % 2 else {}
+            engine.add(slot, [3] * (1 + 97 * slot % 900), 3, constrained=constrained() if slot % 3 else None, **drawn)
+            if slot % 8 == 0:
+                engine.step()
+        engine.run()
+        if "enforce_eager" not in options:
+            assert 0 < device.num_replays < engine.num_launched, "steps of more than 512 tokens run without a graph"
+    assert not device.faults, "\n".join(dict.fromkeys(device.faults))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("numbers", "steps", "level"), by_turns(NUMBERS, STEPS, [1, 2]))
+def test_every_kind_of_numbers_and_steps_starts_serves_and_sleeps(numbers, steps, level, tmp_path, monkeypatch):
+    check(save_config(CONFIGS["qwen3"], tmp_path), monkeypatch, level, **numbers, **steps)
