@@ -145,9 +145,8 @@ def compiler_knows(flags):
         return False
 
 
-setup(
-    cmdclass={"build_ext": ParallelBuild, "build_py": BuildWithNames},
-    ext_modules=[
+EXTENSIONS = [
+    *(
         Extension(
             f"{KERNELS}._{name}",
             [f"{FOLDER}/{source}.cpp" for source in SOURCES],
@@ -157,18 +156,22 @@ setup(
             optional=True,  # without a compiler, torch computes
         )
         for name in chosen_builds(os.environ.get(BUILDS_VARIABLE) or "all")
-    ]
-    + [
-        Extension(
-            "vllm_mp.client.outputs._output_path",
-            ["client/outputs/csrc/output_path.c"],
-            depends=glob.glob("client/outputs/csrc/*.h"),
-            optional=True,  # without a compiler, the same path runs in Python
-        ),
-        Extension(
-            "vllm_mp.core._signal_sender",
-            ["core/csrc/signal_sender.c"],
-            optional=True,  # without a compiler, signals from other processes are not told from crashes
-        ),
-    ],
+    ),
+    Extension(
+        "vllm_mp.client.outputs._output_path",
+        ["client/outputs/csrc/output_path.c"],
+        depends=glob.glob("client/outputs/csrc/*.h"),
+        optional=True,  # without a compiler, the same path runs in Python
+    ),
+    Extension(
+        "vllm_mp.core._signal_sender",
+        ["core/csrc/signal_sender.c"],
+        optional=True,  # without a compiler, signals from other processes are not told from crashes
+    ),
+]
+
+setup(
+    cmdclass={"build_ext": ParallelBuild, "build_py": BuildWithNames},
+    # The tree of the client alone lacks the sources of the core and the kernels.
+    ext_modules=[extension for extension in EXTENSIONS if os.path.exists(extension.sources[0])],
 )

@@ -29,7 +29,7 @@ async def main(folder: Path) -> None:
     async with await AsyncLLM.start(AsyncEngineArgs(model=str(folder))) as llm:
         story = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
         first = await anext(story)
-        await llm.sleep(level=2)  # frees the weights and the KV cache; `story` waits
+        await llm.sleep(level=2, mode="keep")  # frees the weights and the KV cache; `story` waits
         await asyncio.to_thread(train, folder)
         await llm.wake_up()  # loads the weights from the folder
         async for output in story:

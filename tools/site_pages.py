@@ -108,7 +108,7 @@ def _options() -> str:
 
 def _command(name: str, module_name: str, summary: str) -> str:
     """Return a section with `summary` and the help of a command, without the options of the engine."""
-    module = importlib.import_module(f"{cli.__name__}.{module_name}")
+    module = importlib.import_module(cli.module_of(module_name))
     formatter = functools.partial(argparse.HelpFormatter, width=100)
     parser = argparse.ArgumentParser(f"vllm-mp {name}", f"vllm-mp {name} {module.USAGE}", formatter_class=formatter)
     module.add_arguments(parser)

@@ -209,6 +209,7 @@ _refuse = refuse(
     __name__,
     {
         "LLMEngine": "use LLM in a script, or AsyncLLM",
+        "StreamingInput": "give the whole prompt, or start the next request when more of it is known",
         "ModelRegistry": "docs/internals/adding_a_model.md says how a model is added",
         "initialize_ray_cluster": "an engine connects to Ray by itself; give data_parallel_backend='ray'",
     },

@@ -24,8 +24,8 @@ class EngineDeadError(EngineError):
     Raised by every running stream and by every later call of the `AsyncLLM`. The message carries the signal or exit
     code, the last log lines and the path of the log: make a new `AsyncLLM`.
 
-    Also raised for requests and `check_health` while the background loop is stopped. Then `AsyncLLM.errored` is False:
-    call `start_background_loop`.
+    Also raised for requests while the background loop is stopped and does not start by itself. Then `AsyncLLM.errored`
+    is False: call `start_background_loop`.
     """
 
 

@@ -32,7 +32,7 @@ from vllm_mp.requests.sampling_params import MAX_BAD_WORDS, MAX_EXTRA_ARGS_BYTES
 from vllm_mp.requests.structured_outputs import Constraint
 from vllm_mp.version import __version__
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 64 * 2**20
 DECODE_ERRORS = (ValueError, TypeError, RecursionError, OverflowError)
 """What the decoding of bytes from a peer may raise: they are malformed (msgspec.DecodeError is a ValueError), not of
@@ -223,7 +223,7 @@ class LastDeath(msgspec.Struct, array_like=True, frozen=True):
     """The incarnation of the core that died."""
     cause: str
     kind: str
-    """"exit", "signal", "hang", "out_of_memory", or "connection" if nothing else is known."""
+    """"exit", "signal", "hang", "out_of_memory", "replaced", or "connection" if nothing else is known."""
     is_from_outside: bool
     """Another process killed or stopped the core, which no request can have caused."""
     num_in_step: int

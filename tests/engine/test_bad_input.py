@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from vllm_mp import LoRARequest, SamplingParams, wire
+from vllm_mp import EngineError, LoRARequest, SamplingParams, wire
 from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.testing.engines import answer, eventually, greedy
 from vllm_mp.utils import Device
@@ -110,10 +110,9 @@ def test_prefix_cache_is_reset_only_on_the_device_that_holds_it(llm):
         await llm.reset_prefix_cache()
         for device in names[own]:
             await llm.reset_prefix_cache(device)
-        await llm.reset_prefix_cache(False, reset_connector=False)
-        for wrong in ({"device": True}, {"reset_running_requests": True}, {"reset_connector": True}):
-            with pytest.raises(NotImplementedError, match=r"reset_(running_requests|connector)=True is not served"):
-                await llm.reset_prefix_cache(**wrong)
+        await llm.reset_prefix_cache(False, reset_connector=True)
+        with pytest.raises(EngineError, match="reset_running_requests must be a bool, got 1"):
+            await llm.cores.call("reset_prefix_cache", None, 1)
         for device in (*names["cpu" if own == "cuda" else "cuda"], "disk", 0):
             with pytest.raises(ValueError, match=f"device must be None or '{own}'.*{re.escape(repr(device))}"):
                 await llm.reset_prefix_cache(device)

@@ -199,7 +199,7 @@ def test_help_of_each_command_loads_no_slow_package(command):
 def test_program_names_its_commands_and_its_version():
     shown = run("--help").stdout
     for command in COMMANDS:
-        assert re.search(rf"^ +{command.split()[0]} ", shown, re.MULTILINE)
+        assert re.search(rf"^ +{command.split()[0]}( |$)", shown, re.MULTILINE)
     assert run("--version").stdout == f"vllm-mp {__version__}\n"
 
 
@@ -543,8 +543,9 @@ def test_chat_continues_after_core_is_killed(options):
         terminal.ask(LONG_STORY)
         beginning = terminal.until(r"\w+")
         child.kill()
+        beginning += terminal.until("· the engine restarts …")  # at once, before the next token
         screen = beginning + terminal.until_prompt()
-        assert re.sub(r" · engine restarted, \d+\.\d s ·", "", screen) == undisturbed
+        assert re.sub(r" · the engine restarts … \d+\.\d s ·", "", screen) == undisturbed
         assert screen != undisturbed
         terminal.type(PlainTerminal.CTRL_D)
         assert terminal.end()[0] == 0
@@ -587,10 +588,25 @@ def test_bench_recovery_prints_and_writes_its_figures(small_options, tmp_path):
     done = run("bench", "recovery", "--kills", "1", "--streams", "2", "--json", str(file), *small_options)
     assert done.returncode == 0, done.stderr
     figures = json.loads(file.read_text())
-    assert (figures["kills"], figures["warm_standby"]) == (1, False)
-    for name in ("first stream", "every stream"):
+    assert (figures["kills"], figures["core_template"]) == (1, True)
+    parts = ("death is seen", "process is started", "model is loaded", "first token")
+    assert sum(figures[name]["median"] for name in parts) == pytest.approx(figures["first stream"]["median"], abs=1e-3)
+    for name in ("first stream", "every stream", *parts):
         assert 0 < figures[name]["median"] <= figures[name]["max"]
-        assert re.search(rf"^{name} +{figures[name]['median']:.3f} ", done.stdout, re.MULTILINE)
+        assert re.search(rf"^ *{name} +{figures[name]['median']:.3f} ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_bench_recovery_replaces_the_core(small_options, tmp_path):
+    file = tmp_path / "figures.json"
+    options = ("--replace", "--kills", "1", "--streams", "2", "--json", str(file))
+    done = run("bench", "recovery", *options, *small_options)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(file.read_text())
+    assert figures["replace"] is True
+    assert figures["recomputed_tokens"] == [0]
+    assert 0 < figures["every stream"]["median"] <= figures["every stream"]["max"]
+    assert "longest wait for a token, s (1 replacements, 2 streams)" in done.stdout
 
 
 @pytest.mark.slow

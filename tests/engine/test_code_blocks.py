@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.adapters import adapter_tensors, save_adapter
 from support.code_blocks import PAGES, ROOT, blocks_of, compiled, provided, run_python, run_script
 from support.server_process import ServedModel, served
 from support.shell_blocks import Shell
@@ -18,6 +17,7 @@ import vllm_mp
 from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
 from vllm_mp.keys.operator_key import ensure_operator_key
 from vllm_mp.model_store import DEFAULT_MODEL
+from vllm_mp.testing.adapters import adapter_tensors, save_adapter
 from vllm_mp.testing.engines import standalone_core
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

@@ -154,7 +154,7 @@ def test_core_that_rejoins_is_in_the_pause_that_began_while_it_was_away(engine):
 def test_calls_reach_every_core(engine):
     async def run():
         assert len(await engine.collective_rpc("get_num_parameters")) == 2
-        await engine.sleep(1)
+        await engine.sleep(1, mode="keep")
         assert [core["is_sleeping"] for core in (await engine.core_status())["cores"]] == [True, True]
         assert await engine.wake_up()
         status = await engine.core_status()

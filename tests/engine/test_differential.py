@@ -15,13 +15,18 @@ pytestmark = pytest.mark.usefixtures("forked_cores")
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["one step at a time", "overlapping steps"],
+    params=[
+        pytest.param({"async_scheduling": False}, marks=pytest.mark.slow),
+        {"async_scheduling": True},
+        pytest.param({"spec_method": "suffix"}, marks=pytest.mark.extended),
+    ],
+    ids=["one step at a time", "overlapping steps", "drafts"],
 )
 def played(request, default_model, tmp_path_factory):
     """The arguments of a `Judge`, and 60 cases with their outcomes in company and alone.
 
-    With overlapping steps, the shared engine schedules the next step while the pending step is computed.
+    With overlapping steps, the shared engine schedules the next step while the pending step is computed. With drafts,
+    it verifies several tokens of a request in a step.
     """
     folder = tmp_path_factory.mktemp("small")
     with one_thread():
@@ -29,9 +34,7 @@ def played(request, default_model, tmp_path_factory):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         bytes_per_token = read_architecture(model.config.to_dict()).kv_bytes_per_token(4)
         with (
-            running_engine(
-                folder, **shared_options(bytes_per_token), num_threads=1, async_scheduling=request.param
-            ) as shared,
+            running_engine(folder, **shared_options(bytes_per_token), num_threads=1, **request.param) as shared,
             running_engine(folder, **PRIVATE_OPTIONS, num_threads=1) as private,
         ):
             plays = play(shared, private, random_cases(1, 60, tokenizer))

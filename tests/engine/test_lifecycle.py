@@ -192,7 +192,7 @@ def test_64_streams_with_random_aborts_leave_nothing_behind(make_small_engine):
         return None
 
     async def run():
-        await engine.check_health()
+        await answer(engine, word_ids, SamplingParams(max_tokens=2))  # starts the threads that compute steps
         process = psutil.Process()
         core = psutil.Process((await engine.core_status())["pid"])
         before = process.num_fds(), core.num_fds(), core.num_threads(), len(asyncio.all_tasks())
@@ -231,9 +231,10 @@ def test_background_loop_stops_and_starts_again_while_the_core_lives(small_model
     async def run():
         pid = (await engine.core_status())["pid"]
         assert not engine.is_running
-        for call in (lambda: answer(engine, "Hi", greedy(2)), engine.check_health):
-            with pytest.raises(EngineDeadError, match="start_background_loop"):
-                await call()
+        with pytest.raises(EngineDeadError, match="start_background_loop"):
+            await answer(engine, "Hi", greedy(2))
+        await engine.check_health()
+        await engine.abort("unknown")
         await engine.start_background_loop()
         assert engine.is_running
         with pytest.raises(RuntimeError, match="runs already"):
@@ -266,6 +267,26 @@ def test_background_loop_stops_and_starts_again_while_the_core_lives(small_model
         engine.shutdown()
     with pytest.raises(EngineDeadError, match="shut down"):
         engine.start_background_loop()
+
+
+def test_request_starts_a_stopped_background_loop_unless_that_was_left_to_the_caller(make_small_engine):
+    engine = make_small_engine(max_model_len=256)
+
+    async def run():
+        stream = engine.generate("Hi", SamplingParams(max_tokens=200, ignore_eos=True))
+        await anext(stream)
+        being_admitted = asyncio.create_task(answer(engine, "word " * 100, greedy(2)))
+        await asyncio.sleep(0)
+        engine.shutdown_background_loop()
+        assert (await rest(stream)).finish_reason == "abort"
+        with pytest.raises(EngineDeadError, match="start_background_loop"):
+            await being_admitted
+        assert not engine.is_running
+        await engine.check_health()
+        assert (await answer(engine, "Hi", greedy(2))).finished
+        assert engine.is_running
+
+    asyncio.run(run())
 
 
 def test_engine_returns_its_configuration_tokenizer_and_status(llm):

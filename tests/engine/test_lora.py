@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from support.adapters import adapter_tensors, save_adapter
 from support.lora_engines import ADAPTERS, LORA, PROMPT, save_adapters, tokens, tokens_of_all
 
 from vllm_mp import EngineError, EngineGenerateError, LoRARequest, PoolingParams, SamplingParams
+from vllm_mp.testing.adapters import adapter_tensors, save_adapter
 from vllm_mp.testing.engines import answer, greedy, running_engine
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -216,7 +216,7 @@ def test_requests_continue_with_their_adapters_after_a_sleep(lora, adapters, exp
     async def run():
         await lora.add_lora(adapters[1])
         streams = [asyncio.create_task(tokens(lora, adapters[number], PARAMS)) for number in range(ADAPTERS + 1)]
-        await lora.sleep(level)
+        await lora.sleep(level, mode="keep")
         assert 1 in await lora.list_loras()
         await lora.wake_up()
         assert [await stream for stream in streams] == list(expected.values())

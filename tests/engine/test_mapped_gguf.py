@@ -35,7 +35,7 @@ from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.model_store import gguf, resolve_model
-from vllm_mp.testing.engines import running_engine
+from vllm_mp.testing.engines import eventually, running_engine
 from vllm_mp.testing.greedy_parity import GreedyReference, assert_greedy, generate_all
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
@@ -284,7 +284,7 @@ def test_core_maps_the_file_again_after_a_kill_and_a_sleep_and_names_it_when_it_
     async def run(engine):
         expected = await tokens_of(engine, PROMPTS[0], 20)
         assert await tokens_of(engine, PROMPTS[0], 20, kill_at=5) == expected
-        await engine.sleep(2)
+        await engine.sleep(2, mode="keep")
         await engine.wake_up()
         assert await tokens_of(engine, PROMPTS[0], 20) == expected
         os.truncate(path, path.stat().st_size // 2)
@@ -295,22 +295,72 @@ def test_core_maps_the_file_again_after_a_kill_and_a_sleep_and_names_it_when_it_
         asyncio.run(run(engine))
 
 
+async def model_template_is_ready(engine):
+    """Return once the template process with the model can fork the next core."""
+    template = engine.cores.first.supervisor.core.process.model_template
+
+    async def is_ready():
+        template.prepare()
+        return template.pid is not None
+
+    await eventually(is_ready)
+
+
+def replace_file(path):
+    other = path.with_name("other.gguf")
+    write_random_gguf(other, "llama", CONFIGS["llama"])
+    other.rename(path)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_no_tokenizer")
-def test_replaced_file_ends_no_core_but_the_next_core_refuses_it(tmp_path):
+def test_core_that_is_forked_with_a_truncated_model_is_followed_by_one_that_names_the_file(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    config = LlamaConfig(**{**SIZES, "intermediate_size": 4096}, tie_word_embeddings=True)
+    write_random_gguf(path, "llama", config, kinds=KINDS)
+
+    async def run(engine):
+        await tokens_of(engine, PROMPTS[0])
+        await model_template_is_ready(engine)
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(EngineDeadError, match=r"(?s)no further core can .*tiny\.gguf: .* the file has \d+ bytes"):
+            await tokens_of(engine, PROMPTS[2])
+
+    with running_engine(path, **ENGINE, max_core_restarts=100) as engine:
+        asyncio.run(run(engine))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_replaced_file_ends_no_core_but_a_core_that_reads_it_refuses_it(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_random_gguf(path, "llama", CONFIGS["llama"], kinds=KINDS)
 
     async def run(engine):
         expected = await tokens_of(engine, PROMPTS[0])
-        write_random_gguf(tmp_path / "other.gguf", "llama", CONFIGS["llama"])
-        (tmp_path / "other.gguf").rename(path)
+        replace_file(path)
         assert await tokens_of(engine, PROMPTS[0]) == expected
         expected_error = r"(?s)no further core can .*tiny\.gguf was changed or replaced after the engine found it"
         with pytest.raises(EngineDeadError, match=expected_error):
             await tokens_of(engine, PROMPTS[0], 100, kill_at=1)
 
-    with running_engine(path, **ENGINE, max_core_restarts=100) as engine:
+    with running_engine(path, **ENGINE, max_core_restarts=100, core_template=False) as engine:
+        asyncio.run(run(engine))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_core_that_is_forked_with_its_model_goes_on_after_the_file_was_replaced(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_random_gguf(path, "llama", CONFIGS["llama"], kinds=KINDS)
+
+    async def run(engine):
+        expected = await tokens_of(engine, PROMPTS[0], 100)
+        await model_template_is_ready(engine)
+        replace_file(path)
+        assert await tokens_of(engine, PROMPTS[0], 100, kill_at=1) == expected
+
+    with running_engine(path, **ENGINE) as engine:
         asyncio.run(run(engine))
 
 
@@ -322,7 +372,7 @@ def test_tokenizer_of_a_mapped_file_is_that_of_the_file(architecture, tmp_path):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert tokenizer.encode("abcab", add_special_tokens=False) == [11, 10]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
-    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": [2]}
+    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
 
 
 @pytest.mark.slow

@@ -99,6 +99,36 @@ def test_mode_keep_freezes_a_stream_which_continues_unchanged_after_resume(engin
     asyncio.run(run())
 
 
+@with_and_without_overlap
+def test_mode_keep_returns_after_the_consumers_got_the_last_tokens(engine):
+    num_taken = 0
+
+    async def consume(stream):
+        nonlocal num_taken
+        async for _ in stream:
+            num_taken += 1
+
+    async def has_taken(count):
+        return num_taken >= count
+
+    async def run():
+        tasks = [asyncio.create_task(consume(streaming(engine, 400))) for _ in range(100)]
+        for _ in range(12):
+            count = num_taken + 100
+            await eventually(lambda count=count: has_taken(count))
+            await engine.pause_generation("keep", clear_cache=False)
+            at_the_pause = num_taken
+            for _ in range(3):
+                await engine.core_status()
+            assert num_taken == at_the_pause
+            await engine.resume_generation()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
 def test_requests_can_be_aborted_during_a_pause(engine):
     async def run():
         stream = streaming(engine, request_id="frozen")

@@ -7,7 +7,7 @@ import pytest
 
 from vllm_mp import SamplingParams, wire
 from vllm_mp.client.cores.connection import CoreConnection
-from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, running_engine
+from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, rest, running_engine
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
 
@@ -67,6 +67,24 @@ def test_prompt_is_not_found_after_a_reset_or_with_another_salt(llm):
     found, salted, after = asyncio.run(run())
     assert found > 0
     assert salted == after == 0
+
+
+def test_running_requests_are_computed_again_with_the_same_tokens_if_the_reset_is_theirs_too(llm):
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+    async def run():
+        expected = (await rest(llm.generate(SHARED, params))).token_ids
+        stream = llm.generate(SHARED, params)
+        await anext(stream)
+        before = (await llm.core_status())["num_preemptions"]
+        assert await llm.reset_prefix_cache()
+        kept = (await llm.core_status())["num_preemptions"]
+        assert await llm.reset_prefix_cache(reset_running_requests=True)
+        preempted = (await llm.core_status())["num_preemptions"]
+        assert (await rest(stream)).token_ids == expected
+        return kept - before, preempted - before
+
+    assert asyncio.run(run()) == (0, 1)
 
 
 @pytest.mark.essential

@@ -31,10 +31,12 @@ def test_drawing_shows_the_chat_with_its_pause_and_the_kill_in_their_order(tmp_p
     assert f"{pause} later" in root.findtext(f"{SVG}title")
     lines = {"".join(line.itertext()).strip(): line for line in root.iter(f"{SVG}text")}
     [message, answer] = [
-        line for text, line in lines.items() if text == "> Why is the sea salty?" or "· engine" in text
+        line for text, line in lines.items() if text == "> Why is the sea salty?" or "· the engine" in text
     ]
     [kill] = [line for text, line in lines.items() if re.fullmatch(r"\$ kill -9 \d+ # the core of the chat", text)]
     assert "$ vllm-mp chat --seed 2" in lines
-    assert f"· engine restarted, {pause} ·" in "".join(answer.itertext())
-    typed, killed, marked = (appearance(line, text) for line, text in ((message, "?"), (kill, "kill"), (answer, "·")))
+    assert f"· the engine restarts … {pause} ·" in "".join(answer.itertext())
+    typed, killed, marked = (
+        appearance(line, text) for line, text in ((message, "?"), (kill, "kill"), (answer, "restarts"))
+    )
     assert 0 < typed < killed < marked < 1

@@ -105,7 +105,7 @@ def test_processors_continue_token_by_token_after_the_death_of_the_core(folder):
 
 @pytest.mark.slow
 def test_processor_that_blocks_is_a_hang_and_its_request_fails_alone(folder):
-    with running(folder, f"{MODULE}:Faulty", engine_iteration_timeout_s=3.0, warm_standby=True) as engine:
+    with running(folder, f"{MODULE}:Faulty", engine_iteration_timeout_s=3.0) as engine:
 
         async def run():
             other = asyncio.create_task(tokens_of(engine, PROMPTS[0], greedy(30, ignore_eos=True)))

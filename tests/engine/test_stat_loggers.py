@@ -271,7 +271,7 @@ def test_a_logger_is_told_of_sleep_and_of_its_end(quiet_engine):
     engine, totals = quiet_engine
 
     async def run():
-        await engine.sleep(2)
+        await engine.sleep(2, mode="keep")
         await engine.wake_up(["weights"])
         await engine.wake_up(["kv_cache"])
         await engine.do_log_stats()

@@ -141,7 +141,7 @@ def test_operations_reach_all_ranks(engines):
         expected = (await answer(engine, PROMPT, greedy(10))).outputs[0].token_ids
         pids = (await engine.core_status())["rank_pids"]
         for level in (1, 2):
-            await engine.sleep(level)
+            await engine.sleep(level, mode="keep")
             await engine.wake_up()
             assert (await answer(engine, PROMPT, greedy(10))).outputs[0].token_ids == expected
         await engine.reset_prefix_cache()

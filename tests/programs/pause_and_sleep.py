@@ -26,7 +26,7 @@ async def main():
     print(f"same text after the pause: {await task == expected}")
 
     for level in (1, 2):
-        await engine.sleep(level=level)
+        await engine.sleep(level=level, mode="keep")
         print(f"sleeping: {await engine.is_sleeping()}")
         await engine.wake_up()
         print(f"same text after level {level}: {await generate(engine, f'level-{level}') == expected}")

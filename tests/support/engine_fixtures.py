@@ -94,7 +94,8 @@ def forked_cores(core_template):
     """Fork the cores that this process starts for the tests of a module, so that they need not import torch."""
     patched = types.SimpleNamespace(**{**vars(subprocess), "Popen": core_template})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_mp.client.cores.sources.process.subprocess", patched)
+        for module in ("process", "template"):
+            patch.setattr(f"vllm_mp.client.cores.sources.{module}.subprocess", patched)
         yield
 
 

@@ -38,6 +38,8 @@ FORKS_RANKS: Final = "VLLM_MP_TESTS_FORK_RANKS"
 _CORE: Final = ["-P", "-m", "vllm_mp.core"]
 _RANK: Final = [*_CORE, "--worker"]
 _COMMAND: Final = ["-m", "vllm_mp.cli"]
+_TEMPLATE_ARGUMENTS: Final = ("--template", "--leave-")
+"""Arguments of cores about the product's own template processes, which import nothing more when they are forked."""
 _CORE_IN_CODE: Final = "runpy.run_module('vllm_mp.core'"
 """Code of `python -c` that becomes a core."""
 _ROOT: Final = str(Path(__file__).resolve().parents[2])
@@ -77,7 +79,7 @@ class _Template:
 
     def can_fork(self, arguments: list[str], environment: Mapping[str, str]) -> bool:
         """Return whether the template's modules are those that a new interpreter would import."""
-        if arguments in (_CORE, _RANK):
+        if arguments in (_CORE, _RANK) or _concerns_template(arguments):
             return _comparable(environment) == _comparable(self._core_environment)
         is_known = arguments[:2] == _COMMAND or (arguments[:1] == ["-c"] and _CORE_IN_CODE in arguments[1])
         is_known = is_known or (arguments[:1] != [] and arguments[0].endswith(".py"))
@@ -105,6 +107,19 @@ def _adopt_orphans(adopts: bool) -> None:
 def _set_name(name: str) -> None:
     """Set the name of this process."""
     assert _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0) == 0
+
+
+def _is_core(arguments: list[str]) -> bool:
+    """Return whether the arguments are those of a process of a core whose ranks, if any, are not forked."""
+    if arguments == _CORE:
+        return FORKS_RANKS not in os.environ
+    return arguments == _RANK or _concerns_template(arguments)
+
+
+def _concerns_template(arguments: list[str]) -> bool:
+    """Return whether the arguments are those of a template process, or of a core that leaves one."""
+    module, others = arguments[: len(_CORE)], arguments[len(_CORE) :]
+    return module == _CORE and others != [] and all(each.startswith(_TEMPLATE_ARGUMENTS) for each in others)
 
 
 def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
@@ -273,7 +288,7 @@ def _run_template(control: socket.socket) -> None:
     gc.freeze()
     environment = dict(os.environ)
     request = _wait_for_fork(control)
-    while request.arguments not in (_CORE, _RANK) or (request.arguments == _CORE and FORKS_RANKS in os.environ):
+    while not _is_core(request.arguments):
         of_child = _fork_template(environment)
         if of_child is None:
             break

@@ -108,7 +108,7 @@ def attend(
     for splits in (1, 8):
         metadata = batch.metadata._replace(decode_splits=splits)
         operations.paged_attention(q, k_cache, v_cache, metadata, 0.1, window, soft_cap)
-        in_graph = metadata._replace(num_decodes=0, decode_lens=metadata.seq_lens)
+        in_graph = metadata._replace(num_decodes=0, row_counts=metadata.query_start[:2])
         operations.paged_attention(q, k_cache, v_cache, in_graph, 0.1, window, soft_cap)
 
 

@@ -6,9 +6,9 @@ import torch
 from vllm_mp import AsyncEngineArgs, PoolingParams, SamplingParams
 from vllm_mp.core.collectives.group import ALONE
 from vllm_mp.core.scheduler.batch import Batch
-from vllm_mp.core.scheduler.block_pool import root_hash
+from vllm_mp.core.scheduler.cache.block_pool import root_hash
+from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.invariants import check_invariants
-from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.logits_processors import LogitsProcessors
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
@@ -41,9 +41,10 @@ class LocalEngine:
         group=ALONE,
         leader=None,
         pipeline=None,
+        captures_late=False,
         **options,
     ):
-        """`group`, `leader` and `pipeline` as for `ModelRunner`."""
+        """`group`, `leader`, `pipeline` and `captures_late` as for `ModelRunner`."""
         self.config = config = self.make_config(folder, device, **options)
         self.device = torch.device(device)
         dtype = getattr(torch, config.model_config.dtype)
@@ -56,13 +57,18 @@ class LocalEngine:
             group=group,
             leader=leader,
             pipeline=pipeline,
+            captures_late=captures_late,
         )
         scheduler, cache = config.scheduler_config, config.cache_config
         self.batch = Batch(scheduler.max_num_seqs, config.model_config.max_model_len, cache.block_size, [])
         kv_cache = KVCacheManager(self.batch, cache.num_blocks, cache.block_size)
         self.pool = kv_cache.pool
         num_stages = config.parallel_config.pipeline_parallel_size
-        self.scheduler = Scheduler(scheduler, self.batch, kv_cache, num_stages=num_stages)
+        self.max_drafts = 0
+        """Maximum number of drafts of the requests that are added from now on."""
+        if (speculation := config.speculative_config) is not None:
+            self.max_drafts = speculation.num_speculative_tokens
+        self.scheduler = Scheduler(scheduler, self.batch, kv_cache, num_stages=num_stages, speculation=speculation)
         self.sampler = Sampler(self.batch, self.device)
         self.num_ahead = max(int(bool(scheduler.async_scheduling)), num_stages - 1)
         self.num_launched = 0
@@ -78,9 +84,22 @@ class LocalEngine:
         choose_step_size(config, torch.device(device))
         return config
 
-    def add(self, slot, prompt, max_tokens, num_logprobs=1, embeds=None, constrained=None, output=(), **params):
+    def add(
+        self,
+        slot,
+        prompt,
+        max_tokens,
+        num_logprobs=1,
+        embeds=None,
+        constrained=None,
+        output=(),
+        num_prompt_logprobs=-1,
+        bad_words=(),
+        **params,
+    ):
         """Add a request that continues after `output`, and whose output is `constrained`.
 
+        `bad_words` are lists of token ids.
         `embeds`, float32 [num_tokens, hidden_size], takes the place of `prompt`.
         """
         packed = None
@@ -101,9 +120,11 @@ class LocalEngine:
                 self.scheduler.order_of(0),
                 hashes=[root_hash("")],
                 num_logprobs=num_logprobs,
+                num_prompt_logprobs=num_prompt_logprobs,
                 prompt_embeds=packed,
                 constrained=constrained,
-                logits_processors=LogitsProcessors.from_params(made, ()),
+                logits_processors=LogitsProcessors.from_params(made, bad_words),
+                max_drafts=self.max_drafts,
             )
         )
 
@@ -138,7 +159,10 @@ class LocalEngine:
             for slot, token in zip(update.slots.tolist(), update.tokens.tolist(), strict=True):
                 self.tokens[slot].append(token)
             for _, message in output.logprobs:
-                self.logprobs[message.slot].append((message.token_ids, message.values))
+                size = len(message.token_ids) // (len(message.ranks) // 4)
+                for at in range(0, len(message.token_ids), size):
+                    columns = message.token_ids[at : at + size], message.values[at : at + size]
+                    self.logprobs[message.slot].append(columns)
 
     def run(self):
         while self.scheduler.has_work or self.scheduler.pending_steps:

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from support.adapters import adapter_tensors, save_adapter
 from vllm_mp import AsyncEngineArgs, LoRARequest
+from vllm_mp.testing.adapters import adapter_tensors, save_adapter
 
 ADAPTERS = 4
 LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3}

@@ -15,17 +15,20 @@ from support.code_blocks import ROOT, CodeBlock
 from support.server_process import ServedModel
 from vllm_mp import cli
 from vllm_mp.config.engine_args import AsyncEngineArgs
+from vllm_mp.model_store.cache import CACHE_VARIABLE, cache_root
 from vllm_mp.server.http.options import ServerOptions
 
 NOT_RUN = {
     "pip install": "installs from a package registry",
     "tools/quickstart": "installs from a package registry; tests/engine/test_cli.py runs its `vllm-mp generate`",
+    "python tools/build_client_wheel.py": "takes half a minute; tests/engine/test_wheel.py installs what it builds",
     "tools/setup-venv": "installs from a package registry",
     "tools/test": "runs this test",
     ". .venv/bin/activate": "changes the shell of a developer",
     "tools/faults": "takes minutes; tests/faults/test_scenarios.py runs its scenarios",
     "tools/mutations": "takes hours; tests/unit/tools/test_mutations.py runs it on a small repository",
     "python tools/gpu_check.py": "takes minutes and a GPU; tests/unit/tools/test_gpu_check.py runs its parts",
+    "python tools/gpu/pack.py": "fetches from a package registry",
     "python tools/gpu/gpu_page.py": "needs results of a GPU; tests/unit/tools/test_gpu_check.py makes a page",
     "vllm-mp bench": "measures for minutes; tests/engine/test_cli.py and tests/unit run short benchmarks",
     "python tools/quality/structured_output_suite.py": "needs a suite of schemas; its test runs it",
@@ -33,16 +36,18 @@ NOT_RUN = {
     "python tools/quality/perplexity.py": "takes minutes",
     "python tools/speed/constrained_speed.py": "takes minutes",
     "python tools/quality/structured_answers.py": "needs a suite of schemas, and takes minutes",
-    "python tools/quality/agent_clients.py": "needs other packages, which are not installed",
+    "python tools/quality/clients.py": "installs from package registries",
     "vllm-mp serve MODEL --data-parallel-size 4 --data-parallel-backend ray": "needs Ray, which is an extra; "
     "tests/engine/test_ray.py starts such engines",
     "lm_eval": "another program, which is not installed",
+    "python -m vllm_mp.as_vllm": "needs a program; tests/unit/vllm_names/test_as_vllm.py runs two",
     "vllm bench": "another program, which is not installed",
 }
 """The commands of the pages that no test runs, by their beginning, and why."""
 _FILES = {"keys.txt": "a-key-of-a-test\n", "app.py": "from vllm import SamplingParams\n"}
 """Files that commands of the pages take for granted, by their names."""
 _MODEL = "smollm2-135m-instruct"
+_OWN_MODEL = "/models/mine"
 _SERVER = "http://127.0.0.1:8000"
 _SMALL = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**27), "--num-threads", "1")
 _TIMEOUT_S = 120.0
@@ -92,7 +97,11 @@ class Shell:
             (programs / name).write_text(f"#!/bin/sh\n{line}\n")
             (programs / name).chmod(0o755)
         path = os.pathsep.join((str(programs), os.environ["PATH"]))
-        self._environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+        # The cache of the user, but for the names that commands give to models.
+        (folder / "cache").mkdir()
+        (folder / "cache" / "models").symlink_to(cache_root() / "models")
+        cache = {CACHE_VARIABLE: str(folder / "cache")}
+        self._environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)} | cache
 
     def close(self) -> None:
         self._processes.close()
@@ -100,7 +109,7 @@ class Shell:
     def replaced(self, text: str) -> str:
         """Return `text` with the addresses, tools and programs of this test in place of the page's."""
         text = text.replace("ipc:///run/user/1000/", f"ipc://{self._folder}/").replace("tcp://HOST:PORT", self._tcp)
-        text = text.replace(".venv/bin/vllm-mp", "vllm-mp")
+        text = text.replace(".venv/bin/vllm-mp", "vllm-mp").replace(_OWN_MODEL, shlex.quote(str(self._small_model)))
         for folder in ("tools", "tests"):
             text = text.replace(f" {folder}/", f" {shlex.quote(str(ROOT))}/{folder}/")
         return text.replace(_SERVER, self._server().url) if _SERVER in text else text

@@ -18,7 +18,10 @@ from vllm_mp.client.cores.sources.process import CoreProcess
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_link.core_status import CoreStatus
 
-_CONFIG = SimpleNamespace(cache_config=SimpleNamespace(num_blocks=1000, block_size=16, enable_prefix_caching=True))
+_CONFIG = SimpleNamespace(
+    cache_config=SimpleNamespace(num_blocks=1000, block_size=16, enable_prefix_caching=True),
+    parallel_config=SimpleNamespace(data_parallel_size=1),
+)
 
 
 class StandInConnection:

@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from support.drafts import EagerPace
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.scheduler.batch import Batch
-from vllm_mp.core.scheduler.block_pool import root_hash
+from vllm_mp.core.scheduler.cache.block_pool import root_hash
+from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.invariants import check_invariants
-from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.logits_processors import LogitsProcessors
 from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.request import Request
@@ -91,9 +92,17 @@ class Engine:
         adapters=None,
         num_stages=1,
         clock=time.perf_counter,
+        table=None,
+        contents=None,
+        file=None,
+        speculation=None,
         **config,
     ):
-        """`adapters` are the `AdapterTurns`, if requests have adapters. `clock` times the steps, in seconds."""
+        """`adapters` are the `AdapterTurns`, if requests have adapters. `clock` times the steps, in seconds.
+
+        `table` is the `SealTable`, and `contents` what an earlier model has written, as the attribute. `file` reads
+        blocks of the prefix cache file. With `speculation`, a `SpeculativeConfig`, all that is proposed is drafted.
+        """
         settings = {
             "max_num_partial_prefills": 1,
             "enable_chunked_prefill": True,
@@ -104,9 +113,12 @@ class Engine:
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **{**settings, **config}
         )
-        self.cache = KVCacheManager(self.batch, num_blocks + 1, BLOCK)
+        self.cache = KVCacheManager(self.batch, num_blocks + 1, BLOCK, table, file)
         self.pool = self.cache.pool
-        self.scheduler = Scheduler(self.config, self.batch, self.cache, adapters, num_stages, clock)
+        self.scheduler = Scheduler(self.config, self.batch, self.cache, adapters, num_stages, clock, speculation)
+        self.max_drafts = 0 if speculation is None else speculation.num_speculative_tokens
+        if speculation is not None:
+            self.scheduler.drafting._pace = EagerPace()
         self.pauses = []
         """(mode, number of requests that may still run) of each pause that was noted."""
         self.pause = Pause(self.scheduler, self.end, lambda *state: self.pauses.append(state))
@@ -117,9 +129,9 @@ class Engine:
         self.ahead = ahead
         self.num_launched = 0
         self.latest_is_isolated = False
-        self.latest: dict[int, int] = {}
-        """The token that the device sampled last, by row; the scheduler may not know it yet."""
-        self.contents: dict[int, list[int]] = {}
+        self.latest: list[int] = []
+        """The tokens that the device sampled last; the scheduler may not know them yet."""
+        self.contents: dict[int, list[int]] = {} if contents is None else contents
         """What the model has written, by block: the tokens up to and including the block's."""
         self.max_model_len = max_model_len
         self.outputs: dict[int, list[int]] = {}
@@ -180,6 +192,7 @@ class Engine:
             adapter=adapter,
             owner=owner,
             tenant=tenant,
+            max_drafts=self.max_drafts,
         )
         if not pooled:
             request.logits_processors = LogitsProcessors.from_params(request.sampling, [])
@@ -204,13 +217,13 @@ class Engine:
     def launch(self, step, token, failing):
         assert self.memory.is_whole, "nothing is computed without weights and cache"
         self.compute(step)
-        rows = step.rows[step.samples]
-        positions = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
+        rows, num_tokens = step.choices(self.batch.num_computed_tokens[step.rows])
+        positions = num_tokens - self.batch.num_prompt_tokens[rows]
         tokens = [
             NO_TOKEN if slot in failing else token(slot, position)
             for slot, position in zip(self.batch.slot[rows].tolist(), positions.tolist(), strict=True)
         ]
-        self.latest |= zip(rows.tolist(), tokens, strict=True)
+        self.latest = list(tokens)
         slots = self.batch.slot[step.rows[step.pools]].tolist()
         vectors = [np.full(2, np.nan if slot in failing else 1, np.float32) for slot in slots]
         self.num_launched += 1
@@ -268,7 +281,8 @@ class Engine:
             tokens, done = self.batch.token_ids[row].tolist(), int(self.batch.num_computed_tokens[row])
             if place in step.awaits:
                 assert (place < step.num_decodes, count) == (True, 1)
-                tokens[done] = self.latest[row]
+                (index,) = step.awaited[step.awaits == place].tolist()
+                tokens[done] = self.latest[index]
             assert NO_TOKEN not in tokens[: done + count] or place in step.awaits
             rows.append((tokens, self.batch.block_table[row].tolist(), done, done + count))
         for tokens, blocks, done, end in rows:

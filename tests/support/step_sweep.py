@@ -15,9 +15,10 @@ from support.triton_sweep import DEVICE, assert_near, at, attend_by_reference, o
 from support.triton_sweep import short_parts as short_parts
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.step_columns import StepColumns
+from vllm_mp.kernels.triton import launch
 
-LATEST = torch.arange(1000, 1300)
-"""By row of the batch."""
+LATEST = torch.where(torch.arange(300) % 7 == 3, -1, torch.arange(1000, 1300))
+"""The tokens that were sampled last; some rows got none."""
 
 
 def columns(num_tokens: int, num_rows: int, width: int, seed: int, *, slots: bool) -> StepColumns:
@@ -35,16 +36,16 @@ def columns(num_tokens: int, num_rows: int, width: int, seed: int, *, slots: boo
         drawn(1, 5000, num_rows),
         drawn(1, 2**30, num_rows, width),
         drawn(-1, 4, num_tokens) if slots else None,
-        drawn(1, 5000, num_rows),
+        drawn(1, 5000, 2),
     )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 150])
-def test_awaited_ids_become_the_latest_tokens_of_their_rows(num_tokens: int) -> None:
+def test_awaited_ids_become_the_tokens_that_were_sampled_last_or_0(num_tokens: int) -> None:
     ids = columns(num_tokens, 1, 1, seed=0, slots=False).input_ids
     found, latest = at(DEVICE, ids.clone(), LATEST)
     operations.fill_awaited(found, latest)
-    expected = [int(LATEST[-1 - token]) if token < 0 else token for token in ids.tolist()]
+    expected = [max(0, int(LATEST[-1 - token])) if token < 0 else token for token in ids.tolist()]
     assert found.tolist() == expected
 
 
@@ -95,8 +96,6 @@ def padded_for_a_graph(metadata: AttentionMetadata, tokens: int, rows: int) -> A
     num_tokens, (num_rows, width) = len(metadata.cell_mapping), metadata.block_table.shape
     starts = torch.full((rows + 1 - len(metadata.query_start),), num_tokens, dtype=torch.int32)
     nothing = torch.zeros(rows - num_rows, dtype=torch.int32)
-    decode_lens = metadata.seq_lens.clone()
-    decode_lens[metadata.num_decodes :] = 0
     return AttentionMetadata(
         query_start=torch.cat((metadata.query_start, starts)),
         seq_lens=torch.cat((metadata.seq_lens, nothing)),
@@ -107,7 +106,7 @@ def padded_for_a_graph(metadata: AttentionMetadata, tokens: int, rows: int) -> A
         num_decodes=0,
         max_seq_len=4096,
         isolates=True,
-        decode_lens=torch.cat((decode_lens, nothing)),
+        row_counts=torch.tensor([metadata.num_decodes, num_rows], dtype=torch.int32),
     )
 
 
@@ -149,6 +148,39 @@ def test_decode_beside_prefills_has_the_same_bits_in_a_graph() -> None:
     as_prefills = operations.paged_attention(*inputs, *at(DEVICE, metadata._replace(num_decodes=0)), 0.125)
     assert not torch.equal(as_prefills[:3], launched[:3])
     assert torch.equal(attend_padded(batch, len(batch.q) + 3, 6, 4, 0.125), launched)
+
+
+@pytest.mark.parametrize(
+    ("steps", "splits"),
+    [([(1, 20), (1, 3), (2, 9), (40, 44)], None), ([(1, 20), (1, 9)], 1), ([(50, 55)], None)],
+)
+def test_attention_of_a_graph_has_the_same_bits_however_many_programs_share_its_work(
+    monkeypatch: pytest.MonkeyPatch, steps: Any, splits: int | None
+) -> None:
+    batch = PagedBatch(steps, 2, 2, 16, 16)
+    num_decodes = sum(queries == 1 for queries, _ in steps)
+    batch.metadata = batch.metadata._replace(num_decodes=num_decodes)
+    table = launch.table(torch.empty(0, device=DEVICE).device)
+    found = []
+    for count in (1, 10_000):
+        monkeypatch.setitem(table, "looping", dict.fromkeys(table["looping"], count))
+        found.append(attend_padded(batch, len(batch.q) + 20, len(steps) + 7, splits, 0.125))
+    assert torch.equal(*found)
+    assert_near(found[0], attend_by_reference(batch, 0.125, None), torch.float32)
+
+
+def test_empty_replay_of_a_graph_ends() -> None:
+    """A capture runs over buffers that hold no row."""
+    batch = PagedBatch([(1, 9), (20, 20)], 4, 2, 32, 16)
+    nothing = torch.zeros(2, dtype=torch.int32)
+    metadata = padded_for_a_graph(batch.metadata, 64, 8)
+    metadata = metadata._replace(
+        row_counts=nothing,
+        seq_lens=torch.zeros_like(metadata.seq_lens),
+        query_start=torch.zeros_like(metadata.query_start),
+    )
+    q = torch.zeros(64, *batch.q.shape[1:])
+    operations.paged_attention(*at(DEVICE, q, batch.k_cache, batch.v_cache, metadata, 0.125))
 
 
 def test_nan_reaches_in_a_graph_only_the_queries_that_see_it() -> None:

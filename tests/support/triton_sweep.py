@@ -172,6 +172,20 @@ def test_padding_rows_without_a_context_get_zeros(splits: int) -> None:
     assert_near(attend(batch, torch.float32, 0.125, decode_splits=splits), expected, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_with_one_part_gets_the_same_bits_without_a_merge(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    batch = PagedBatch([(1, 16), (1, 200), (1, 9), (1, 60)], 8, 2, 64, 16)
+    batch.round_to(dtype)
+    alone = attend(batch, dtype, 0.125, decode_splits=1, max_seq_len=1)  # the host knows that no row has two parts
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(torch.nan))
+    found = attend(batch, dtype, 0.125, decode_splits=4)  # a merge of what was not written gives NaN
+    assert torch.equal(found[[0, 2]], alone[[0, 2]])
+    assert_near(found, attend_by_reference(batch, 0.125, None), dtype)
+
+
 def test_grid_of_a_decode_depends_on_host_values_only() -> None:
     batch = PagedBatch([(1, 40), (1, 9)], 4, 2, 64, 16)
     expected = attend_by_reference(batch, 0.125)
@@ -349,8 +363,9 @@ def test_rotary_and_cache_writes_agree_with_the_reference(
         assert cache.flatten(2).any(-1).flatten().nonzero().squeeze(1).tolist() == sorted(cells.tolist())
 
 
-def test_rotary_rounds_where_the_reference_rounds() -> None:
-    q, k, _, positions, table = rotary_inputs(40, 4, 2, 64, 64, torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, *([] if INTERPRETED else [torch.bfloat16])], ids=str)
+def test_rotary_rounds_where_the_reference_rounds(dtype: torch.dtype) -> None:
+    q, k, _, positions, table = rotary_inputs(40, 4, 2, 64, 64, dtype)
     got = operations.rotary(*at(DEVICE, q, k, positions, table))
     for ours, expected in zip(got, reference.rotary(q, k, positions, table), strict=True):
         assert torch.equal(ours.cpu(), expected)

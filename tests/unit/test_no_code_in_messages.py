@@ -17,9 +17,16 @@ ALLOWED = {
     ("vllm_mp/cli/__init__.py", "import_module"): "the names are in a table in the same file",
     ("core/models/__init__.py", "import_module"): "the names are in the table of native architectures",
     ("kernels/flash.py", "import_module"): "the names are in a table in the same file",
-    ("core/structured_output/backends.py", "compile"): "the method compiles a constraint to a grammar",
+    ("vllm_mp/as_vllm.py", "import_module"): "the names are this package's own, under another name",
+    **dict.fromkeys(
+        (("vllm_mp/as_vllm.py", use) for use in ("runpy", "run_module", "run_path")),
+        "the user names the program on the command line",
+    ),
+    ("core/structured_output/llguidance_library.py", "compile"): "the method compiles a constraint to a grammar",
+    ("core/structured_output/trial_compilation.py", "compile"): "the same method",
     ("core/structured_output/compiler.py", "compile"): "the same method",
     ("vllm_mp/testing/compiled_kernels.py", "compile"): "Triton compiles the kernels of this package",
+    ("vllm_mp/testing/fake_cuda/launches.py", "import_module"): "the names are this package's own",
     ("client/answers/parser_registry.py", "exec_module"): "the operator names the file when the engine starts",
     (
         "core/worker/sampling/registered_processors.py",

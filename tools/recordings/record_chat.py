@@ -120,7 +120,7 @@ def main() -> int:
     arguments = ["chat", "--seed", str(args.seed)]
     recording = _record(arguments, args.message, args.kill_after)
     text = "\n".join(_text(row) for row in recording.rows)
-    mark = re.search(r"· engine restarted, (\d+\.\d) s ·", text)
+    mark = re.search(r"· the engine restarts … (\d+\.\d) s ·", text)
     if mark is None or recording.next_pid == recording.killed_pid:
         print(f"the chat did not go on:\n{text}", file=sys.stderr)
         return 1
@@ -150,7 +150,8 @@ def _record(arguments: list[str], message: str, kill_after: int) -> Recording:
 
 
 def _core_of(terminal: RecordedTerminal) -> int:
-    [core] = psutil.Process(terminal.process.pid).children()
+    children = psutil.Process(terminal.process.pid).children()
+    [core] = [child for child in children if child.name() != "core-template"]
     return core.pid
 
 

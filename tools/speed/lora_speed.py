@@ -20,7 +20,7 @@ from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.lora.slots import AdapterSlots
 from vllm_mp.core.lora.targets import projections
 from vllm_mp.core.models.loader import load_model
-from vllm_mp.core.worker.device import choose_device, choose_dtype, set_threads
+from vllm_mp.core.worker.device import choose_device, choose_dtype, choose_threads
 from vllm_mp.kernels.ops import Factors
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.testing.attention_steps import scattered_step
@@ -50,7 +50,7 @@ class Steps:
         ).create_engine_config()
         self.device = choose_device(config)
         self.dtype = choose_dtype(config, self.device)
-        set_threads(config)
+        torch.set_num_threads(choose_threads(config))
         self.model: Any = load_model(config.model_config, self.dtype, self.device)
         self.arch = cast("NativeArchitecture", config.model_config.architecture)
         slots = AdapterSlots(self.arch, args.adapters, args.max_rank or args.rank)

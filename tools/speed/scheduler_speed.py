@@ -22,8 +22,8 @@ import torch
 
 from vllm_mp.config import SchedulerConfig
 from vllm_mp.core.scheduler.batch import Batch
-from vllm_mp.core.scheduler.block_pool import root_hash
-from vllm_mp.core.scheduler.kv_cache_manager import KVCacheManager
+from vllm_mp.core.scheduler.cache.block_pool import root_hash
+from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.scheduler import Scheduler
 from vllm_mp.core.scheduler.step import ModelOutput

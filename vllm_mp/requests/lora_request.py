@@ -110,6 +110,8 @@ class AdapterRecord(msgspec.Struct, array_like=True, frozen=True):
     is_added: bool = True
     """A call of `add_lora` named the adapter, so that it is known until it is removed."""
     is_pinned: bool = False
+    number: int = 0
+    """The number of the weights with this digest, in the hashes of blocks of the KV cache."""
 
 
 def _is_unicode(text: str) -> bool:

@@ -71,6 +71,8 @@ class OutputForm(Parameter):
         return checked_form(name, value)
 
 
+MAX_DRAFTS = "num_speculative_tokens"
+"""The key of `extra_args` that limits the draft tokens of the request in a step; 0: the request gets none."""
 EXTRA_ARGS = PlainData(MAX_EXTRA_ARGS_BYTES)
 """The declaration of `SamplingParams.extra_args`."""
 
@@ -99,7 +101,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserv
     many as leave room for `max_tokens`, or for one token if `max_tokens` alone fills the context. `best_of` is only
     accepted if it is equal to `n`, where it changes nothing. `logits_processors` names processors that the engine has
     registered for the requests that name them; `extra_args` holds the arguments of registered processors, plain data of
-    at most 16 KiB. `structured_outputs` is the form that each completion must have (`StructuredOutputsParams`, or a
+    at most 16 KiB, and under "num_speculative_tokens" the maximum number of draft tokens of the request in a step (0:
+    it gets none). `structured_outputs` is the form that each completion must have (`StructuredOutputsParams`, or a
     dict of its fields); tokens that it forbids are barred before all other changes. `guided_decoding` is its older
     name: what is given there is in both fields.
 

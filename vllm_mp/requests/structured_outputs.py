@@ -13,10 +13,8 @@ _MAX_CHOICES = 2**14
 _MAX_MARKER_TOKENS = 64
 
 ConstraintKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
-Backend = Literal["auto", "llguidance", "xgrammar"]
-BACKENDS: tuple[Backend, ...] = ("auto", "llguidance", "xgrammar")
-BACKEND_NAMES: dict[str, Backend] = {**{name: name for name in BACKENDS}, "guidance": "llguidance"}
-"""The backends by the names that callers give them."""
+BACKEND_NAMES = ("auto", "llguidance", "xgrammar", "guidance")
+"""The names that callers may give as the backend. All of them mean llguidance, which compiles every constraint."""
 
 
 class Constraint(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
@@ -32,8 +30,6 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, omit_defaults=Tru
     """An object of a schema that does not say so may have properties that the schema does not name."""
     whitespace_pattern: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """The regular expression of the whitespace in JSON; empty: as `any_whitespace` says."""
-    backend: Backend = "auto"
-    """The backend that compiles the constraint; "auto": the engine's choice."""
     starts_after: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MAX_MARKER_TOKENS)] = ()
     """Token ids of the text that ends the reasoning. The constraint holds for the output after their first occurrence
     in the output; empty: for the whole output."""
@@ -106,7 +102,6 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
             any_whitespace=not self.disable_any_whitespace,
             additional_properties=not self.disable_additional_properties,
             whitespace_pattern=pattern,
-            backend=self._backend(),
             starts_after=tuple(self._checked_ids("reasoning_end", self.reasoning_end or ())),
             reasoning_start=-1 if self.reasoning_start is None else self._reasoning_start(self.reasoning_start),
         )
@@ -125,9 +120,6 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
                 raise ValueError(f"{name} must hold token ids, integers in [0, 2**31), got {token!r}")
         return list(ids)
-
-    def _backend(self) -> Backend:
-        return "auto"
 
     def _kind_and_text(self) -> tuple[ConstraintKind, str]:
         if self.json is not None:
@@ -149,15 +141,14 @@ class GuidedDecodingParams(StructuredOutputsParams):
     """`StructuredOutputsParams` under its older name, with the fields that older callers set."""
 
     backend: str | None = None
-    """The backend for this request: "auto", "llguidance" (or "guidance") or "xgrammar"; None: the engine's choice."""
+    """Accepted without effect if it is one of `BACKEND_NAMES`: llguidance compiles every constraint."""
     disable_fallback: bool = False
-    """Accepted without effect: a named `backend` alone compiles the constraint."""
+    """Accepted without effect."""
 
-    def _backend(self) -> Backend:
-        name = self.backend or "auto"
-        if name not in BACKEND_NAMES:
-            raise ValueError(f"backend must be one of {', '.join(BACKEND_NAMES)}, got {name!r}")
-        return BACKEND_NAMES[name]
+    def constraint(self) -> Constraint:
+        if self.backend and self.backend not in BACKEND_NAMES:
+            raise ValueError(f"backend must be one of {', '.join(BACKEND_NAMES)}, got {self.backend!r}")
+        return super().constraint()
 
 
 def checked_form(name: str, value: Any) -> StructuredOutputsParams | None:

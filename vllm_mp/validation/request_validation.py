@@ -10,7 +10,7 @@ from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.model_config.architecture import Architecture
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.processor_registration import registered
-from vllm_mp.requests.sampling_params import SamplingParams
+from vllm_mp.requests.sampling_params import MAX_DRAFTS, SamplingParams
 from vllm_mp.wire import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_REQUEST_ID_BYTES
 
 _MAX_BAD_TOKENS = 2**16
@@ -36,20 +36,14 @@ def validate_generation(
     """
     model = config.model_config
     _check_request_id(request_id)
-    check_generates(model)
+    validate_sampling(params, model)
     _check_not_empty(prompt)
     if len(prompt) >= model.max_model_len:
         raise generation_prompt_too_long(f"{len(prompt)} tokens", model, params.truncate_prompt_tokens)
     vocab_size = model.architecture.vocab_size
     _check_token_ids("prompt_token_ids", prompt, vocab_size)
     _check_token_ids("the completion so far", output, vocab_size)
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        if ids := getattr(params, name):
-            _check_token_ids(name, np.asarray(list(ids), np.int64), vocab_size)
     _check_bad_words(params, bad_words, vocab_size)
-    _check_logprobs(params, model)
-    if params.logits_processors or params.extra_args:
-        _check_registered(params, model)
     room = model.max_model_len - len(prompt)
     if params.min_tokens > room:
         raise ValueError(
@@ -60,6 +54,17 @@ def validate_generation(
     if len(prompt) + len(output) >= max_total_tokens:
         raise ValueError(f"the completion has ended: it has {len(output)} tokens, the limit of the request")
     return max_total_tokens
+
+
+def validate_sampling(params: SamplingParams, model: ModelConfig) -> None:
+    """Raise ValueError, naming the field, for parameters with which no prompt can be completed by this model."""
+    check_generates(model)
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        if ids := getattr(params, name):
+            _check_token_ids(name, np.asarray(list(ids), np.int64), model.architecture.vocab_size)
+    _check_logprobs(params, model)
+    if params.logits_processors or params.extra_args:
+        _check_registered(params, model)
 
 
 def check_generates(model: ModelConfig) -> None:
@@ -84,6 +89,11 @@ def validate_pooling(request_id: str, prompt: npt.NDArray[np.int32], params: Poo
         raise pooling_prompt_too_long(f"{len(prompt)} tokens", model, params.truncate_prompt_tokens)
     _check_token_ids("prompt_token_ids", prompt, model.architecture.vocab_size)
     _check_second_text(params, len(prompt), model.architecture)
+    validate_pooling_params(params, model)
+
+
+def validate_pooling_params(params: PoolingParams, model: ModelConfig) -> None:
+    """Raise ValueError, naming the field, for parameters with which this model can make no vector of any prompt."""
     if pooling_task(params, model) == "classify":
         _check_classification(params, model)
     if params.dimensions is not None and params.dimensions > model.architecture.hidden_size:
@@ -215,10 +225,14 @@ def _check_registered(params: SamplingParams, model: ModelConfig) -> None:
                 f"logits_processors names {name!r}, and this engine has registered {', '.join(names) or 'none'}; start "
                 f"it with logits_processors=['{name}=module:Class']"
             )
-    if params.extra_args and not names:
+    arguments = params.extra_args or {}
+    most = arguments.get(MAX_DRAFTS, 0)
+    if type(most) is not int or most < 0:
+        raise ValueError(f"extra_args[{MAX_DRAFTS!r}] must be an integer of at least 0, got {reprlib.repr(most)}")
+    if arguments.keys() - {MAX_DRAFTS} and not names:
         raise ValueError(
-            "extra_args must be empty, because only logits processors read it and this engine has registered none; "
-            "start it with logits_processors=['module:Class']"
+            f"extra_args must be empty or have {MAX_DRAFTS!r} alone, because only logits processors read the rest and "
+            "this engine has registered none; start it with logits_processors=['module:Class']"
         )
 
 

@@ -20,7 +20,6 @@ from vllm_mp.core_link.core_status import (
     SleepState,
     StepRequests,
     Suspension,
-    TriedConstraint,
 )
 from vllm_mp.core_link.status_page import (
     DIGEST_BYTES,
@@ -140,12 +139,12 @@ def test_latest_constraints_that_passed_their_trials_are_on_the_page(tmp_path):
     page = StatusPage.create(str(tmp_path / "page"), 1)
     reader = StatusPage.open(tmp_path / "page")
     assert reader.tried() == []
-    tried = [TriedConstraint(number.to_bytes(DIGEST_BYTES, "big"), "llguidance") for number in range(MAX_TRIED + 2)]
-    for constraint in tried[:3]:
-        page.note_tried(constraint)
+    tried = [number.to_bytes(DIGEST_BYTES, "big") for number in range(MAX_TRIED + 2)]
+    for digest in tried[:3]:
+        page.note_tried(digest)
     assert reader.tried() == tried[:3]
-    for constraint in tried[3:]:
-        page.note_tried(constraint)
+    for digest in tried[3:]:
+        page.note_tried(digest)
     assert reader.tried() == tried[2:]
 
 
@@ -383,3 +382,18 @@ def test_impossible_sleep_reads_as_awake():
     for mode in (-1, 4, 2**62):
         page._header[17] = mode
         assert page.read().suspension.pause == ""
+
+
+def test_page_says_how_large_a_step_is_and_what_its_limit_is(tmp_path):
+    writer = StatusPage.create(str(tmp_path / "page"), 1)
+    reader = StatusPage.open(tmp_path / "page")
+    assert (reader.step_limit_s, reader.steps_wait) == (0.0, False)
+    writer.begin_step(1, same(ids(1, 2)), 48, 1_500_000_000)
+    assert reader.step_limit_s == 1.5
+    assert "step 1 with 2 requests and 48 tokens, " in str(reader.read())
+    writer.end_step(2, 0, 5, 10)
+    assert reader.step_limit_s == 0.0, "what comes between two steps has no limit"
+    writer.begin_step(2, same(ids(1)))
+    assert reader.step_limit_s == 0.0
+    writer.note_waits()
+    assert reader.steps_wait

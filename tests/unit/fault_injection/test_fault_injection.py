@@ -33,7 +33,7 @@ def test_places_and_conditions_are_parsed():
         ("exit", "must be followed"),
         ("exit@", "must be followed"),
         ("exit@step=1,", "must be followed"),
-        ("exit@nowhere", "one of load, step, publish, compile, adapter, call, message, once, got 'nowhere'"),
+        ("exit@nowhere", "one of load, step, seal, publish, compile, adapter, call, message, once, got 'nowhere'"),
         ("exit@stop=1", "condition must be one of incarnation, .*'stop'"),
         ("exit@step=0", "step must be a number from 1, or \\*, got '0'"),
         ("exit@step=x", "step must be a number"),
@@ -41,10 +41,11 @@ def test_places_and_conditions_are_parsed():
         ("exit@load,publish", "'point' is given twice"),
         ("exit@load,step=3", "step is a condition at step, publish, not at 'load'"),
         ("nan@load", "nan is possible at step, not at 'load'"),
-        ("exit@step=1,seconds=2", "seconds is a condition of slow, clock, not of 'exit'"),
+        ("exit@step=1,seconds=2", "seconds is a condition of slow, busy, clock, not of 'exit'"),
         ("exit@step=1,probability=2", "probability must be a number from 0 to 1"),
         ("slow@step=1,seconds=nan", "seconds must be a number"),
         ("slow@step=1,seconds=-1", "must not be negative"),
+        ("busy@step=1,seconds=-1", "must not be negative for busy, got -1"),
     ],
 )
 def test_invalid_text_is_refused_when_engine_args_are_made(text, match):

@@ -104,7 +104,7 @@ def test_requests_that_it_cannot_answer_fail_alone(llm):
             async for _ in llm.encode([5], PoolingParams()):
                 pass
         with pytest.raises(EngineError, match="no operation 'sleep'"):
-            await llm.sleep()
+            await llm.sleep(mode="keep")
         return await answer(llm, [5], greedy(3, ignore_eos=True))
 
     assert asyncio.run(run()).outputs[0].token_ids == expected([5], greedy(3, ignore_eos=True), 3)

@@ -59,7 +59,7 @@ def test_options_of_json_reach_the_constraint():
 def test_older_names_mean_the_same():
     old = SamplingParams(guided_decoding=GuidedDecodingParams(regex="a+", backend="guidance", disable_fallback=True))
     assert old.structured_outputs is old.guided_decoding
-    assert old.structured_outputs.constraint() == Constraint("regex", "a+", backend="llguidance")
+    assert old.structured_outputs.constraint() == Constraint("regex", "a+")
     assert old.clone() == old
     assert GuidedDecodingParams.from_optional(choice=["a"], regex=None).choice == ["a"]
     assert GuidedDecodingParams.from_optional(backend="auto") is None
@@ -123,6 +123,11 @@ def test_schema_that_is_nested_too_deeply_is_refused():
 def test_structured_outputs_of_another_type_are_refused(value):
     with pytest.raises(TypeError, match="structured_outputs must be StructuredOutputsParams or a dict of its fields"):
         SamplingParams(structured_outputs=value)
+
+
+@pytest.mark.parametrize("backend", [None, "", "auto", "llguidance", "xgrammar", "guidance"])
+def test_each_backend_means_the_same(backend):
+    assert GuidedDecodingParams(regex="a", backend=backend).constraint() == Constraint("regex", "a")
 
 
 def test_unknown_backend_is_refused():

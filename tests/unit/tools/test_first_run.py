@@ -1,5 +1,7 @@
-"""The programs of a first run from a clone: setup.py's choice of builds, tools/setup-venv and tools/quickstart."""
+"""The programs of a first run from a clone: setup.py's choice of builds, and those of `TOOLS`."""
 
+import functools
+import http.server
 import os
 import platform
 import pty
@@ -31,6 +33,7 @@ esac
 """
 
 
+TOOLS = [f"tools/{name}" for name in ("setup-venv", "install-cpu-torch", "quickstart")]
 ALL_BUILDS = {"portable", "avx2", "avx512", "amx"}
 
 
@@ -61,7 +64,7 @@ def kernel_builds(monkeypatch: pytest.MonkeyPatch, choice: str, runnable: list[s
 def clone(tmp_path: Path) -> Path:
     """A folder with the files that tools/setup-venv reads, whose path has a space."""
     folder = tmp_path / "a b"
-    for name in ("pyproject.toml", "setup.py", "constraints.txt", "tools/setup-venv", "tools/quickstart"):
+    for name in ("pyproject.toml", "setup.py", "constraints.txt", *TOOLS):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     for name in ("kernels/cpu", "client/outputs", "core"):
@@ -222,5 +225,58 @@ def test_setup_venv_installs_the_packages_of_extras_within_extras(clone, tmp_pat
     program(clone / ".venv/bin/python", stub)
     subprocess.run([clone / "tools/setup-venv", "test-all"], check=True, stderr=subprocess.DEVNULL)
     names = {re.split(r"[\[><=; ]", line)[0] for line in installed.read_text().splitlines()}
-    assert names >= {"torch", "pytest", "xgrammar", "mypy", "ray", "playwright"}
+    assert names >= {"torch", "pytest", "opentelemetry-sdk", "mypy", "ray", "playwright"}
     assert "vllm-mp" not in names
+
+
+@pytest.fixture
+def torch_index(tmp_path):
+    """The URL of a package index that answers."""
+    (tmp_path / "index/torch").mkdir(parents=True)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "index")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def torch_installs(clone, tmp_path):
+    """A function that runs tools/install-cpu-torch, without torch; it returns the installing commands and messages."""
+    calls = tmp_path / "installs"
+    pip = f'[[ $1 != -m ]] || echo "pip ${{*:4}}" >>"{calls}"'
+    program(
+        clone / "bin/python",
+        f'#!/bin/bash\n{pip}\n[[ $1 != -c ]] || exit 1\n[[ $1 != - ]] || "{sys.executable}" "$@"\n',
+    )
+
+    def run(*, uv: str = "", **environment: str) -> tuple[list[str], str]:
+        calls.write_text("")
+        program(clone / "bin/uv", f'#!/bin/bash\necho "uv $*" >>"{calls}"\n{uv}\n')
+        environment = {"PATH": f"{clone / 'bin'}:{os.environ['PATH']}", **environment}
+        command = [clone / "tools/install-cpu-torch", clone / "bin/python"]
+        result = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+        return calls.read_text().splitlines(), result.stderr
+
+    return run
+
+
+def test_torch_for_cpus_comes_from_the_index_that_is_given_if_it_answers(torch_installs, torch_index):
+    (installed,), errors = torch_installs(VLLM_MP_TORCH_INDEX=torch_index)
+    assert re.search(rf"install .* --index-url {torch_index} torch==[\d.]+$", installed)
+    assert not errors
+    installed, errors = torch_installs(VLLM_MP_TORCH_INDEX="http://127.0.0.1:1/")
+    assert not installed
+    assert "http://127.0.0.1:1/ does not answer: pip's own indexes are used" in errors
+    assert torch_installs(VLLM_MP_TORCH_INDEX="") == ([], "")
+
+
+def test_torch_for_cpus_comes_from_the_index_that_uv_knows_if_it_answers(torch_installs):
+    (tried, installed), errors = torch_installs()
+    assert tried == f"{installed} --dry-run"
+    assert re.search(r"pip install .* --torch-backend cpu torch==[\d.]+$", installed)
+    assert not errors
+    (tried,), errors = torch_installs(uv="exit 1")
+    assert "no index with builds for CPUs answers: pip's own indexes are used" in errors

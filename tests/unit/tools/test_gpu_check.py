@@ -44,7 +44,7 @@ def test_tool_starts_where_neither_this_repository_nor_any_package_is_installed(
 @pytest.mark.slow
 def test_good_run_reports_every_figure_as_a_share_of_the_device_limits(tmp_path):
     test = "tests/gpu/test_core_death.py::test_core_killed_under_load_ends_its_streams_and_frees_its_memory"
-    code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--tests", test)
+    code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--beside", "--tests", test)
     assert found["errors"] == found["skipped"] == []
     assert code == 0
     assert (found["tests"]["passed"], found["tests"]["failed"], found["tests"]["errors"]) == (1, 0, 0)
@@ -97,7 +97,8 @@ def test_failed_tests_are_named_and_fail_the_run(tmp_path):
 def test_run_without_a_time_budget_measures_nothing_and_fails(tmp_path):
     code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--budget-s", "0")
     assert code == 1
-    assert found["skipped"] == ["ceilings", "tests", "attention", "tiny"]
+    tests = [f"tests tests/gpu ({marks})" for marks in ("not gpu_alone", "gpu_alone")]
+    assert found["skipped"] == ["ceilings", *tests, "attention", "tiny"]
     assert found["environment"]["torch"] == torch.__version__
     assert found["errors"] == []
     assert found["tests"] is None
@@ -124,6 +125,7 @@ def test_every_stage_can_be_rehearsed_without_a_device(tmp_path):
     assert found["errors"] == found["skipped"] == []
     assert code == 0
     assert found["tests"]["passed"] == 3, "three stages have tests"
+    assert all(record["transformers"] is None for record in found["benchmarks"].values()), "it was not asked for"
     assert len(found["attention"]) == 3
     assert [(product["product"], product["rows"]) for product in found["linear"]] == [("o", 1), ("o", 8)]
     assert all(product["share_of_bandwidth"] > 0 for product in found["linear"])
@@ -150,16 +152,22 @@ def test_every_file_of_tests_belongs_to_a_stage():
 
 
 @pytest.mark.extended
-def test_stages_after_one_that_fails_are_not_run(tmp_path):
-    sample = tmp_path / "test_sample.py"
-    sample.write_text("def test_bad(): assert False\n")
-    code, found = run_tool(
-        tmp_path / "results.json", "--device", "cpu", "--tests", str(sample), "--stage", "kernels", "linear", "device"
-    )
+def test_later_run_repeats_failed_tests_and_does_what_the_earlier_run_did_not(tmp_path):
+    samples = [tmp_path / f"test_{name}.py" for name in ("bad", "good")]
+    samples[0].write_text("def test_bad(): assert False\n")
+    samples[1].write_text("import pytest\n\ndef test_good(): pass\n\n@pytest.mark.gpu_alone\ndef test_alone(): pass\n")
+    tests = ("--device", "cpu", "--tests", *map(str, samples))
+    code, first = run_tool(tmp_path / "first.json", *tests, "--stage", "kernels", "linear")
     assert code == 1
-    assert found["tests"]["failed"] == 1
-    assert found["skipped"] == ["stage linear", "stage device"]
-    assert found["linear"] == []
+    assert (first["tests"]["passed"], first["tests"]["failed"]) == (2, 1)
+    assert first["linear"], "a stage whose tests fail stops no other"
+    samples[0].write_text("def test_bad(): pass\n")
+    later = (*tests, "--after", str(tmp_path / "first.json"))
+    code, second = run_tool(tmp_path / "second.json", *later, "--stage", "kernels", "linear", "fp8")
+    assert code == 0
+    assert (second["tests"]["passed"], second["tests"]["failed"]) == (1, 0), "only the test that failed runs again"
+    assert second["linear"] == []
+    assert second["attention"]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ SUITE = [
 def test_schemas_and_instances_are_counted(tmp_path, default_model, capsys):
     (tmp_path / "suite.json").write_text(json.dumps(SUITE))
     main = runpy.run_path("tools/quality/structured_output_suite.py")["main"]
-    assert main([str(tmp_path), "--model", str(default_model), "--backend", "llguidance", "--show", "5"]) == 0
+    assert main([str(tmp_path), "--model", str(default_model), "--show", "5"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "schemas accepted 2 of 3 (66.7 %)" in printed
     assert "no invalid instance allowed 1 of 3 (33.3 %)" in printed

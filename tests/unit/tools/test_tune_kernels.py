@@ -1,6 +1,7 @@
 """tools/gpu/tune_kernels.py, run in Triton's interpreter, and the effect of its file on the kernels."""
 
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from vllm_mp.kernels.triton import launch
+from vllm_mp.kernels.triton.dependent_launch import prefetched_bytes
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "gpu" / "tune_kernels.py"
 
@@ -96,6 +98,13 @@ def test_long_context_has_more_parts_within_bounds_on_their_number(hopper, rows,
     assert launch.num_slots(rows, splits, context, torch.device("cuda", 0)) == expected
 
 
+def test_graph_of_steps_with_prefills_has_no_more_programs_than_keep_the_gpu_busy(hopper, monkeypatch):
+    monkeypatch.setattr(launch, "_num_processors", lambda *_: 132)
+    for kernel, most in (("PREFILL", 264), ("DECODE", 1056), ("MERGE", 1320)):
+        assert launch.num_looping(kernel, 16_384, torch.device("cuda", 0)) == most
+        assert launch.num_looping(kernel, 40, torch.device("cuda", 0)) == 40
+
+
 @pytest.mark.parametrize("weights", ["16", "8", "blocks"])
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096)]
@@ -107,6 +116,13 @@ def test_busiest_processor_reads_little_more_than_its_share_of_a_product(hopper,
     assert -(-outputs // options["OUTPUT_TILE"] // 132) * 132 * options["OUTPUT_TILE"] <= 1.05 * outputs
 
 
+def test_kernels_start_before_others_end_only_where_the_gpu_can(hopper):
+    assert prefetched_bytes(torch.device("cpu")) == 0, "the interpreter has no such launches"
+    for capability in ((8, 0), (8, 6), (8, 9)):
+        assert launch.reasoned(capability)["dependent_launch"] == {"PREFETCH": 0}
+    assert launch.reasoned((9, 0))["dependent_launch"]["PREFETCH"] > 0
+
+
 def test_few_outputs_of_many_inputs_are_cut_into_parts(hopper, monkeypatch):
     monkeypatch.setattr(launch, "_num_processors", lambda *_: 132)
     options = launch.linear_options(1024, 14_336, "16", torch.device("cuda", 0))
@@ -115,7 +131,47 @@ def test_few_outputs_of_many_inputs_are_cut_into_parts(hopper, monkeypatch):
 
 def test_measured_options_of_a_shape_replace_the_computed_ones(hopper, monkeypatch):
     monkeypatch.setattr(launch, "_num_processors", lambda *_: 132)
-    measured = {"MAX_ROWS": 4, "OUTPUT_TILE": 64, "PARTS": 2, "SLICES": 8, "SLICE_INPUTS": 64, "num_warps": 4}
+    measured = {"MAX_ROWS": 4, "OUTPUT_TILE": 64, "PARTS": 2, "SLICES": 8, "SLICE_INPUTS": 64, "num_stages": 3}
     hopper.write_text(json.dumps({"linear/16/4096x4096": measured}))
     assert launch.linear_options(4096, 4096, "16", torch.device("cuda", 0)) == measured
     assert launch.linear_options(4096, 4096, "8", torch.device("cuda", 0))["MAX_ROWS"] == 16
+
+
+@pytest.mark.parametrize("capability", launch.SHARED_BYTES)
+@pytest.mark.parametrize("weights", ["16", "8", "blocks"])
+def test_no_product_of_few_rows_asks_for_more_shared_memory_than_there_is(hopper, monkeypatch, capability, weights):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(launch, "_num_processors", lambda *_: 132 if capability == (9, 0) else 82)
+    device, limit = torch.device("cuda", 0), launch.SHARED_BYTES[capability]
+    all_outputs, all_inputs = (8, 40, 64, 576, 1024, 4096, 6144, 28_672, 151_936), (64, 128, 4096, 53_248)
+    for outputs, inputs in itertools.product(all_outputs, all_inputs):
+        options = launch.linear_options(outputs, inputs, weights, device)
+        assert 0 < launch.shared_bytes_of_linear(options, weights) <= limit
+        for tile, stages in itertools.product((16, 32, 64, 128), range(1, 12)):
+            measured = launch.fitting({**options, "OUTPUT_TILE": tile, "num_stages": stages}, weights, limit)
+            assert launch.shared_bytes_of_linear(measured, weights) <= limit
+            assert 1 <= measured["num_stages"] <= stages
+
+
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        ("linear/16/4096x4096", {"OUTPUT_TILE": 256, "SLICES": 4, "SLICE_INPUTS": 128, "num_stages": 6}),
+        ("prefill/16/256", {"ROWS": 64, "KEYS": 128, "num_warps": 4, "num_stages": 4}),
+        ("decode/8/128", {"KEYS": 256, "num_warps": 4, "num_stages": 5}),
+        ("fp8/128", {"ROWS": 128, "OUTPUT_TILE": 256, "num_warps": 8, "num_stages": 6}),
+        ("lora_shrink/64", {"ROWS": 128, "INPUT_TILE": 256, "num_warps": 8, "num_stages": 6}),
+    ],
+)
+def test_measured_options_that_cannot_fit_are_refused_by_name(hopper, key, options):
+    hopper.write_text(json.dumps({key: options}))
+    with pytest.raises(
+        ValueError, match=rf"sm_90\.json: '{key}' takes [\d,]+ bytes of shared memory, .* has 232,448; "
+    ):
+        launch.table(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("capability", launch.SHARED_BYTES)
+def test_every_entry_of_the_tables_leaves_room_for_what_the_compiler_adds(capability):
+    for key, options in launch.reasoned(capability).items():
+        assert launch.least_shared_bytes(key, options) <= 0.75 * launch.SHARED_BYTES[capability], key

@@ -243,3 +243,15 @@ def test_pooling_accepts_a_prompt_of_the_whole_context_and_refuses_values_beyond
         pool(request_id="x" * 1025)
     with pytest.raises(ValueError, match=rf"prompt_token_ids must be in \[0, {VOCAB}\).*got 100"):
         validate_pooling("id", np.array([VOCAB], np.int32), PoolingParams(), config())
+
+
+@pytest.mark.parametrize("most", [-1, True, 1.5, "2", None, [1]])
+def test_limit_of_drafts_must_be_a_whole_number(most):
+    def validate(arguments):
+        admit(SamplingParams(extra_args=arguments))
+
+    with pytest.raises(ValueError, match=r"extra_args\['num_speculative_tokens'\] must be an integer of at least 0"):
+        validate({"num_speculative_tokens": most})
+    validate({"num_speculative_tokens": 0})
+    with pytest.raises(ValueError, match="extra_args must be empty or have 'num_speculative_tokens' alone"):
+        validate({"num_speculative_tokens": 0, "target": 1})

@@ -14,6 +14,7 @@ __getattr__ = refuse(
     __name__,
     {
         "EngineCoreOutput": "AsyncLLM.generate yields RequestOutput",
+        "EngineCoreOutputs": "AsyncLLM.generate yields RequestOutput",
         "EngineCoreRequest": "give AsyncLLM.generate a prompt",
     },
 )
