@@ -59,6 +59,6 @@ def test_search_finds_pages_without_a_server(site: Path, browser: "Browser") -> 
     page = browser.new_page()
     page.goto((site / "index.html").as_uri())
     page.locator(".md-search__input").click()
-    page.keyboard.type("standby")
+    page.keyboard.type("takeover")
     found = page.locator(".md-search-result__item", has_text="Recovery")
     expect(found.first).to_be_visible(timeout=30_000)

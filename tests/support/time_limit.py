@@ -1,7 +1,7 @@
 """A limit for the time of each test, with which `tools/test` keeps its default set short.
 
-`pytest --time-limit SECONDS` names each test that takes longer, and fails those that take half as long again, because
-the times of one test on one machine differ by that much. A test's own time is its processor time, with that of all
+`pytest --time-limit SECONDS` names each test that takes longer, and fails those that take four times as long: no busy
+machine makes the time of a test differ by that much. A test's own time is its processor time, with that of all
 descendants of this process, or its duration without the time in which processes of this machine waited for a processor
 or a disk, whichever is larger. So tests that compute and tests that wait are both found, and other programs on the
 machine make no test fail. Fixtures that tests share are left out. On a slower processor the limit is longer.
@@ -36,8 +36,8 @@ EXCEPTIONS: Final = {
 
 _REFERENCE_S: Final = 0.05
 """Processor time that `_speed_sample` took on the machine on which the limit was chosen: a Xeon with AMX at 2.2 GHz."""
-_TOLERANCE: Final = 1.5
-"""A test fails beyond the limit times this; the times of a test on one machine differ by about as much."""
+_TOLERANCE: Final = 4.0
+"""A test fails beyond the limit times this. On a busy machine a test was seen at 1.8 times its limit."""
 _PRESSURES: Final = ("/proc/pressure/cpu", "/proc/pressure/io")
 _monotonic: Final = time.monotonic
 """The function itself, because tests that have just ended may still replace it."""

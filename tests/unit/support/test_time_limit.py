@@ -12,23 +12,23 @@ TESTS = """
 import subprocess, sys, time
 import pytest
 
-COMPUTE = "import time\\nwhile time.process_time() < 0.15: pass"
+COMPUTE = "import time\\nwhile time.process_time() < 0.5: pass"
 
 @pytest.fixture(scope="module")
 def shared():
-    time.sleep(0.15)
+    time.sleep(0.5)
 
 @pytest.fixture
 def own():
-    time.sleep(0.15)
+    time.sleep(0.5)
 
 def test_that_is_quick(): pass
 def test_of_a_shared_fixture(shared): pass
 def test_of_its_own_fixture(own): pass
-def test_that_waits(): time.sleep(0.15)
+def test_that_waits(): time.sleep(0.5)
 def test_whose_child_computes(): subprocess.run([sys.executable, "-c", COMPUTE], check=True)
 @pytest.mark.parametrize("case", [1, 2])
-def test_with_a_limit_of_its_own(case): time.sleep(0.15)
+def test_with_a_limit_of_its_own(case): time.sleep(0.5)
 """
 PLUGIN = """
 from support import time_limit
@@ -50,7 +50,7 @@ def test_tests_over_the_limit_fail_by_name_and_no_others(tmp_path):
         "no:cacheprovider",
         "--rootdir",
         tmp_path,
-        "--time-limit=0.06",
+        "--time-limit=0.05",
     ]
     paths = {"PYTHONPATH": f"{ROOT / 'tests'}"}
     run = subprocess.run([*command, "test_times.py"], cwd=tmp_path, env=paths, capture_output=True, text=True)
