@@ -146,8 +146,10 @@ class KVCacheManager:
             request.num_cached_tokens = found.num_tokens if is_new else 0
             self.num_prompt_tokens += is_new * request.num_prompt_tokens
             self.num_cached_tokens += request.num_cached_tokens
-            if not is_new:
-                self.num_recomputed_tokens += len(request.tokens) - 1 - found.num_tokens
+            num_missing = len(request.tokens) - 1 - found.num_tokens
+            # Some tokens that a grammar forced in the last complete step are known, but were not computed.
+            if not is_new and (request.constrained is None or num_missing > self.block_size):
+                self.num_recomputed_tokens += num_missing
         num_full, num_begun = divmod(found.num_tokens, self.block_size)
         if self._file is not None:
             self._file.note_used(request.hashes[1 : num_full + 1])
