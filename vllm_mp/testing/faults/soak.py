@@ -29,6 +29,8 @@ from vllm_mp.testing.faults.scenarios import has_ended, has_new_child
 
 _SIGNALS = (signal.SIGKILL,) * 6 + (signal.SIGTERM, signal.SIGTERM, signal.SIGSTOP)
 """Signals that come from outside. Signals of a crash are left out: after some crashes, suspects are failed."""
+_FATAL = tuple(number for number in _SIGNALS if number != signal.SIGSTOP)
+"""Those for an idle core: that it is stopped is found out when it is needed."""
 _INJECTED = {
     "publishing": "kill@publish,messages=0,once",
     "after publishing": "kill@publish,once",
@@ -291,7 +293,8 @@ class Soak(Disturbance):
 
             await eventually(is_in_such_a_step, WAIT_S)
         self._watch.strike()
-        os.kill(pid, self._chance.choice(_SIGNALS) if self._is_random else signal.SIGKILL)
+        signals = _FATAL if moment == "idle" else _SIGNALS
+        os.kill(pid, self._chance.choice(signals) if self._is_random else signal.SIGKILL)
 
     async def _be_idle(self) -> None:
         """Send nothing more, and return when the core has ended all requests; note the blocks that it has not freed."""
