@@ -47,7 +47,7 @@ class DraftModel(Protocol):
         ...
 
     def propose(self, batch: Batch, rows: Rows, takes: Callable[[int, int, float], bool]) -> bool:
-        """Compute what the model lacks of `rows` [n], and then one token after another of each of them, greedily.
+        """Compute what the model lacks of `rows` [n], and then one token after another of each of them.
 
         `takes(index, token, probability)` gets each token, with the index of its row in `rows`. It returns whether the
         row goes on; if so, it has written the token behind those of the row, and the row has blocks for it. A row of

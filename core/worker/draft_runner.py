@@ -1,4 +1,7 @@
-"""The draft model: it answers greedily, for many rows at a time, what the model may say next.
+"""The draft model: it answers, for many rows at a time, what the model may answer next.
+
+It draws with the random numbers with which the model will draw, so that both choose the same token where they give
+about the same probabilities.
 
 Its KV cache has the blocks of the model's cache: of the same numbers, for the same tokens. It is filled later: a row's
 tokens are computed when the row is to have drafts, a bounded number of them in a step. What a block holds is known by
@@ -25,6 +28,7 @@ from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.model_memory import ModelMemory
 from vllm_mp.core.worker.sampling.host_copies import all_to_device, to_device
+from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.core.worker.step_inputs import step_inputs
 
 _MAX_LATE_TOKENS: Final = 256
@@ -182,7 +186,8 @@ class DraftRunner:
         )
         hidden = self.memory.model(input_ids, of_tokens, self.memory.kv_caches, metadata)
         logits = self.memory.model.compute_logits(hidden[to_device(step.chosen_indices(), self._device)]).float()
-        best, tokens = logits.max(dim=-1)
-        chances = torch.nan_to_num((best - logits.logsumexp(dim=-1)).exp(), 0.0, 0.0, 0.0)
+        log_chances = logits.log_softmax(dim=-1)  # before the draw, which may overwrite the logits
+        tokens = Sampler(batch, self._device).draw(logits, rows, positions[rows] + counts).clamp(min=0)
+        chances = torch.nan_to_num(log_chances.gather(1, tokens[:, None])[:, 0].exp(), 0.0, 0.0, 0.0)
         answers = list(zip(tokens.tolist(), chances.tolist(), strict=True))
         return [answers[at] for at in np.argsort(order).tolist()]
