@@ -72,8 +72,9 @@ def load_with_template(
 
     def load_all() -> LoadedModel:
         limit_this_thread(num_threads)
-        loaded = load(config.model_config, progress)
-        if (draft := _draft_of(config)) is not None:
+        model, *drafts = config.models
+        loaded = load(model, progress)
+        for draft in drafts:
             loaded.draft = load(draft, lambda _: progress(1.0))
         return loaded
 
@@ -109,12 +110,7 @@ def _serve_as_template(
 
 def _identity(config: VllmConfig, dtype: torch.dtype) -> bytes:
     """Return what decides which models are loaded, and in which form."""
-    return msgspec.json.encode([config.model_config, _draft_of(config), str(dtype), str(cache_dtype(config, dtype))])
-
-
-def _draft_of(config: VllmConfig) -> ModelConfig | None:
-    """Return the draft model of `config`; None if it has none."""
-    return None if config.speculative_config is None else config.speculative_config.draft_model_config
+    return msgspec.json.encode([config.models, str(dtype), str(cache_dtype(config, dtype))])
 
 
 def _in_thread(load: Callable[[], LoadedModel], look: Callable[[], None]) -> LoadedModel:

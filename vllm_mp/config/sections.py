@@ -319,3 +319,9 @@ class VllmConfig(msgspec.Struct, kw_only=True):
     """None: no request may use an adapter."""
     speculative_config: SpeculativeConfig | None = None
     """None: no tokens are drafted."""
+
+    @property
+    def models(self) -> list[ModelConfig]:
+        """The model, and the draft model if there is one."""
+        draft = None if self.speculative_config is None else self.speculative_config.draft_model_config
+        return [self.model_config] if draft is None else [self.model_config, draft]
