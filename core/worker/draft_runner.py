@@ -13,7 +13,7 @@ Nothing here changes an answer. If the cache is wrong, drafts are rejected.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from vllm_mp.core.worker.memory.model_memory import ModelMemory
 from vllm_mp.core.worker.sampling.host_copies import all_to_device, to_device
 from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.core.worker.step_inputs import step_inputs
+from vllm_mp.kernels import ops
 
 _MAX_LATE_TOKENS: Final = 256
 """Number of tokens in a step that are computed for rows of which many are missing; all other rows wait for them."""
@@ -99,6 +100,26 @@ class DraftRunner:
         self._contents.clear()
 
     @torch.inference_mode()
+    def compile_steps(self) -> None:
+        """Compute steps of all kinds once on a cache of its own, so that no request waits for compilers of kernels."""
+        size = self._block_size
+        num_tokens = min(_MAX_LATE_TOKENS, self.max_model_len)
+        num_blocks = -(-num_tokens // size)
+        batch = Batch(1, num_tokens, size, [])
+        batch.block_table[0] = np.arange(1, num_blocks + 1)
+        self.memory.allocate_cache(num_blocks + 1)
+        rows, positions = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        for temperature in (0.0, 1.0):
+            batch.sampling["temperature"] = temperature
+            for count in (*ops.PRODUCT_SIZES, num_tokens):
+                self._compute(batch, rows, np.array([min(count, num_tokens)]), positions)
+            for splits in self.memory.attention.decode_splits:
+                # The context bounds the number of parts from below.
+                self._compute(batch, rows, np.array([1]), positions, decode_splits=splits, max_seq_len=1)
+        self.memory.kv_caches = []
+        self.forget()
+
+    @torch.inference_mode()
     def propose(self, batch: Batch, rows: Rows, takes: Callable[[int, int, float], bool]) -> bool:
         """See `vllm_mp.core.scheduler.drafting.DraftModel.propose`."""
         num_known = batch.num_tokens[rows]
@@ -165,10 +186,13 @@ class DraftRunner:
             self._contents[block] = of_tokens
         self._num_marked[row] = last
 
-    def _compute(self, batch: Batch, rows: Rows, counts: Counts, positions: Counts) -> list[tuple[int, float]]:
+    def _compute(
+        self, batch: Batch, rows: Rows, counts: Counts, positions: Counts, **changes: Any
+    ) -> list[tuple[int, float]]:
         """Compute `counts` [n] tokens of `rows` [n]; return the token that follows the last of each, by the model.
 
         The first token of each row is at its place in `positions` [max_num_seqs]. A token comes with its probability.
+        `changes` replace fields of what attention reads.
         """
         order = np.argsort(counts != 1, kind="stable")  # rows that compute a single token come first
         rows, counts = rows[order], counts[order]
@@ -184,6 +208,8 @@ class DraftRunner:
         input_ids, of_tokens, metadata = step_inputs(
             step, view, size, lambda arrays: all_to_device(arrays, self._device)
         )
+        if changes:
+            metadata = metadata._replace(**changes)
         hidden = self.memory.model(input_ids, of_tokens, self.memory.kv_caches, metadata)
         logits = self.memory.model.compute_logits(hidden[to_device(step.chosen_indices(), self._device)]).float()
         log_chances = logits.log_softmax(dim=-1)  # before the draw, which may overwrite the logits

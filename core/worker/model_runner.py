@@ -479,6 +479,8 @@ class ModelRunner:
         self._compile_steps(None if is_encoder else step, batch)
         graph_bytes = self.memory.graph_bytes()
         self.memory.kv_caches = []
+        if self.draft is not None:
+            self.draft.compile_steps()
         if self._latest is not None:
             ops.fill_awaited(self._latest, self._latest)  # compiles it
         if generates:
