@@ -11,6 +11,7 @@ process: after a death it is empty, and filled again.
 Nothing here changes an answer. If the cache is wrong, drafts are rejected.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -31,6 +32,8 @@ from vllm_mp.core.worker.sampling.host_copies import all_to_device, to_device
 from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.core.worker.step_inputs import step_inputs
 from vllm_mp.kernels import ops
+
+logger = logging.getLogger(__name__)
 
 _MAX_LATE_TOKENS: Final = 256
 """Number of tokens in a step that are computed for rows of which many are missing; all other rows wait for them."""
@@ -79,6 +82,7 @@ class DraftRunner:
         )
         self.max_model_len: int = model.max_model_len
         self.memory = ModelMemory(own, device, dtype, lambda _: progress(1.0), beat, None, ALONE, (0, 1), False, loaded)
+        logger.info("%s drafts tokens, as many as pay", model.model)
         self._device = device
         self._block_size = config.cache_config.block_size
         self._max_drafts = speculation.num_speculative_tokens
