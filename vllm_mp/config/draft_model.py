@@ -1,5 +1,7 @@
 """Which models may draft tokens for another model, and in which engines."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,15 @@ import msgspec
 
 from vllm_mp.config.engine_options import EngineOptions
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
+
+
+@contextlib.contextmanager
+def naming_draft(name: str) -> Iterator[None]:
+    """Let each ValueError of the block begin with the field that names the draft model `name`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"speculative_config['model']={name!r}: {error}") from error
 
 
 def check_one_process(args: EngineOptions, backend: str) -> None:

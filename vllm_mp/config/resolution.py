@@ -28,7 +28,7 @@ from vllm_mp.config import (
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm_mp.config.draft_model import check_draft, check_one_process, check_same_vocabulary
+from vllm_mp.config.draft_model import check_draft, check_one_process, check_same_vocabulary, naming_draft
 from vllm_mp.config.engine_options import DEFAULT_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_VARIABLE, EngineOptions
 from vllm_mp.config.nodes import check_nodes, node_key_file
 from vllm_mp.config.speculation import DRAFT_MODEL, read_speculative_config
@@ -160,15 +160,17 @@ def _speculative_config(
         speculation.revision,
         speculation.quantization,
     )
-    folder = resolve_model(
-        draft.model,
-        revision=draft.revision,
-        hf_token=draft.hf_token,
-        download_dir=draft.download_dir,
-        load_format=draft.load_format,
-    )
-    hf_config = read_hf_config(folder, draft.load_format)
-    found = read_architecture(hf_config)
+    with naming_draft(draft.model):
+        folder = resolve_model(
+            draft.model,
+            revision=draft.revision,
+            hf_token=draft.hf_token,
+            download_dir=draft.download_dir,
+            load_format=draft.load_format,
+        )
+        hf_config = read_hf_config(folder, draft.load_format)
+        found = read_architecture(hf_config)
+        quantization = _quantization(draft, found, folder)
     check_draft(draft.model, found, _why_not_native(found))
     check_same_vocabulary(
         draft.model, args.model, found, architecture, None if args.skip_tokenizer_init else (folder, tokenizer)
@@ -180,7 +182,7 @@ def _speculative_config(
         tokenizer=str(folder),
         served_model_name=draft.model,
         chat_template=None,
-        quantization=_quantization(draft, found, folder),
+        quantization=quantization,
         max_model_len=min(max_model_len, found.max_position),
         hf_config=hf_config,
         eos_token_ids=[],

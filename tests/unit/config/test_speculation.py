@@ -117,6 +117,12 @@ def test_draft_models_that_cannot_serve_are_refused_by_name(tmp_path, draft, opt
         drafted(models(tmp_path), draft, skip_tokenizer_init=True, **options)
 
 
+def test_errors_of_a_draft_model_name_it(tmp_path):
+    folders = {**models(tmp_path), "missing": str(tmp_path / "missing")}
+    with pytest.raises(ValueError, match=r"speculative_config\['model'\]='.*missing': .*no such file or folder"):
+        drafted(folders, "missing")
+
+
 def test_draft_model_with_another_tokenizer_is_refused(tmp_path):
     folders = models(tmp_path)
 
