@@ -100,7 +100,13 @@ class EngineCore:
         self._adapters, turns = _make_adapters(config, runner, page, adapters, self._outside)
         num_stages = config.parallel_config.pipeline_parallel_size
         self._scheduler = Scheduler(
-            scheduler_config, self._batch, self._cache, turns, num_stages, speculation=config.speculative_config
+            scheduler_config,
+            self._batch,
+            self._cache,
+            turns,
+            num_stages,
+            speculation=config.speculative_config,
+            draft_model=runner.draft,
         )
         logs_activity = handler.is_shared and not config.observability_config.disable_log_stats
         self._activity = ActivityLog(self._scheduler, logs_activity)
@@ -110,7 +116,7 @@ class EngineCore:
         self._followers = followers
         self._parallel = config.parallel_config
         self._profiler = Profiler(device) if followers is None else GroupProfiler(device, followers)
-        memory = runner.memory if followers is None else GroupMemory(runner.memory, followers)
+        memory = runner.released_memory if followers is None else GroupMemory(runner.memory, followers)
         self._sleep = Sleep(self._scheduler, memory, handler.send_ends, record.note_sleep)
         self._pause.enter(suspension.pause, suspension.num_draining)
         self._sleep.enter(suspension.sleep)

@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 import msgspec
 import torch
 
-from vllm_mp.config import VllmConfig
+from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.sibling_fork import ForkRefused, count_threads, end_idle_threads, fork_sibling, reset_signals
 from vllm_mp.core.template import become_template, fork_on_request, tell_parent
@@ -66,14 +66,21 @@ def load_with_template(
     template the parent learns why.
     """
 
-    def load() -> LoadedModel:
+    def load(model_config: ModelConfig, progress: Callable[[float], None]) -> LoadedModel:
+        model = load_model(model_config, dtype, torch.device("cpu"), progress, cache_dtype(config, dtype))
+        return LoadedModel(_identity(config, dtype), model, model_digest(model_config))
+
+    def load_all() -> LoadedModel:
         limit_this_thread(num_threads)
-        model = load_model(config.model_config, dtype, torch.device("cpu"), progress, cache_dtype(config, dtype))
-        return LoadedModel(_identity(config, dtype), model, model_digest(config.model_config))
+        model, *drafts = config.models
+        loaded = load(model, progress)
+        for draft in drafts:
+            loaded.draft = load(draft, lambda _: progress(1.0))
+        return loaded
 
     with control:
         parent = os.getppid()
-        loaded = _in_thread(load, look)
+        loaded = _in_thread(load_all, look)
         gc.freeze()  # a collection in a fork would copy all pages
         try:
             _wait_for_end_of_threads()
@@ -102,8 +109,8 @@ def _serve_as_template(
 
 
 def _identity(config: VllmConfig, dtype: torch.dtype) -> bytes:
-    """Return what decides which model is loaded, and in which form."""
-    return msgspec.json.encode([config.model_config, str(dtype), str(cache_dtype(config, dtype))])
+    """Return what decides which models are loaded, and in which form."""
+    return msgspec.json.encode([config.models, str(dtype), str(cache_dtype(config, dtype))])
 
 
 def _in_thread(load: Callable[[], LoadedModel], look: Callable[[], None]) -> LoadedModel:

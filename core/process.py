@@ -313,7 +313,7 @@ def _description(launch: CoreLaunch) -> CoreDescription:
     model = launch.config.model_config
     return CoreDescription(
         model=model.served_model_name,
-        folders=[model.path, model.tokenizer],
+        folders=[each.path for each in launch.config.models] + [model.tokenizer],
         address=launch.public.address if launch.public is not None else "",
         parent_pid=launch.parent_pid,
         num_restarts=0 if launch.predecessor is None else launch.predecessor.num_restarts,

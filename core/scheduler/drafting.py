@@ -5,7 +5,9 @@ computed ones while their step is pending. Processing the step makes the accepte
 the others are written again by the next steps; no block is registered or sealed with them.
 """
 
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +17,9 @@ from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Counts, Rows
 from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ModelOutput, PendingStep
-from vllm_mp.core.speculation.draft_pace import DraftPace, RequestPace
+from vllm_mp.core.speculation.draft_pace import DraftPace, RequestPace, kind_of
 from vllm_mp.core.speculation.drafts import Drafts, spread
 from vllm_mp.core.speculation.methods import make_proposer
-from vllm_mp.core.speculation.proposer import Proposal
 from vllm_mp.core.speculation.request_drafts import RequestDrafts
 
 _MAX_PROPOSALS = 64
@@ -35,6 +36,42 @@ class DraftedRows(NamedTuple):
 
 
 NO_DRAFTED_ROWS = DraftedRows(NO_ROWS, Drafts(np.zeros(0, np.int64), np.zeros(0, np.int64)))
+
+
+class DraftModel(Protocol):
+    """A smaller model that proposes tokens for many rows at a time. It has the blocks of the rows, in its own cache."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum number of tokens of a row for which it can propose."""
+        ...
+
+    def propose(self, batch: Batch, rows: Rows, takes: Callable[[int, int, float], bool]) -> bool:
+        """Compute what the model lacks of `rows` [n], and then one token after another of each of them.
+
+        `takes(index, token, probability)` gets each token, with the index of its row in `rows`. It returns whether the
+        row goes on; if so, it has written the token behind those of the row, and the row has blocks for it. A row of
+        which the model lacks many tokens gets a part of them computed, and proposes in a later step.
+
+        Return whether there was such a row.
+        """
+        ...
+
+
+class Candidate:
+    """A row for which a draft model proposes tokens."""
+
+    __slots__ = ("chance", "drafts", "known", "most", "request", "row")
+
+    def __init__(self, row: int, request: Request, known: RequestDrafts, most: int) -> None:
+        self.row = row
+        self.request = request
+        self.known = known
+        self.most = most
+        """Maximum number of its drafts."""
+        self.drafts: list[int] = []
+        self.chance = 1.0
+        """The chance that all drafts are accepted."""
 
 
 class Accepted(NamedTuple):
@@ -76,14 +113,27 @@ class DraftCounters:
 class Drafting:
     """Proposes drafts for the rows of steps, and takes in which of them were accepted."""
 
-    def __init__(self, config: SpeculativeConfig, batch: Batch, cache: KVCacheManager) -> None:
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        batch: Batch,
+        cache: KVCacheManager,
+        model: DraftModel | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`model` is that of the method "draft_model". `clock` returns seconds."""
         self.counters = DraftCounters(config.num_speculative_tokens)
         self.max_drafts = config.num_speculative_tokens
         """Maximum number of drafts of a row."""
         self._max_step_drafts = config.max_step_drafts
         self._batch = batch
         self._cache = cache
-        self._proposer = make_proposer(config)
+        self._model = model
+        self._proposer = None if model is not None else make_proposer(config)
+        """None if a draft model proposes."""
+        self._clock = clock
+        self._model_seconds: float | None = 0.0
+        """Time that the draft model took for the latest step; None: it also computed tokens of long prompts."""
         self._pace = DraftPace()
         self._stops = frozenset(batch.eos_token_ids.tolist())
         self._turn = 0
@@ -102,12 +152,18 @@ class Drafting:
         if len(candidates) > _MAX_PROPOSALS:
             self._turn += _MAX_PROPOSALS
             candidates = np.roll(candidates, -self._turn)[:_MAX_PROPOSALS]
+        if self._model is not None:
+            return self._as_drafted(decodes, self._ask(self._model, decodes, candidates, budget, least_chance))
         found: dict[int, list[int]] = {}
         for i in candidates.tolist():
             drafts = self._drafts_of(int(decodes[i]), min(self.max_drafts, budget), least_chance)
             if drafts:
                 found[i] = drafts
                 budget -= len(drafts)
+        return self._as_drafted(decodes, found)
+
+    def _as_drafted(self, decodes: Rows, found: dict[int, list[int]]) -> tuple[Rows, DraftedRows]:
+        """Return what `choose` does; `found` are the drafts by the index of their row in `decodes` [n]."""
         if not found:
             return decodes, NO_DRAFTED_ROWS
         indices = list(found)
@@ -142,32 +198,27 @@ class Drafting:
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Note how long a step without tokens of prompts has taken, of `num_rows` rows with `num_drafts` drafts."""
+        if num_drafts:
+            if self._model_seconds is None:
+                return
+            seconds += self._model_seconds
         self._pace.observe(num_rows, num_drafts, seconds)
 
     def note_end(self, request: Request) -> None:
         """Take in the answer of a request that ends and has no row any more."""
-        if request.drafts is not None:
+        if request.drafts is not None and self._proposer is not None:
             self._proposer.note_answer(request.draft_pool, request.tokens[request.num_prompt_tokens :])
 
     def _drafts_of(self, row: int, most: int, least_chance: float) -> list[int]:
         """Return the drafts of `row`, after they were written behind its known tokens and got blocks."""
         batch = self._batch
-        request, count = batch.request(row), int(batch.num_tokens[row])
-        # The token after the last draft still fits.
-        most = min(most, request.max_drafts, int(batch.max_total_tokens[row]) - count - 1)
-        if most <= 0:
+        candidate = self._candidate(row, most)
+        if candidate is None or candidate.known.source is None:
             return []
-        known = request.drafts
-        if known is None:
-            known = request.drafts = RequestDrafts(self._proposer.source(request.draft_pool))
-        tokens, pace = batch.token_ids[row, :count], known.pace
-        if pace.expected >= 0 and pace.position < count:
-            is_accepted = int(tokens[pace.position]) == pace.expected
-            self._pace.note_drafts(pace, pace.match, 1, int(is_accepted))
-        pace.expected = -1
-        if self._pace.is_resting(pace):
-            return []
-        proposal = known.source.propose(tokens, most)
+        request, pace = candidate.request, candidate.known.pace
+        tokens = batch.token_ids[row, : batch.num_tokens[row]]
+        count = len(tokens)
+        proposal = candidate.known.source.propose(tokens, candidate.most)
         if not proposal.tokens:
             return []
         worthwhile = self._pace.num_worthwhile(pace, proposal.match, len(proposal.tokens), least_chance)
@@ -177,13 +228,87 @@ class Drafting:
             batch.token_ids[row, count : count + len(drafts)] = drafts
             pace.match = proposal.match
         else:
-            self._expect(pace, proposal, count)
+            self._expect(pace, proposal.tokens[0], proposal.match, count)
             self._pace.note_refusal(pace)
         return drafts
 
-    def _expect(self, pace: RequestPace, proposal: Proposal, position: int) -> None:
-        """Note what was proposed for `position`, so that the next token shows whether it would have been accepted."""
-        pace.expected, pace.position, pace.match = proposal.tokens[0], position, proposal.match
+    def _candidate(self, row: int, most: int) -> Candidate | None:
+        """Return `row` with up to `most` drafts to propose; None if none are to be proposed for it in this step."""
+        batch = self._batch
+        request, count = batch.request(row), int(batch.num_tokens[row])
+        # The token after the last draft still fits.
+        most = min(most, request.max_drafts, int(batch.max_total_tokens[row]) - count - 1)
+        if most <= 0:
+            return None
+        known = request.drafts
+        if known is None:
+            source = None if self._proposer is None else self._proposer.source(request.draft_pool)
+            known = request.drafts = RequestDrafts(source)
+        pace = known.pace
+        if pace.expected >= 0 and pace.position < count:
+            is_accepted = int(batch.token_ids[row, pace.position]) == pace.expected
+            self._pace.note_draft(pace, pace.match, is_accepted)
+        pace.expected = -1
+        return None if self._pace.is_resting(pace) else Candidate(row, request, known, most)
+
+    def _ask(
+        self, model: DraftModel, decodes: Rows, indices: Rows, budget: int, least_chance: float
+    ) -> dict[int, list[int]]:
+        """Return what `model` drafts for the rows at `indices` [m] of `decodes` [n], by these indices.
+
+        The drafts are up to `budget` in all; they are written behind the known tokens of their rows, and have blocks.
+        """
+        self._model_seconds = 0.0
+        if least_chance >= 1.0:
+            self._pace.note_too_dear()
+            return {}
+        batch, started = self._batch, self._clock()
+        asked: dict[int, Candidate] = {}
+        for i in indices.tolist():
+            row = int(decodes[i])
+            count = int(batch.num_tokens[row])
+            candidate = self._candidate(row, min(self.max_drafts, budget, model.max_model_len - count))
+            if candidate is not None:
+                candidate.most = self._num_with_blocks(row, count, candidate.most)
+                if candidate.most:
+                    candidate.known.pace.kinds = []
+                    asked[i] = candidate
+        if not asked:
+            return {}
+        candidates, num_left = list(asked.values()), budget
+
+        def takes(index: int, token: int, probability: float) -> bool:
+            nonlocal num_left
+            candidate = candidates[index]
+            if num_left and self._takes(candidate, token, kind_of(probability), least_chance):
+                num_left -= 1
+                return len(candidate.drafts) < candidate.most
+            return False
+
+        is_behind = model.propose(batch, np.array([candidate.row for candidate in candidates], np.int64), takes)
+        self._model_seconds = None if is_behind else self._clock() - started
+        return {i: candidate.drafts for i, candidate in asked.items() if candidate.drafts}
+
+    def _takes(self, candidate: Candidate, token: int, kind: int, least_chance: float) -> bool:
+        """Return whether `token` becomes the next draft of a row; if so, write it behind the tokens of the row."""
+        batch, row, pace = self._batch, candidate.row, candidate.known.pace
+        count, chance = int(batch.num_tokens[row]), candidate.chance * self._pace.chance_of(pace, kind)
+        drafts = [*candidate.drafts, token]
+        if chance < least_chance:
+            if not candidate.drafts:
+                self._expect(pace, token, kind, count)
+                self._pace.note_unused(pace, chance, least_chance)
+            return False
+        if len(self._allowed(candidate.request, batch.token_ids[row, :count], drafts)) < len(drafts):
+            return False
+        batch.token_ids[row, count + len(candidate.drafts)] = token
+        candidate.drafts, candidate.chance = drafts, chance
+        pace.kinds.append(kind)
+        return True
+
+    def _expect(self, pace: RequestPace, token: int, kind: int, position: int) -> None:
+        """Note a token that was proposed for `position`; the row's token shows whether it would have been accepted."""
+        pace.expected, pace.position, pace.match = token, position, kind
 
     def _allowed(self, request: Request, tokens: npt.NDArray[np.int32], drafts: list[int]) -> list[int]:
         """Return `drafts` up to the first that would end the request, or that its grammar forbids after `tokens`."""
@@ -218,5 +343,8 @@ class Drafting:
             for index in range(num_accepted):
                 counters.accepted_per_position[index] += 1
             known = batch.request(row).drafts
-            if known is not None:
+            if known is not None and self._model is None:
                 self._pace.note_drafts(known.pace, known.pace.match, num_drafts, num_accepted)
+            elif known is not None:
+                for index, kind in enumerate(known.pace.kinds[: num_accepted + 1]):
+                    self._pace.note_draft(known.pace, kind, index < num_accepted)

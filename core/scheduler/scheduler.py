@@ -33,7 +33,7 @@ from vllm_mp.config import SchedulerConfig, SpeculativeConfig
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
-from vllm_mp.core.scheduler.drafting import NO_DRAFTED_ROWS, DraftedRows, Drafting
+from vllm_mp.core.scheduler.drafting import NO_DRAFTED_ROWS, DraftedRows, Drafting, DraftModel
 from vllm_mp.core.scheduler.endings import Ending, find_endings
 from vllm_mp.core.scheduler.forced_tokens import ForcedTokens
 from vllm_mp.core.scheduler.isolation import Isolation
@@ -82,11 +82,12 @@ class Scheduler:
         num_stages: int = 1,
         clock: Callable[[], float] = time.perf_counter,
         speculation: SpeculativeConfig | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """`num_stages` is the number of stages of the pipeline that computes the steps. `clock` returns seconds.
 
         `speculation` says how tokens are drafted; None: none are. With it, no step may be scheduled for a row whose
-        last token a pending step samples.
+        last token a pending step samples. `draft_model` is that of the method "draft_model".
         """
         self.config = config
         self.batch = batch
@@ -97,7 +98,7 @@ class Scheduler:
         self.isolation = Isolation(batch, self.waiting.isolated)
         self.room = Room(batch, cache, self.waiting, self.pending_steps)
         self._num_stages = num_stages
-        self.drafting = None if speculation is None else Drafting(speculation, batch, cache)
+        self.drafting = None if speculation is None else Drafting(speculation, batch, cache, draft_model, clock)
         """What gives drafts to rows; None: no tokens are drafted."""
         self._forced = ForcedTokens(batch, self.pending_steps, config.num_cheap_tokens)
         self._pace = PrefillPace(config.max_prefill_slowdown, clock)

@@ -29,6 +29,8 @@ _FEW: Final = 4.0
 _REST: Final = 3
 """Number of steps for which nothing is proposed after a proposal that was worth nothing, if most were not accepted."""
 _LEAST_SHARE: Final = 0.25
+_LOOK_REST: Final = 16
+"""The same after a token of a draft model that became no draft, because each of them takes a run of that model."""
 _ENGINE_MEMORY: Final = 0.995
 _REQUEST_MEMORY: Final = 0.9
 """Weight of what was accepted so far beside the next draft."""
@@ -53,7 +55,7 @@ class Share:
 class RequestPace:
     """What is known of the drafts of one request."""
 
-    __slots__ = ("expected", "match", "position", "rest", "share")
+    __slots__ = ("expected", "kinds", "match", "position", "rest", "share")
 
     def __init__(self) -> None:
         self.share = Share(_REQUEST_MEMORY)
@@ -61,7 +63,9 @@ class RequestPace:
         """The token that was proposed and not drafted for `position`; -1: none."""
         self.position = 0
         self.match = 0
-        """Length of the match by which it was proposed."""
+        """Length of the match by which it was proposed; of a draft model, the kind of the token (`kind_of`)."""
+        self.kinds: list[int] = []
+        """The kinds of the drafts that a draft model has proposed for the latest step."""
         self.rest = 0
         """Number of steps for which nothing is proposed."""
 
@@ -75,7 +79,7 @@ class DraftPace:
         self._ratios: dict[int, float] = {}
         """The cost of a draft as a share of that of a token, by the size of the step."""
         self._shares = [Share(_ENGINE_MEMORY, 0.5, 1.0) for _ in range(_MAX_MATCH + 1)]
-        """Of the drafts of all requests, by the length of the match before each."""
+        """Of the drafts of all requests, by the length of the match before each, or by their kinds (`kind_of`)."""
         self._num_to_look = 0
         self._is_refused = False
         """In the step that is being scheduled, the cost has forbidden a draft."""
@@ -95,15 +99,25 @@ class DraftPace:
 
     def num_worthwhile(self, request: RequestPace, match: int, most: int, least_chance: float) -> int:
         """Return how many tokens that follow a match of `match` tokens are worth a draft, at most `most`."""
-        chance, share = 1.0, request.share
+        chance = 1.0
         for count in range(most):
-            of_all = self._shares[min(match + count, _MAX_MATCH)]
-            typical = of_all.accepted / of_all.total
-            chance *= (_FEW * typical + share.accepted) / (_FEW + share.total)
+            chance *= self.chance_of(request, match + count)
             if chance < least_chance:
                 self._is_refused |= count == 0 and chance > _MARGIN
                 return count
         return most
+
+    def chance_of(self, request: RequestPace, kind: int) -> float:
+        """Return the chance of a draft whose predecessors are accepted.
+
+        `kind` is the length of the match before it, or of a draft model `kind_of`.
+        """
+        of_all, share = self._shares[min(kind, _MAX_MATCH)], request.share
+        return (_FEW * of_all.accepted / of_all.total + share.accepted) / (_FEW + share.total)
+
+    def note_too_dear(self) -> None:
+        """Note that a draft model was not asked, because no draft has a chance above the cost of one."""
+        self._is_refused = True
 
     def is_resting(self, request: RequestPace) -> bool:
         """Return whether nothing need be proposed for a request in this step. Called once for each step."""
@@ -118,12 +132,22 @@ class DraftPace:
         if share.total >= _FEW and share.accepted < _LEAST_SHARE * share.total:
             request.rest = _REST
 
+    def note_unused(self, request: RequestPace, chance: float, least_chance: float) -> None:
+        """Note that the first token of a draft model became no draft, because its `chance` is below the least one."""
+        share = request.share
+        self._is_refused |= chance > _MARGIN
+        if share.total >= _FEW and share.accepted < least_chance * share.total:
+            request.rest = _LOOK_REST
+
+    def note_draft(self, request: RequestPace, kind: int, is_accepted: bool) -> None:
+        """Note whether a draft of this `kind` was accepted; its predecessors in the step were."""
+        request.share.note(is_accepted)
+        self._shares[min(kind, _MAX_MATCH)].note(is_accepted)
+
     def note_drafts(self, request: RequestPace, match: int, num_drafts: int, num_accepted: int) -> None:
         """Note that a row has accepted `num_accepted` of `num_drafts` drafts, which followed a match of `match`."""
         for index in range(min(num_drafts, num_accepted + 1)):
-            is_accepted = index < num_accepted
-            request.share.note(is_accepted)
-            self._shares[min(match + index, _MAX_MATCH)].note(is_accepted)
+            self.note_draft(request, match + index, index < num_accepted)
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Note how long a step without tokens of prompts has taken, of `num_rows` rows with `num_drafts` drafts."""
@@ -141,6 +165,11 @@ class DraftPace:
             ratio = (min(seconds, most) - alone) / num_drafts * num_rows / alone
             ratio = max(0.0, min(_MAX_RATIO, ratio))
             self._ratios[size] = _MEMORY * known + (1 - _MEMORY) * ratio
+
+
+def kind_of(probability: float) -> int:
+    """Return the kind of a draft to which the draft model gives this probability, as a number of sixteenths."""
+    return int(probability * _MAX_MATCH)
 
 
 def _size(num_rows: int) -> int:

@@ -7,7 +7,7 @@ from vllm_mp.core.speculation.suffix import SuffixProposer
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer:
-    """Return the proposer of the method that `config` names."""
+    """Return the proposer of the method that `config` names, which reads texts and needs no draft model."""
     if config.method == "suffix":
         return SuffixProposer(
             config.suffix_decoding_max_tree_depth,

@@ -1,4 +1,7 @@
-"""What a method of drafting does: it proposes tokens that may follow those of a request."""
+"""What a method of drafting does: it proposes tokens that may follow those of a request.
+
+The method `draft_model` has no `Proposer`: its model proposes for many rows at a time (`core/worker/draft_runner.py`).
+"""
 
 from typing import NamedTuple, Protocol
 

@@ -9,6 +9,7 @@ class RequestDrafts:
 
     __slots__ = ("pace", "source")
 
-    def __init__(self, source: DraftSource) -> None:
+    def __init__(self, source: DraftSource | None) -> None:
+        """`source` is None if a draft model proposes."""
         self.source = source
         self.pace = RequestPace()

@@ -24,11 +24,14 @@ from vllm_mp.core.scheduler.step import OutputHandle, ScheduledStep
 from vllm_mp.core.start_times import StartTimes
 from vllm_mp.core.weights.digest import model_digest
 from vllm_mp.core.worker.cuda_graphs import Capture
+from vllm_mp.core.worker.draft_runner import DraftRunner
 from vllm_mp.core.worker.leader import Leader
 from vllm_mp.core.worker.memory.kept_memory import kept_memory
 from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.model_memory import ModelMemory
+from vllm_mp.core.worker.memory.paired_memory import PairedMemory
 from vllm_mp.core.worker.memory.plan import cache_blocks
+from vllm_mp.core.worker.memory.sleep import Memory
 from vllm_mp.core.worker.pending_output import PendingOutput
 from vllm_mp.core.worker.sampling.host_copies import HostCopies, all_to_device, to_device
 from vllm_mp.core.worker.sampling.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
@@ -114,11 +117,13 @@ class ModelRunner:
         """
         if scheduler_config.async_scheduling:
             self._latest = torch.zeros(scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
+        progress = progress or (lambda _: None)
+        attention = config.attention_config.backend  # before the choice for this model replaces it
         self.memory = ModelMemory(
             config,
             device,
             dtype,
-            progress or (lambda _: None),
+            progress,
             beat,
             make_capture,
             group,
@@ -126,6 +131,11 @@ class ModelRunner:
             captures_late,
             loaded,
         )
+        self.draft: DraftRunner | None = None
+        """The draft model, with its memory; None if there is none."""
+        if config.speculative_config is not None and config.speculative_config.draft_model_config is not None:
+            held = None if loaded is None else loaded.draft
+            self.draft = DraftRunner(config, attention, device, dtype, progress, beat, held)
         self.digest = model_digest(config.model_config) if loaded is None else loaded.digest
         times.end("weights")
         graph_bytes = self._profile() if device.type == "cuda" else 0
@@ -141,9 +151,11 @@ class ModelRunner:
         self._adopts = num_blocks > 0
         """All ranks have the KV cache of an earlier core."""
         if not self._adopts:
-            num_blocks = self._all_ranks.minimum(cache_blocks(config, device, self.memory.token_bytes(), graph_bytes))
+            num_blocks = self._all_ranks.minimum(cache_blocks(config, device, self.token_bytes(), graph_bytes))
         config.cache_config.num_blocks = num_blocks
         self.memory.allocate_cache(num_blocks)
+        if self.draft is not None:
+            self.draft.memory.allocate_cache(num_blocks)
         self._nan_check_required = not self.memory.attention.isolates
         times.end("KV cache")
         self.memory.make_graphs()
@@ -154,6 +166,17 @@ class ModelRunner:
     def _stage(self) -> tuple[int, int]:
         """The stage of this rank, and the number of stages."""
         return (0, 1) if self._pipeline is None else (self._pipeline.stage, self._pipeline.num_stages)
+
+    def token_bytes(self) -> int:
+        """Return the bytes of KV cache of one token, those of the draft model included."""
+        return self.memory.token_bytes() + (0 if self.draft is None else self.draft.memory.token_bytes())
+
+    @property
+    def released_memory(self) -> Memory:
+        """The memory that this process releases in a sleep."""
+        if self.draft is None:
+            return self.memory
+        return PairedMemory(self.memory, self.draft.memory, self.draft.forget)
 
     def seal_table(self) -> SealTable | None:
         """Return the table of what the blocks of the KV cache hold; None if the cache ends with this process."""
@@ -456,6 +479,8 @@ class ModelRunner:
         self._compile_steps(None if is_encoder else step, batch)
         graph_bytes = self.memory.graph_bytes()
         self.memory.kv_caches = []
+        if self.draft is not None:
+            self.draft.compile_steps()
         if self._latest is not None:
             ops.fill_awaited(self._latest, self._latest)  # compiles it
         if generates:

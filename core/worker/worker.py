@@ -60,8 +60,8 @@ class Worker:
         """Return if the worker answers."""
 
     def get_cache_block_size_bytes(self) -> int:
-        """Return the bytes of one block of the KV cache over all layers; 0 for an encoder."""
-        return self._runner.memory.token_bytes() * self._config.cache_config.block_size
+        """Return the bytes of one block of the KV cache, of all layers and of a draft model's; 0 for an encoder."""
+        return self._runner.token_bytes() * self._config.cache_config.block_size
 
     def get_kv_cache_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the blocks that a request of `num_tokens` tokens takes in the KV cache."""

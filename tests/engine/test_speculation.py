@@ -1,8 +1,11 @@
 """Speculation changes no answer: an engine with drafts beside one without, in float32."""
 
 import asyncio
+import json
+import shutil
 
 import pytest
+from support.engine_fixtures import SLOW_STEPS
 
 from vllm_mp import SamplingParams
 from vllm_mp.sampling_params import StructuredOutputsParams
@@ -88,6 +91,50 @@ def test_requests_of_all_kinds_answer_the_same_with_drafts(default_model, expect
     assert 20 < status["num_accepted_tokens"] <= status["num_draft_tokens"]
     assert sum(status["num_accepted_tokens_per_pos"]) == status["num_accepted_tokens"]
     assert status["num_drafts"] <= status["num_draft_tokens"]
+
+
+@pytest.fixture(scope="module")
+def expected_of_small_model(small_model):
+    with running_engine(small_model, seed=0) as engine:
+        return asyncio.run(answers(engine))
+
+
+@pytest.mark.parametrize("draft", ["the same model", "another model"])
+def test_requests_of_all_kinds_answer_the_same_with_a_draft_model(
+    small_model, expected_of_small_model, draft, tmp_path
+):
+    """The steps of the model are slow, so that drafts pay however long the small draft model takes."""
+    folder = small_model
+    if draft == "another model":
+        folder = shutil.copytree(small_model, tmp_path / "other")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 300.0, "rms_norm_eps": 0.1}))
+    options = {"spec_model": str(folder), "spec_tokens": 4, "fault_injection": SLOW_STEPS}
+    with running_engine(small_model, seed=0, **options) as engine:
+
+        async def figures():
+            status = await engine.core_status()
+            return status["num_accepted_tokens"], status["num_draft_tokens"]
+
+        async def run():
+            plain = (SamplingParams(temperature=heat, seed=7, max_tokens=60, ignore_eos=True) for heat in (0, 0.8))
+            await asyncio.gather(*(answer(engine, LIST, params) for params in plain))
+            accepted, drafted = await figures()
+            if draft == "the same model":
+                assert drafted > 30
+                assert accepted > 0.9 * drafted
+            else:
+                assert accepted < drafted
+            assert await answers(engine) == expected_of_small_model
+            for level in (1, 2):
+                await engine.sleep(level)
+                await engine.wake_up()
+                found = await answers(engine)
+                for kind in KINDS.keys() - {"without a seed", "forced JSON"}:  # which draw others each time
+                    assert found[kind] == expected_of_small_model[kind], kind
+            assert (await figures())[1] > drafted
+
+        asyncio.run(run())
 
 
 def test_answers_are_drafted_from_earlier_ones_of_the_same_salt(make_engine):

@@ -22,6 +22,10 @@ OPTIONS = {"fault_injection": SLOW_STEPS, "max_core_restarts": 100, "max_num_bat
 DRAFTS = {"spec_method": "ngram", "spec_tokens": 4}
 
 
+def kill(engine):
+    os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGKILL)
+
+
 @pytest.fixture(scope="module")
 def expected(small_model):
     """The answers without drafts and without a death."""
@@ -30,9 +34,6 @@ def expected(small_model):
 
 
 def test_killed_core_continues_all_requests_and_finds_what_accepted_drafts_computed(small_model, expected):
-    def kill(engine):
-        os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGKILL)
-
     with running_engine(small_model, **OPTIONS, **DRAFTS) as engine:
 
         async def run():
@@ -45,6 +46,25 @@ def test_killed_core_continues_all_requests_and_finds_what_accepted_drafts_compu
                 assert status["restarts"] == num_deaths
                 assert status["num_found_blocks"] > 20
                 assert status["num_recomputed_tokens"] == 0
+
+        asyncio.run(run())
+
+
+def test_killed_core_continues_all_requests_with_an_empty_cache_of_the_draft_model(small_model, expected):
+    with running_engine(small_model, **OPTIONS, spec_model=str(small_model), spec_tokens=4) as engine:
+
+        async def run():
+            for num_deaths, num_steps in enumerate((3, 7), 1):
+                found, status = await answers_through(engine, kill, num_steps, REQUESTS)
+                assert found == expected[: len(REQUESTS)]
+                assert status["restarts"] == num_deaths
+                assert status["num_recomputed_tokens"] == 0
+            before = await engine.core_status()
+            assert await answers(engine, REQUESTS) == expected[: len(REQUESTS)]
+            status = await engine.core_status()
+            accepted, drafted = (status[name] - before[name] for name in ("num_accepted_tokens", "num_draft_tokens"))
+            assert drafted > 20
+            assert accepted > 0.7 * drafted
 
         asyncio.run(run())
 

@@ -11,7 +11,7 @@ from support.random_encoders import CLASSIFIERS
 from transformers import Gemma2Config, LlamaConfig, Phi3Config
 
 from vllm_mp.core.worker.cuda_graphs import step_shapes
-from vllm_mp.testing.random_models import CONFIGS, NATIVE, save_config
+from vllm_mp.testing.random_models import CONFIGS, NATIVE, SIZES, save_config
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -93,6 +93,23 @@ def test_steps_with_drafts_are_replayed_and_compile_nothing(tmp_path):
         engine.scheduler.drafting._pace = EagerPace()
         engine.play()
         assert device.num_replays > 0
+        counters = engine.scheduler.drafting.counters
+        assert counters.num_accepted_tokens == counters.num_draft_tokens > 20, "the fake device chooses token 0"
+    assert not device.faults, "\n".join(dict.fromkeys(device.faults))
+
+
+def test_steps_of_a_draft_model_compile_nothing(tmp_path):
+    """The draft model has other sizes than the model, for which kernels are compiled too."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 16}
+    draft = save_config(LlamaConfig(**{**SIZES, **sizes}), tmp_path / "draft")
+    options = {"dtype": "bfloat16", "max_num_seqs": 4, "speculative_config": {"model": str(draft)}}
+    with engine_on_fake_cuda(save_config(CONFIGS["qwen3"], tmp_path), **options) as (engine, device):
+        engine.scheduler.drafting._pace = EagerPace()
+        num_compiled = len(device.compilations)
+        for _ in range(2):
+            engine.play()
+            engine.sleep_and_wake_up(1)
+        assert device.compilations[num_compiled:] == []
         counters = engine.scheduler.drafting.counters
         assert counters.num_accepted_tokens == counters.num_draft_tokens > 20, "the fake device chooses token 0"
     assert not device.faults, "\n".join(dict.fromkeys(device.faults))

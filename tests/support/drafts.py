@@ -12,10 +12,16 @@ class EagerPace:
     def num_worthwhile(self, request, match, most, least_chance):
         return most
 
+    def chance_of(self, request, kind):
+        return 1.0
+
     def is_resting(self, request):
         return False
 
     def note_refusal(self, request):
+        """Do nothing."""
+
+    def note_draft(self, request, kind, is_accepted):
         """Do nothing."""
 
     def note_drafts(self, request, match, num_drafts, num_accepted):

@@ -122,7 +122,7 @@ class FakeCudaEngine(LocalEngine):
         assert set(self.vectors) == set(range(len(PROMPTS)))
 
     def sleep_and_wake_up(self, level):
-        sleep = Sleep(self.scheduler, self.runner.memory, lambda _: None, lambda _: None)
+        sleep = Sleep(self.scheduler, self.runner.released_memory, lambda _: None, lambda _: None)
         for call in (sleep.sleep(level), sleep.wake_up()):
             while self.scheduler.pending_steps:
                 self.process_all_but(0)

@@ -68,7 +68,14 @@ class LocalEngine:
         """Maximum number of drafts of the requests that are added from now on."""
         if (speculation := config.speculative_config) is not None:
             self.max_drafts = speculation.num_speculative_tokens
-        self.scheduler = Scheduler(scheduler, self.batch, kv_cache, num_stages=num_stages, speculation=speculation)
+        self.scheduler = Scheduler(
+            scheduler,
+            self.batch,
+            kv_cache,
+            num_stages=num_stages,
+            speculation=speculation,
+            draft_model=self.runner.draft,
+        )
         self.sampler = Sampler(self.batch, self.device)
         self.num_ahead = max(int(bool(scheduler.async_scheduling)), num_stages - 1)
         self.num_launched = 0

@@ -117,7 +117,10 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"model": args.model, "dtype": args.dtype, "quantization": args.quantization}
     options |= {"max_model_len": 2048, "max_num_seqs": max(args.streams), "enable_prefix_caching": True}
     plain = await AsyncLLM.start(AsyncEngineArgs(**options))
-    drafted = await AsyncLLM.start(AsyncEngineArgs(**options, spec_method=args.method, spec_tokens=args.spec_tokens))
+    speculation = {"method": args.method, "num_speculative_tokens": args.spec_tokens}
+    if args.draft_model is not None:
+        speculation |= {"model": args.draft_model, "quantization": args.draft_quantization}
+    drafted = await AsyncLLM.start(AsyncEngineArgs(**options, speculative_config=speculation))
     figures: dict[str, Any] = {}
     async with plain, drafted:
         for kind in args.kinds:
@@ -155,6 +158,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--method", default="ngram")
+    parser.add_argument("--draft-model", default=None, help="the model of --method draft_model")
+    parser.add_argument("--draft-quantization", default=None)
     parser.add_argument("--spec-tokens", type=int, default=8)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))

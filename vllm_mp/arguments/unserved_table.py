@@ -288,7 +288,6 @@ ENGINE_ARGUMENTS: dict[str, Unserved] = {
     ),
     **_refused(
         _OTHER_DRAFTS,
-        spec_model=None,
         speculative_model=None,
         speculative_model_quantization=None,
         speculative_draft_tensor_parallel_size=None,

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from vllm_mp.arguments.options import MAX_INTEGER, Options, option
+from vllm_mp.config.sections import QUANTIZATIONS
 from vllm_mp.config.speculation import METHODS, read_speculative_config
 from vllm_mp.fault_injection.faults import parse_faults
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS
@@ -263,7 +264,7 @@ class EngineOptions(Options):
         "Make weights of fewer bits when the model is loaded; int8: integers of 8 bits, on CPUs; int4: blocks of "
         "4 bits, on CPUs; fp8: floats of 8 bits, on GPUs of compute capability 8.9 or higher; awq, gptq, "
         "gguf: those of the checkpoint, which need not be given. Default: the weights of the checkpoint.",
-        choices=("int8", "int4", "fp8", "awq", "gptq", "gguf"),
+        choices=QUANTIZATIONS,
         subject="model",
     )
     generation_config: str = option(
@@ -312,8 +313,14 @@ class EngineOptions(Options):
     spec_method: str | None = option(
         None,
         "Draft tokens by this method; it sets `method` of speculative_config. ngram: from the request's own text; "
-        "suffix: also from recent answers to other requests. Default: as speculative_config says.",
+        "suffix: also from recent answers to other requests; draft_model: by a smaller model. Default: as "
+        "speculative_config says.",
         choices=METHODS,
+    )
+    spec_model: str | None = option(
+        None,
+        "Draft tokens with this smaller model, which has the same vocabulary; it sets `model` of speculative_config. "
+        "Default: as speculative_config says.",
     )
     spec_tokens: int | None = option(
         None,
@@ -395,7 +402,11 @@ class EngineOptions(Options):
 
     def _complete_speculative_config(self) -> None:
         """Put the options for single fields into `speculative_config`, and check it."""
-        single = {"method": self.spec_method, "num_speculative_tokens": self.spec_tokens}
+        single = {
+            "method": self.spec_method,
+            "model": self.spec_model,
+            "num_speculative_tokens": self.spec_tokens,
+        }
         given = {name: value for name, value in single.items() if value is not None}
         if given:
             self.speculative_config = {**(self.speculative_config or {}), **given}

@@ -4,6 +4,7 @@ An option that has a field of the same name in a section of `VllmConfig` is copi
 depend on the model or on other options are worked out here.
 """
 
+import copy
 import dataclasses
 import math
 import os
@@ -24,11 +25,13 @@ from vllm_mp.config import (
     ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
+from vllm_mp.config.draft_model import check_draft, check_one_process, check_same_vocabulary, naming_draft
 from vllm_mp.config.engine_options import DEFAULT_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_VARIABLE, EngineOptions
 from vllm_mp.config.nodes import check_nodes, node_key_file
-from vllm_mp.config.speculation import read_speculative_config
+from vllm_mp.config.speculation import DRAFT_MODEL, read_speculative_config
 from vllm_mp.machine.host_cpus import parse_cpus
 from vllm_mp.machine.installation import require_engine
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
@@ -134,8 +137,59 @@ def resolve_config(args: EngineOptions) -> VllmConfig:
         observability_config=_section(ObservabilityConfig, args),
         liveness_config=_section(LivenessConfig, args, engine_iteration_timeout_s=_iteration_timeout(args)),
         lora_config=_lora_config(args, architecture),
-        speculative_config=read_speculative_config(args.speculative_config or {}),
+        speculative_config=_speculative_config(args, architecture, tokenizer, max_model_len),
     )
+
+
+def _speculative_config(
+    args: EngineOptions, architecture: Architecture, tokenizer: Path, max_model_len: int
+) -> SpeculativeConfig | None:
+    """Return the section of speculation, with the draft model if there is one; None: no tokens are drafted.
+
+    `architecture` and the folder `tokenizer` are those of the model that verifies the drafts. Raises what
+    `resolve_model` raises, and ValueError or NotImplementedError for a draft model that cannot serve.
+    """
+    speculation = read_speculative_config(args.speculative_config or {})
+    if speculation is None or speculation.method != DRAFT_MODEL:
+        return speculation
+    assert speculation.model is not None
+    check_one_process(args, _backends(args)[0])
+    draft = copy.copy(args)
+    draft.model, draft.revision, draft.quantization = (
+        speculation.model,
+        speculation.revision,
+        speculation.quantization,
+    )
+    with naming_draft(draft.model):
+        folder = resolve_model(
+            draft.model,
+            revision=draft.revision,
+            hf_token=draft.hf_token,
+            download_dir=draft.download_dir,
+            load_format=draft.load_format,
+        )
+        hf_config = read_hf_config(folder, draft.load_format)
+        found = read_architecture(hf_config)
+        quantization = _quantization(draft, found, folder)
+    check_draft(draft.model, found, _why_not_native(found))
+    check_same_vocabulary(
+        draft.model, args.model, found, architecture, None if args.skip_tokenizer_init else (folder, tokenizer)
+    )
+    speculation.draft_model_config = _section(
+        ModelConfig,
+        draft,
+        path=str(folder),
+        tokenizer=str(folder),
+        served_model_name=draft.model,
+        chat_template=None,
+        quantization=quantization,
+        max_model_len=min(max_model_len, found.max_position),
+        hf_config=hf_config,
+        eos_token_ids=[],
+        logits_processors=[],
+        pooling=read_pooling_config(folder, False),
+    )
+    return speculation
 
 
 def _backends(args: EngineOptions) -> tuple[str, str]:

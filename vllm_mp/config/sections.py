@@ -6,7 +6,7 @@ and validates it. A field with the name of an option holds the option's value.
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -14,6 +14,9 @@ from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.model_config.pooling import PoolingConfig
 from vllm_mp.requests.lora_request import LoRARequest
+
+QUANTIZATIONS: Final = ("int8", "int4", "fp8", "awq", "gptq", "gguf")
+"""What the option `quantization` may say."""
 
 
 class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
@@ -224,7 +227,7 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True):
     """How tokens are drafted."""
 
     method: str
-    """"ngram" or "suffix"."""
+    """"ngram", "suffix" or "draft_model"."""
     num_speculative_tokens: int
     """Maximum number of draft tokens of a request in a step."""
     prompt_lookup_min: int
@@ -239,6 +242,14 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True):
     """Number of drafts for each token of a match."""
     suffix_decoding_min_token_prob: float = 0.1
     """Least share of the places of a match at which a draft has followed."""
+    model: str | None = None
+    """The name of the draft model, for the method "draft_model"."""
+    revision: str | None = None
+    """The branch, tag or commit of a draft model of the hub; None: the main branch."""
+    quantization: str | None = None
+    """The quantization of the draft model; None: that of its checkpoint."""
+    draft_model_config: ModelConfig | None = None
+    """The draft model, once it is found; None for other methods."""
 
     @property
     def max_step_drafts(self) -> int:
@@ -308,3 +319,9 @@ class VllmConfig(msgspec.Struct, kw_only=True):
     """None: no request may use an adapter."""
     speculative_config: SpeculativeConfig | None = None
     """None: no tokens are drafted."""
+
+    @property
+    def models(self) -> list[ModelConfig]:
+        """The model, and the draft model if there is one."""
+        draft = None if self.speculative_config is None else self.speculative_config.draft_model_config
+        return [self.model_config] if draft is None else [self.model_config, draft]

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vllm_mp.arguments.suggestions import did_you_mean
-from vllm_mp.config.sections import SpeculativeConfig
+from vllm_mp.config.sections import QUANTIZATIONS, SpeculativeConfig
 
-METHODS: Final = ("ngram", "suffix")
+METHODS: Final = ("ngram", "suffix", "draft_model")
+DRAFT_MODEL: Final = METHODS[2]
 _MAX_TOKENS: Final = 64
 """Maximum of `num_speculative_tokens`: a step with more of them computes for longer than it waits for the weights."""
 _DEFAULT_TOKENS: Final = 8
@@ -21,29 +22,33 @@ _RANGES: Final[Mapping[str, tuple[type, float, float]]] = {
     "suffix_decoding_min_token_prob": (float, 0.0, 1.0),
 }
 """Type, least and greatest value of each number."""
-_NO_DRAFT_MODEL: Final = f"drafts come from the texts of requests, by the method {' or '.join(METHODS)}"
+_NAMES: Final = ("model", "revision", "quantization")
+"""Fields of the method "draft_model", each a string."""
+_SOURCES: Final = "drafts come from the texts of requests (ngram, suffix) or from a smaller model (draft_model)"
+_LIKE_THE_TARGET: Final = "the draft model is loaded and run as the engine's options say for the model"
 _UNSERVED: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         (
-            "model",
             "attention_backend",
             "code_revision",
-            "disable_padded_drafter_batch",
             "draft_load_config",
-            "draft_sample_method",
-            "draft_tensor_parallel_size",
             "enforce_eager",
             "max_model_len",
             "moe_backend",
+        ),
+        _LIKE_THE_TARGET,
+    ),
+    **dict.fromkeys(
+        (
+            "disable_padded_drafter_batch",
+            "draft_sample_method",
             "parallel_drafting",
-            "quantization",
-            "revision",
             "speculative_token_tree",
-            "tensor_parallel_size",
             "use_local_argmax_reduction",
         ),
-        _NO_DRAFT_MODEL,
+        "a draft model proposes its most likely tokens, one after another",
     ),
+    **dict.fromkeys(("draft_tensor_parallel_size", "tensor_parallel_size"), "a draft model has one rank"),
     "disable_by_batch_size": "the number of drafts follows the load as it is measured",
     "rejection_sample_method": "a draft is accepted if the request's own random number chooses it",
     "synthetic_acceptance_rate": "a draft is accepted if the request's own random number chooses it",
@@ -53,7 +58,9 @@ _UNSERVED: Final[Mapping[str, str]] = {
 
 
 def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig | None:
-    """Return the section that `given` asks for; None if it is empty. Without a method, it is the first of `METHODS`.
+    """Return the section that `given` asks for; None if it is empty.
+
+    Without a method, it is "draft_model" if there is a model, else "ngram". The draft model itself is not looked at.
 
     Raises NotImplementedError for a method or field of vLLM that is not served, and TypeError or ValueError, with
     name, value and remedy, for anything else that is wrong.
@@ -61,15 +68,26 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig | Non
     fields = {name: value for name, value in given.items() if value is not None}
     if not fields:
         return None
-    if fields.get("method") is None and fields.get("model") in METHODS:
+    if fields.get("method") is None and fields.get("model") in METHODS[:2]:
         fields["method"] = fields["model"]
-    method = fields.pop("method", METHODS[0] if fields.get("model") is None else None)
-    if fields.get("model") == method:
+    method = fields.pop("method", METHODS[0] if fields.get("model") is None else DRAFT_MODEL)
+    if method != DRAFT_MODEL and fields.get("model") == method:
         fields.pop("model", None)
     if method not in METHODS:
         _refuse_method(method)
+    if method == DRAFT_MODEL and fields.get("draft_tensor_parallel_size") == 1:
+        fields.pop("draft_tensor_parallel_size")
     for name, value in fields.items():
         _check_field(name, value)
+        if name in _NAMES and method != DRAFT_MODEL:
+            raise ValueError(
+                f"speculative_config[{name!r}]={value!r} belongs to method={DRAFT_MODEL!r}, and the method is "
+                f"{method!r}; leave out one of them"
+            )
+    if method == DRAFT_MODEL and "model" not in fields:
+        raise ValueError(
+            f"speculative_config: method={DRAFT_MODEL!r} needs the name or path of a smaller model; set model"
+        )
     numbers: dict[str, Any] = {
         "num_speculative_tokens": _DEFAULT_TOKENS,
         "suffix_decoding_max_tree_depth": 24,
@@ -100,16 +118,11 @@ def _lookup(fields: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _refuse_method(method: object) -> None:
-    """Raise the error for a method that is missing or not served."""
-    known = ", ".join(METHODS)
-    if method is None:
-        raise NotImplementedError(
-            f"speculative_config names a model, and {_NO_DRAFT_MODEL}; set method to one of {known}"
-        )
+    """Raise the error for a method that is not served."""
     if not isinstance(method, str):
-        raise TypeError(f"speculative_config['method'] must be one of {known}, got {method!r}")
+        raise TypeError(f"speculative_config['method'] must be one of {', '.join(METHODS)}, got {method!r}")
     raise NotImplementedError(
-        f"speculative_config['method']={method!r} is not served: {_NO_DRAFT_MODEL}; choose one of these"
+        f"speculative_config['method']={method!r} is not served: {_SOURCES}; choose one of these"
         f"{did_you_mean(method, METHODS)}"
     )
 
@@ -120,8 +133,16 @@ def _check_field(name: str, value: Any) -> None:
         raise NotImplementedError(
             f"speculative_config[{name!r}]={value!r} is not served: {_UNSERVED[name]}; leave it out"
         )
+    if name in _NAMES:
+        if not isinstance(value, str):
+            raise TypeError(f"speculative_config[{name!r}] must be of type str, got {value!r}")
+        if name == "quantization" and value not in QUANTIZATIONS:
+            raise ValueError(
+                f"speculative_config['quantization'] must be one of {', '.join(QUANTIZATIONS)}, got {value!r}"
+            )
+        return
     if name not in _RANGES:
-        raise ValueError(f"speculative_config has no field {name!r}{did_you_mean(name, ['method', *_RANGES])}")
+        raise ValueError(f"speculative_config has no field {name!r}{did_you_mean(name, ['method', *_NAMES, *_RANGES])}")
     kind, low, high = _RANGES[name]
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         raise TypeError(f"speculative_config[{name!r}] must be of type {kind.__name__}, got {value!r}")

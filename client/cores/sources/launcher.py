@@ -383,12 +383,13 @@ class CoreLauncher:
     def lasting_error(self, error: str) -> str | None:
         """Return why no further core can serve, after a core did not start because of `error`; None if one may.
 
-        The model's GGUF file is missing, changed or damaged, or a machine has not come back in time.
+        A model's GGUF file is missing, changed or damaged, or a machine has not come back in time.
         """
         try:
-            mapped_file = mapped_gguf(self._config.model_config.folder)
-            if mapped_file is not None:
-                mapped_file.read()
+            for model in self._config.models:
+                mapped_file = mapped_gguf(model.folder)
+                if mapped_file is not None:
+                    mapped_file.read()
         except ValueError as model_error:
             return f"no further core can load the model: {model_error}"
         return f"the next core cannot start: {error}" if is_missing_node(error) else None

@@ -14,11 +14,13 @@ class LoadedModel:
     """A model that was loaded before the core had threads, so that a template process shares its memory."""
 
     def __init__(self, identity: bytes, model: CausalLM, digest: ModelDigest) -> None:
-        """`identity` is equal for all configurations that load the same model in the same form."""
+        """`identity` is equal for all configurations that load the same models in the same form."""
         self.identity = identity
         self.model: CausalLM | None = model
         """None after `forget`."""
         self.digest = digest
+        self.draft: LoadedModel | None = None
+        """The model that drafts tokens for it; None if there is none."""
         self._template: int | None = None
         """Descriptor of the template process that shares the memory; None: there is none."""
 

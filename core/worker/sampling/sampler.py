@@ -63,6 +63,15 @@ class Sampler:
             params = self._registered.apply_to_random(logits, batch, rows, params)
         return ops.sample(logits, params)
 
+    def draw(self, logits: Tensor, rows: Rows, num_tokens: Counts) -> Tensor:
+        """Return what `sample` does for `logits` that no logits processor and no grammar changes.
+
+        So draft models choose: the random number is that with which the token after `num_tokens` [n] is chosen.
+        """
+        if not self._draws(rows):
+            return ops.argmax(logits)
+        return ops.sample(logits, self._draw_params(rows, num_tokens))
+
     def is_argmax(self, rows: Rows, num_tokens: Counts | None = None) -> bool:
         """Return whether `sample` would give each of `rows` [n] the highest logit that its token mask allows."""
         counts = self._batch.num_tokens[rows] if num_tokens is None else num_tokens

@@ -81,6 +81,7 @@ _SPECIAL_VALUES: dict[str, typing.Any] = {
     "lora_modules": ("sql=/adapters/a b", '{"name": "law", "path": "/adapters/law"}'),
     "max_logprobs": -1,
     "override_generation_config": {"top_k": 5},
+    "spec_model": "ngram",  # a model would be looked for; vLLM takes the name of a method too
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
     "structured_outputs_config": {"disable_any_whitespace": True},
 }

@@ -34,15 +34,19 @@ def config_of(folder, **options):
         ({"quantization": "int8"}, torch.float32, False),
         ({"kv_cache_dtype": "fp8"}, torch.float32, False),
         ({"load_format": "dummy"}, torch.float32, False),
+        ({"spec_method": "ngram"}, torch.float32, True),
+        ({"spec_model": "draft"}, torch.float32, False),
         ({}, torch.bfloat16, False),
     ],
-    ids=["same", "same model", "other length", "quantized", "other cache", "dummy", "other dtype"],
+    ids=["same", "same model", "other length", "quantized", "other cache", "dummy", "n-grams", "draft", "other dtype"],
 )
 def test_core_uses_the_model_of_its_template_only_for_the_same_configuration(
     folder, monkeypatch, options, dtype, is_used
 ):
     held = LoadedModel(_identity(config_of(folder), torch.float32), object(), ModelDigest("", "", ""))
     monkeypatch.setattr(model_template, "_held", held)
+    if "spec_model" in options:
+        options = {"spec_model": str(folder)}
     shares = []
     used = held_model(config_of(folder, **options), dtype, shares.append)
     assert (used is held) == is_used

@@ -225,7 +225,8 @@ class StandInRunner:
     def __init__(self, page):
         self.page = page
         self.log = []
-        self.memory = StandInMemory(self.log)
+        self.memory = self.released_memory = StandInMemory(self.log)
+        self.draft = None
         self.on_page = {}
         self.token = 7
         self.processed_before_sampling = {}
