@@ -198,14 +198,11 @@ def test_address_without_a_cluster_is_an_error(small_model, monkeypatch):
         AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(small_model), engine_use_ray=True, start_timeout_s=1.0))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_core_that_cannot_start_is_an_error_with_its_node_and_cause(cluster, small_model, ranks):
+def test_core_that_cannot_start_is_an_error_with_its_node_and_cause(cluster, small_model):
     options = {"engine_use_ray": True, "kv_cache_memory_bytes": 1, "device": "cpu"}
-    add_nodes(cluster, up_to=ranks)
+    add_nodes(cluster, up_to=2)
     with pytest.raises(EngineStartError, match=r"core on node \S+ \(\w{8}\) did not start: .*kv_cache_memory_bytes"):
-        AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=str(small_model), tensor_parallel_size=ranks, nnodes=ranks, **options)
-        )
+        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(small_model), tensor_parallel_size=2, nnodes=2, **options))
     assert not rank_hosts()
 
 

@@ -34,7 +34,7 @@ def test_references_of_the_document_resolve_and_operations_have_their_own_ids(do
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("paths", "examples"),
-    [(_FREQUENT, 4), pytest.param(None, 100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    [(_FREQUENT, 4), pytest.param(None, 40, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
 )
 def test_no_request_that_the_document_suggests_makes_the_server_fail(server, paths, examples):
     import schemathesis

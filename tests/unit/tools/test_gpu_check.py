@@ -54,7 +54,7 @@ def test_good_run_reports_every_figure_as_a_share_of_the_device_limits(tmp_path)
     assert found["ceilings"]["copy_bytes_per_s"] > 1e8
     assert found["ceilings"]["matmul_flops_per_s"] > 1e8
     record = found["benchmarks"]["tiny"]
-    assert 0 < record["start_s"] < 60
+    assert record["start_s"] > 0
     assert [figure["batch"] for figure in record["decode"]] == [1, 4]
     assert [figure["prompt_len"] for figure in record["prefill"]] == [16, 64]
     assert record["loads"]["8 of 8-16/8-16"]["output_tokens_per_s"] > 0
@@ -168,15 +168,6 @@ def test_later_run_repeats_failed_tests_and_does_what_the_earlier_run_did_not(tm
     assert (second["tests"]["passed"], second["tests"]["failed"]) == (1, 0), "only the test that failed runs again"
     assert second["linear"] == []
     assert second["attention"]
-
-
-@pytest.mark.slow
-def test_only_requested_parts_are_run(tmp_path):
-    code, found = run_tool(tmp_path / "results.json", "--device", "cpu", "--only", "attention")
-    assert code == 0
-    assert found["tests"] is None
-    assert found["benchmarks"] == {}
-    assert len(found["attention"]) == 3
 
 
 def test_steady_rate_counts_the_time_in_which_all_streams_decode():

@@ -14,6 +14,8 @@ from vllm_mp.testing.random_models import NATIVE
 
 FAMILIES = (*(name for name in NATIVE if name != "llama-llama3"), "bert", "roberta", "distilbert")
 """A base of each family."""
+VARIANTS = ("phi3-long", "llama-yarn", "gemma3 with images", "bert for classes")
+"""Bases of which fields count that are not read, or read otherwise, in those of `FAMILIES`."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,7 @@ def test_each_field_is_served_as_by_transformers_or_refused_by_its_name(name: st
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_each_value_of_each_field_is_served_as_by_transformers_or_refused_by_its_name(
     name: str, tmp_path: Path
 ) -> None:
