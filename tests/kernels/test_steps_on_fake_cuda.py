@@ -98,6 +98,7 @@ def test_steps_with_drafts_are_replayed_and_compile_nothing(tmp_path):
     assert not device.faults, "\n".join(dict.fromkeys(device.faults))
 
 
+@pytest.mark.extended
 def test_steps_of_a_draft_model_compile_nothing(tmp_path):
     """The draft model has other sizes than the model, for which kernels are compiled too."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 16}
