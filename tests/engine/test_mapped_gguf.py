@@ -10,6 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf import quantize as quantize_array
+from support.model_templates import model_template_of
 from support.paged_steps import run_in_chunks
 from support.tiny_gguf import rewrite_tensors, separated_experts, split, write_random_gguf, write_tiny_gguf
 from transformers import (
@@ -35,7 +36,7 @@ from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.model_store import gguf, resolve_model
-from vllm_mp.testing.engines import eventually, running_engine
+from vllm_mp.testing.engines import running_engine
 from vllm_mp.testing.greedy_parity import GreedyReference, assert_greedy, generate_all
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
@@ -295,17 +296,6 @@ def test_core_maps_the_file_again_after_a_kill_and_a_sleep_and_names_it_when_it_
         asyncio.run(run(engine))
 
 
-async def model_template_is_ready(engine):
-    """Return once the template process with the model can fork the next core."""
-    template = engine.cores.first.supervisor.core.process.model_template
-
-    async def is_ready():
-        template.prepare()
-        return template.pid is not None
-
-    await eventually(is_ready)
-
-
 def replace_file(path):
     other = path.with_name("other.gguf")
     write_random_gguf(other, "llama", CONFIGS["llama"])
@@ -321,7 +311,7 @@ def test_core_that_is_forked_with_a_truncated_model_is_followed_by_one_that_name
 
     async def run(engine):
         await tokens_of(engine, PROMPTS[0])
-        await model_template_is_ready(engine)
+        await model_template_of(engine)
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(EngineDeadError, match=r"(?s)no further core can .*tiny\.gguf: .* the file has \d+ bytes"):
             await tokens_of(engine, PROMPTS[2])
@@ -356,7 +346,7 @@ def test_core_that_is_forked_with_its_model_goes_on_after_the_file_was_replaced(
 
     async def run(engine):
         expected = await tokens_of(engine, PROMPTS[0], 100)
-        await model_template_is_ready(engine)
+        await model_template_of(engine)
         replace_file(path)
         assert await tokens_of(engine, PROMPTS[0], 100, kill_at=1) == expected
 

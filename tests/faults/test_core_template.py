@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.model_templates import model_template_of
 
 from vllm_mp import SamplingParams
 from vllm_mp.client.cores.sources.template import CoreTemplate
@@ -52,18 +53,6 @@ async def wait_until_ready(template):
         return template.prepare() and template.pid is not None
 
     await eventually(is_ready)
-
-
-async def model_template_of(engine):
-    """Return the template that has the core's model, once it is ready to fork."""
-    template = process_of(engine).model_template
-
-    async def is_ready():
-        template.prepare()
-        return template.pid is not None
-
-    await eventually(is_ready)
-    return template
 
 
 async def is_true(value):
