@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.config import VllmConfig
+from vllm_mp.requests.images import MAX_IMAGES, ImageDigest, PlacedImage, ProcessedImage
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.prompt_embeds import PromptEmbeds
@@ -115,7 +116,9 @@ class AddRequest(_Message, tag=2):
     `lora` is the adapter for the request, or None for the base model, and `adapter_digest` the digest of the weights
     that computed `output`; it is empty if the client does not know it. `is_replay`: an earlier core has admitted the
     request, so that it waits where a new one is refused because too much is under way. `tenant` is the party of this
-    client for which the request runs: tenants take turns and have shares of the memory as clients do.
+    client for which the request runs: tenants take turns and have shares of the memory as clients do. `images` are
+    those of the prompt, in order; the core must have got each in a `PutImage`, else it answers with `MissingImages` and
+    does not add the request.
     """
 
     incarnation: int
@@ -142,6 +145,7 @@ class AddRequest(_Message, tag=2):
     adapter_digest: _Name = ""
     is_replay: bool = False
     tenant: _Tenant = 0
+    images: Annotated[list[PlacedImage], msgspec.Meta(max_length=MAX_IMAGES)] = []
 
 
 class AddPooling(_Message, tag=6):
@@ -213,7 +217,17 @@ class Convicted(_Message, tag=8):
     deaths: Annotated[list[int], msgspec.Meta(max_length=MAX_CONVICTED_DEATHS)]
 
 
-ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling | MarkSeen | Convicted
+class PutImage(_Message, tag=9):
+    """Client to core: keep an image, for requests that name its digest.
+
+    The core keeps the images of live requests, and the latest others within a bound.
+    """
+
+    incarnation: int
+    image: ProcessedImage
+
+
+ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling | MarkSeen | Convicted | PutImage
 
 
 class LastDeath(msgspec.Struct, array_like=True, frozen=True):
@@ -373,7 +387,18 @@ class PauseChanged(_Message, tag=21):
     is_paused: bool
 
 
-CoreMessage = Welcome | Refused | StepOutput | Reply | Mark | PauseChanged
+class MissingImages(_Message, tag=22):
+    """Core to client: the request in `slot` was not added, because the core does not have the images `digests`.
+
+    The client sends these images, and then the request again.
+    """
+
+    incarnation: int
+    slot: int
+    digests: Annotated[list[ImageDigest], msgspec.Meta(max_length=MAX_IMAGES)]
+
+
+CoreMessage = Welcome | Refused | StepOutput | Reply | Mark | PauseChanged | MissingImages
 
 
 class _BoundedParams(SamplingParams):
