@@ -109,6 +109,7 @@ _PRIVATE: Final = {
     "device_config": ("num_threads", "cpus"),
     "lora_config": ("lora_modules",),
     "decoding_config": (),
+    "multimodal_config": (),
     "observability_config": (),
     "speculative_config": (),
     "liveness_config": (),

@@ -54,7 +54,7 @@ def _harmless(reason: str, **defaults: Any) -> dict[str, Unserved]:
     return {name: entry._replace(is_harmless=True) for name, entry in _refused(reason, **defaults).items()}
 
 
-_TEXT_ONLY = "prompts have no images, sounds or videos"
+_MEDIA = "images are decoded and processed in one way, and prompts have no sounds or videos"
 _ALONE = "the engine chooses that by itself"
 _NO_GRAPHS_BY_HAND = "nothing is compiled, and CUDA graphs are captured for sizes up to max_cudagraph_capture_size"
 _LAYOUT = "the ranks of a core share each layer, and its experts"
@@ -141,14 +141,11 @@ ENGINE_ARGUMENTS: dict[str, Unserved] = {
         kv_sharing_fast_prefill=False,
     ),
     **_harmless(
-        _TEXT_ONLY,
-        limit_mm_per_prompt=None,
+        _MEDIA,
         language_model_only=False,
         interleave_mm_strings=False,
         media_io_kwargs=None,
         allowed_local_media_path="",
-        allowed_media_domains=None,
-        mm_processor_cache_gb=4,
         mm_processor_cache_type="lru",
         mm_preprocessor_cache_gb=4,
         mm_hasher_algorithm="blake3",
@@ -172,10 +169,9 @@ ENGINE_ARGUMENTS: dict[str, Unserved] = {
         ec_manager_config=None,
     ),
     **_refused(
-        _TEXT_ONLY,
+        _MEDIA,
         enable_mm_embeds=False,
         mm_encoder_only=False,
-        mm_processor_kwargs=None,
         default_mm_loras=None,
         enable_tower_connector_lora=False,
         io_processor_plugin=None,
@@ -400,7 +396,7 @@ CALL_ARGUMENTS: dict[str, Unserved] = {
     **_refused("a profile has at most 256 steps; call stop_profile() earlier", max_iterations=None),
     **_refused("each profile has a folder of its own, which stop_profile() returns", profile_prefix=None),
     **_refused("the prefix cache chooses by itself which blocks it keeps", kv_hints=None),
-    **_refused(_TEXT_ONLY, mm_processor_kwargs=None, multi_modal_uuids=None, multi_modal_data=None),
+    **_refused("give it in the prompt: a dict with multi_modal_data", multi_modal_uuids=None, multi_modal_data=None),
     **_refused(
         "prompt adapters are not served, and vLLM has dropped them; give a lora_request instead",
         prompt_adapter_request=None,

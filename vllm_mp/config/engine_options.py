@@ -12,6 +12,8 @@ from vllm_mp.config.sections import QUANTIZATIONS
 from vllm_mp.config.speculation import METHODS, read_speculative_config
 from vllm_mp.fault_injection.faults import parse_faults
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS
+from vllm_mp.requests.image_options import check_processor_options
+from vllm_mp.requests.images import MAX_IMAGES
 from vllm_mp.requests.processor_registration import as_specs, registered
 from vllm_mp.requests.structured_outputs import BACKEND_NAMES, StructuredOutputsParams
 
@@ -32,6 +34,8 @@ _STRUCTURED_OUTPUTS = {
 _WITHOUT_EFFECT = frozenset({"disable_fallback"})
 TIMEOUT_VARIABLE = "VLLM_ENGINE_ITERATION_TIMEOUT_S"
 """The environment variable that is the default of `engine_iteration_timeout_s`."""
+MAX_VLLM_LIMIT = 999
+"""The greatest value in `limit_mm_per_prompt`, which is vLLM's default; a prompt has at most `MAX_IMAGES` images."""
 DEFAULT_TIMEOUT_S, MIN_TIMEOUT_S = 60.0, 0.1
 
 
@@ -283,6 +287,29 @@ class EngineOptions(Options):
     enable_prompt_embeds: bool = option(
         False, "Accept prompts that are given as embeddings (`prompt_embeds`), each of up to 56 MiB."
     )
+    limit_mm_per_prompt: dict[str, Any] | None = option(
+        None,
+        'Accept at most this many images in a prompt, as a JSON object such as {"image": 2}. '
+        f"Default: {MAX_IMAGES} images.",
+    )
+    mm_processor_kwargs: dict[str, Any] | None = option(
+        None,
+        "Pass these options to the model's image processor, as a JSON object; those of a request take precedence. "
+        "Default: the options in the model's folder.",
+    )
+    mm_processor_cache_gb: float = option(
+        4.0,
+        "Keep images, and their embeddings, that no live request needs, in at most N GiB of memory of a core; 0: keep "
+        "none. A client keeps processed images in at most a quarter of that, and at most 1 GiB.",
+        low=0.0,
+        high=4096.0,
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "Fetch images that a request names by an http or https URL from this host, and from no other. Default: such "
+        "URLs are refused.",
+        takes_list=True,
+    )
     guided_decoding_backend: str = option(
         "auto",
         "Accepted for programs that name vLLM's libraries of structured output. Every name means llguidance, which "
@@ -377,6 +404,7 @@ class EngineOptions(Options):
         registered(self.logits_processors)
         self._apply_structured_outputs_config()
         self._complete_speculative_config()
+        self._check_images()
         parse_faults(self.fault_injection, self.device)
         self.dtype = _DTYPES.get(self.dtype, self.dtype)
         executor = self.distributed_executor_backend
@@ -411,6 +439,25 @@ class EngineOptions(Options):
         if given:
             self.speculative_config = {**(self.speculative_config or {}), **given}
         read_speculative_config(self.speculative_config or {})
+
+    def _check_images(self) -> None:
+        """Check the options of images. Raises ValueError or NotImplementedError, naming the option and the value."""
+        for name, limit in (self.limit_mm_per_prompt or {}).items():
+            if type(limit) is not int or not 0 <= limit <= MAX_VLLM_LIMIT:
+                raise ValueError(
+                    f"limit_mm_per_prompt[{name!r}] must be an integer from 0 to {MAX_VLLM_LIMIT}, got {limit!r:.100}"
+                )
+            if name != "image" and limit:
+                raise NotImplementedError(
+                    f"limit_mm_per_prompt[{name!r}]={limit} is not served: prompts may have images only; leave it out, "
+                    "or 0"
+                )
+        check_processor_options("mm_processor_kwargs", self.mm_processor_kwargs)
+        for host in self.allowed_media_domains:
+            if not host or any(mark in host for mark in "/:@ *"):
+                raise ValueError(
+                    f"allowed_media_domains must hold names of hosts, such as images.example.org, got {host!r:.100}"
+                )
 
     def _apply_structured_outputs_config(self) -> None:
         """Set the options that `structured_outputs_config` names, and check their values."""

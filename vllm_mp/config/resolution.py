@@ -22,6 +22,7 @@ from vllm_mp.config import (
     LivenessConfig,
     LoRAConfig,
     ModelConfig,
+    MultiModalConfig,
     ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -138,6 +139,9 @@ def resolve_config(args: EngineOptions) -> VllmConfig:
         liveness_config=_section(LivenessConfig, args, engine_iteration_timeout_s=_iteration_timeout(args)),
         lora_config=_lora_config(args, architecture),
         speculative_config=_speculative_config(args, architecture, tokenizer, max_model_len),
+        multimodal_config=_section(
+            MultiModalConfig, args, allowed_media_domains=[host.lower() for host in args.allowed_media_domains]
+        ),
     )
 
 

@@ -13,6 +13,7 @@ import msgspec
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.model_config.pooling import PoolingConfig
+from vllm_mp.requests.images import MAX_IMAGES
 from vllm_mp.requests.lora_request import LoRARequest
 
 QUANTIZATIONS: Final = ("int8", "int4", "fp8", "awq", "gptq", "gguf")
@@ -257,6 +258,24 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True):
         return 128
 
 
+class MultiModalConfig(msgspec.Struct, kw_only=True):
+    """Images in prompts."""
+
+    limit_mm_per_prompt: dict[str, int] | None = None
+    """Maximum number of images of a prompt, under "image"; None: MAX_IMAGES."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Options of the model's image processor; those of a request take precedence."""
+    mm_processor_cache_gb: float = 4.0
+    """Bound in GiB on the memory of a core for images, and their embeddings, that no live request needs."""
+    allowed_media_domains: list[str] = []
+    """Hosts from which a client fetches images that requests name by URL."""
+
+    @property
+    def max_images(self) -> int:
+        """Maximum number of images of a prompt."""
+        return min(MAX_IMAGES, (self.limit_mm_per_prompt or {}).get("image", MAX_IMAGES))
+
+
 class DecodingConfig(msgspec.Struct, kw_only=True):
     """Structured output and reasoning."""
 
@@ -319,6 +338,7 @@ class VllmConfig(msgspec.Struct, kw_only=True):
     """None: no request may use an adapter."""
     speculative_config: SpeculativeConfig | None = None
     """None: no tokens are drafted."""
+    multimodal_config: MultiModalConfig = msgspec.field(default_factory=MultiModalConfig)
 
     @property
     def models(self) -> list[ModelConfig]:
