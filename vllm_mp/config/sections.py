@@ -12,6 +12,7 @@ import msgspec
 
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.families.registry import read_architecture
+from vllm_mp.model_config.images import ImageConfig
 from vllm_mp.model_config.pooling import PoolingConfig
 from vllm_mp.requests.images import MAX_IMAGES
 from vllm_mp.requests.lora_request import LoRARequest
@@ -65,6 +66,8 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     default_sampling_params: dict[str, Any] = {}
     """Fields of `SamplingParams` that the model's generation_config.json or its alias sets, for requests that do not
     set them."""
+    images: ImageConfig | None = None
+    """What the model takes as images; None: it takes none."""
     pooling: PoolingConfig
     """Pooling of requests that do not set it."""
 
