@@ -102,7 +102,8 @@ class RequestStream(ABC):
         The prompt is empty if it is given as embeddings.
         """
         request = self._request
-        return request.packed_prompt, (request.cache_salt, request.lora and request.lora.lora_int_id)
+        images = tuple(self.images)
+        return request.packed_prompt, (request.cache_salt, request.lora and request.lora.lora_int_id, images)
 
     @property
     def images(self) -> Mapping[bytes, ProcessedImage]:
