@@ -12,6 +12,7 @@ import msgspec
 
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.families.registry import read_architecture
+from vllm_mp.model_config.images import ImageConfig, read_image_config
 from vllm_mp.model_config.pooling import PoolingConfig
 from vllm_mp.requests.images import MAX_IMAGES
 from vllm_mp.requests.lora_request import LoRARequest
@@ -82,6 +83,11 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
         if self.quantization == "int4" and isinstance(architecture, NativeArchitecture):
             return msgspec.structs.replace(architecture, blocks="int4")
         return architecture
+
+    @property
+    def images(self) -> ImageConfig | None:
+        """How the model takes images; None: it takes none."""
+        return read_image_config(self.hf_config)
 
     @property
     def folder(self) -> Path:
