@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from torch import Tensor
@@ -85,7 +85,7 @@ class ImageStore:
 
     def find(self, client: int, placed: Sequence[PlacedImage]) -> tuple[list[StoredImage], list[ImageDigest]]:
         """Return the images that a request of `client` names, or the digests of those that are not here."""
-        own = self._images.get(client, {})
+        own: Mapping[ImageDigest, StoredImage] = self._images.get(client, {})
         if missing := [digest for digest in dict.fromkeys(each.digest for each in placed) if digest not in own]:
             return [], missing
         found = [own[each.digest] for each in placed]

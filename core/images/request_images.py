@@ -18,7 +18,7 @@ class ImagePart(NamedTuple):
     image: StoredImage
     offset: int
     """Index of the first embedding in the image."""
-    count: int
+    num_tokens: int
 
 
 class RequestImages:
@@ -48,14 +48,14 @@ class RequestImages:
                     f"an image has {image.num_tokens} embeddings, but its places in the prompt have {offset} tokens"
                 )
         self._parts = parts
-        self._ends = np.array([part.position + part.count for part in parts], np.int64)
+        self._ends = np.array([part.position + part.num_tokens for part in parts], np.int64)
         unique = {id(image): image for image in images}
         self.num_bytes = sum(image.num_bytes for image in unique.values())
 
     def parts(self, first: int, last: int) -> Iterator[ImagePart]:
         """Yield what the tokens [first, last) have of images."""
         for part in self._parts[int(np.searchsorted(self._ends, first, "right")) :]:
-            begin, end = max(first, part.position), min(last, part.position + part.count)
+            begin, end = max(first, part.position), min(last, part.position + part.num_tokens)
             if begin >= end:
                 return
             yield ImagePart(begin, part.image, part.offset + begin - part.position, end - begin)
@@ -67,6 +67,6 @@ class RequestImages:
     def content(self, first: int, last: int) -> bytes:
         """Return what the tokens [first, last) have of images, for their hash; empty if they have nothing."""
         return b"".join(
-            part.image.key + struct.pack("<3q", part.position - first, part.offset, part.count)
+            part.image.key + struct.pack("<3q", part.position - first, part.offset, part.num_tokens)
             for part in self.parts(first, last)
         )

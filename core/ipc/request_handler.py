@@ -34,6 +34,7 @@ from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core_link.core_launch import Predecessor
 from vllm_mp.core_link.core_status import OutsideTask
 from vllm_mp.core_link.status_page import StatusPage
+from vllm_mp.requests.images import ImageDigest
 
 if TYPE_CHECKING:
     from vllm_mp.core.worker.sampling.registered_processors import RegisteredProcessors
@@ -394,9 +395,7 @@ class RequestHandler:
         else:
             self.images.put(client, message.image)
 
-    def _find_images(
-        self, client: int, message: wire.AddRequest
-    ) -> tuple[RequestImages | None, list[wire.ImageDigest]]:
+    def _find_images(self, client: int, message: wire.AddRequest) -> tuple[RequestImages | None, list[ImageDigest]]:
         """Return the images of a request, or the digests of those that are not here. Raises ValueError."""
         if self.images is None:
             raise ValueError("the model takes no images; leave multi_modal_data out")

@@ -64,7 +64,7 @@ def _given(
         assert encode is not None
         for part in request.images.parts(first, last):
             embeddings = part.image.embeddings(encode)
-            yield part.position, embeddings[part.offset : part.offset + part.count].to(dtype)
+            yield part.position, embeddings[part.offset : part.offset + part.num_tokens].to(dtype)
 
 
 def _on_device(values: Tensor, to_device: ToDevice) -> Tensor:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import (
@@ -77,7 +78,7 @@ def image_arrays(config: ImageConfig, num_tiles: int, seed: int) -> tuple[Proces
     generator = np.random.default_rng(seed)
     size = config.tile_size
     shape = (1, num_tiles, 3, size, size) if config.has_many_tiles else (1, 3, size, size)
-    arrays = {"pixel_values": generator.standard_normal(shape, np.float32)}
+    arrays: dict[str, npt.NDArray[Any]] = {"pixel_values": generator.standard_normal(shape, np.float32)}
     if config.has_many_tiles:
         mask = np.ones((1, num_tiles, size, size), np.int64)
         mask[:, -1, :, size // 2 :] = 0  # the right half of the last tile is padding

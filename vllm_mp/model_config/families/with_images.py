@@ -31,6 +31,6 @@ def read_with_images(name: str, config: Config) -> NativeArchitecture:
     is_llava = name.startswith("Llava")
     # As in transformers, LLaVA's text part may say it too.
     is_tied = flag(config, "tie_word_embeddings", False) or (is_llava and flag(text, "tie_word_embeddings", False))
-    of_all = {field: config[field] for field in ("dtype", "torch_dtype") if field in config}
-    norm = {} if is_llava else {"rms_norm_eps": 1e-5}
+    of_all: Config = {field: config[field] for field in ("dtype", "torch_dtype") if field in config}
+    norm: Config = {} if is_llava else {"rms_norm_eps": 1e-5}
     return _TEXT_PARTS[kind](name, {**norm, **of_all, **text, "tie_word_embeddings": is_tied})

@@ -53,7 +53,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     config["vision_config"]["num_hidden_layers"] = 3
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = AsyncEngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True)
-    with pytest.raises(CheckpointMismatchError, match="missing vision_model.encoder.layers.2"):
+    with pytest.raises(CheckpointMismatchError, match=r"missing vision_model\.encoder\.layers\.2"):
         encoder_of(args)
     encoder_of(AsyncEngineArgs(model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True))
 
