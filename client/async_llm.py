@@ -30,12 +30,15 @@ from vllm_mp.client.engine.status import EngineStatus
 from vllm_mp.client.engine.stream_group import StreamGroup
 from vllm_mp.client.engine.tokenizer import EngineTokenizer
 from vllm_mp.client.engine_client import EngineClient
+from vllm_mp.client.images.sources import ImageSources
 from vllm_mp.client.outputs.detokenizer import token_bytes
 from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
+from vllm_mp.client.prompts.chat_images import take_images
+from vllm_mp.client.prompts.chat_messages import ChatMessageError
 from vllm_mp.client.prompts.chat_template import ChatTemplate
-from vllm_mp.client.prompts.prompt import PromptType
+from vllm_mp.client.prompts.prompt import PromptType, TextPrompt
 from vllm_mp.client.prompts.request import CallerRequest, checked_request_id, checked_tenant
 from vllm_mp.client.stat_loggers import StatLoggerArgument
 from vllm_mp.client.stats import CoreReading
@@ -102,7 +105,7 @@ class AsyncLLM(EngineClient):
         self.readings = engine.readings
         """The counters and the load of the cores, for readers in any thread."""
         self.cores = engine.cores
-        self._inputs = InputProcessor(engine.vllm_config, engine.prompt_tokenizer)
+        self._inputs = InputProcessor(engine.vllm_config, engine.prompt_tokenizer, engine.images)
         self._tokenizer = EngineTokenizer(engine)
         self._adapters = Adapters(engine)
         self._status = EngineStatus(engine)
@@ -362,6 +365,7 @@ class AsyncLLM(EngineClient):
         priority: int = 0,
         tokenization_kwargs: dict[str, Any] | None = None,
         data_parallel_rank: int | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the completions of a conversation as `generate` does, after the chat template was applied.
 
@@ -370,7 +374,9 @@ class AsyncLLM(EngineClient):
         `continue_final_message` inside of it. `tools` and `chat_template_kwargs` are what the template reads besides;
         calls of tools are not parsed (see `vllm_mp.client.answer_parser`). If the template knows no tools, a built-in
         prompt describes them, which asks for calls that `HermesToolParser` reads. The template writes the special
-        tokens, unless `tokenization_kwargs` has add_special_tokens=True.
+        tokens, unless `tokenization_kwargs` has add_special_tokens=True. A content may be a list of parts with images:
+        {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image_pil", "image_pil": image of Pillow}, for
+        which `mm_processor_kwargs` are options of the model's image processor.
 
         Raises ValueError for messages or a template that cannot be used, and what `generate` raises.
         """
@@ -378,17 +384,24 @@ class AsyncLLM(EngineClient):
         async def start() -> OutputIterator:
             self._engine.check_process()
             check_generates(self.model_config)
+            messages_with_marks, images = await self.take_images(messages)
             text = await self.chat_template.render(
-                messages,
+                messages_with_marks,
                 template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
                 variables=chat_template_kwargs,
+                has_images=bool(images),
             )
+            prompt: PromptType = text
+            if images:
+                prompt = TextPrompt(
+                    prompt=text, multi_modal_data={"image": images}, mm_processor_kwargs=mm_processor_kwargs or {}
+                )
             return await self.add_request(
                 request_id,
-                text,
+                prompt,
                 sampling_params,
                 lora_request=lora_request,
                 trace_headers=trace_headers,
@@ -398,6 +411,28 @@ class AsyncLLM(EngineClient):
             )
 
         return OutputIterator(self._abandon, start)
+
+    async def take_images(self, messages: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
+        """Return `messages` with marks for `chat_template` in place of their images, and the images in order.
+
+        Images that messages name by URL are fetched, as far as `allowed_media_domains` allows. Raises ChatMessageError,
+        a ValueError that names the part of the message, for an image that cannot be had.
+        """
+        if not messages or not isinstance(messages, list | tuple):
+            return messages, []
+        taken, found = take_images(messages)
+        if found:
+            try:
+                self._engine.images.check_count(len(found))
+            except ValueError as error:
+                raise ChatMessageError(str(error), found[0].path) from None
+        images = []
+        for path, value in found:
+            try:
+                images.append(await self._image_sources.load(value))
+            except ValueError as error:
+                raise ChatMessageError(f"{path}: {error}", path) from None
+        return taken, images
 
     async def add_request(
         self,
@@ -687,12 +722,15 @@ class AsyncLLM(EngineClient):
         return True
 
     async def reset_mm_cache(self) -> None:
-        """Return at once: this version serves no images or sounds, so there is no cache of them."""
-        self._engine.attach()
+        """Forget the images, and their embeddings, that no live request needs; no-op if the model takes none.
+
+        Live requests are not affected. In a core that clients share, only an operator may call this.
+        """
+        await self._control.reset_mm_cache()
 
     async def reset_encoder_cache(self) -> None:
-        """Return at once, as `reset_mm_cache` does."""
-        self._engine.attach()
+        """Do what `reset_mm_cache` does: one cache holds images and their embeddings."""
+        await self._control.reset_mm_cache()
 
     async def collective_rpc(
         self,
@@ -867,7 +905,11 @@ class AsyncLLM(EngineClient):
     @functools.cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's chat template, which is rendered beside the event loop."""
-        return ChatTemplate(self.tokenizer)
+        return ChatTemplate(self.tokenizer, image_token=self._engine.images.image_token)
+
+    @functools.cached_property
+    def _image_sources(self) -> ImageSources:
+        return ImageSources(self.vllm_config.multimodal_config.allowed_media_domains)
 
     @functools.cached_property
     def token_bytes(self) -> Callable[[int], bytes] | None:

@@ -9,7 +9,7 @@ from vllm_mp.arguments.unserved_arguments import accepts_unserved, check_unserve
 from vllm_mp.arguments.unserved_names import refuse_attributes
 from vllm_mp.arguments.unserved_table import CALL_ARGUMENTS
 from vllm_mp.client.async_llm import AsyncLLM
-from vllm_mp.client.blocking.batch_inputs import Message, conversations_of, prompts_of
+from vllm_mp.client.blocking.batch_inputs import Message, conversations_of, prompts_of, with_processor_kwargs
 from vllm_mp.client.blocking.batch_runner import BatchRunner
 from vllm_mp.client.blocking.llm_engine import LLMEngine
 from vllm_mp.client.blocking.progress_bar import UseTqdm
@@ -27,6 +27,7 @@ from vllm_mp.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
+from vllm_mp.requests.image_options import check_processor_options
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -125,11 +126,12 @@ class LLM:
     ) -> list[RequestOutput | RequestFailure]:
         """Return the completions of each prompt.
 
-        Without `sampling_params`, the model's generation_config.json applies. Raises BatchDeadError if the core is gone
-        for good.
+        Without `sampling_params`, the model's generation_config.json applies. `mm_processor_kwargs` are options of the
+        model's image processor for prompts with images that have none of their own. Raises BatchDeadError if the core
+        is gone for good.
         """
-        check_unserved(mm_processor_kwargs=mm_processor_kwargs)
-        inputs = self._batches.inputs(prompts_of(prompts), self._sampling(sampling_params), lora_request, priority)
+        prompts = with_processor_kwargs(prompts_of(prompts), mm_processor_kwargs)
+        inputs = self._batches.inputs(prompts, self._sampling(sampling_params), lora_request, priority)
         requests = self._batches.requests(self.async_llm.generate, inputs, tokenization_kwargs=tokenization_kwargs)
         return self._batches.run(requests, inputs.total, use_tqdm)
 
@@ -155,7 +157,6 @@ class LLM:
         `messages` is a conversation (a list of messages) or an iterable of conversations. `AsyncLLM.chat` explains the
         arguments that concern the chat template. Raises BatchDeadError if the core is gone for good.
         """
-        check_unserved(mm_processor_kwargs=mm_processor_kwargs)
         _check_content_format(chat_template_content_format)
         inputs = self._batches.inputs(
             conversations_of(messages), self._sampling(sampling_params), lora_request, priority
@@ -169,6 +170,7 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
             tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=check_processor_options("mm_processor_kwargs", mm_processor_kwargs),
         )
         return self._batches.run(requests, inputs.total, use_tqdm)
 
@@ -187,8 +189,8 @@ class LLM:
 
         Nothing runs yet, so there is no bar: `use_tqdm` has no effect.
         """
-        check_unserved(mm_processor_kwargs=mm_processor_kwargs)
-        inputs = self._batches.inputs(prompts_of(prompts), self._sampling(sampling_params), lora_request, priority)
+        prompts = with_processor_kwargs(prompts_of(prompts), mm_processor_kwargs)
+        inputs = self._batches.inputs(prompts, self._sampling(sampling_params), lora_request, priority)
         requests = list(
             self._batches.requests(self.async_llm.generate, inputs, tokenization_kwargs=tokenization_kwargs)
         )
@@ -352,7 +354,7 @@ class LLM:
         return True
 
     def reset_mm_cache(self) -> None:
-        """Return at once, as `AsyncLLM.reset_mm_cache` does: there is no cache of images or sounds."""
+        """Forget the images, and their embeddings, that no live request needs; no-op if the model takes none."""
         self.thread.run(self.async_llm.reset_mm_cache())
 
     def collective_rpc(
@@ -430,6 +432,6 @@ class LLM:
 def _check_content_format(value: str) -> None:
     if value not in ("auto", "string"):
         raise NotImplementedError(
-            f"chat_template_content_format must be 'auto' or 'string', got {value!r}: templates get the text of a "
-            "message, because images are not served"
+            f"chat_template_content_format must be 'auto' or 'string', got {value!r}: the template itself shows "
+            "whether it reads lists of parts; leave it 'auto'"
         )

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_mp.requests.image_options import check_processor_options
+
 Message = Mapping[str, Any]
 """A message of a conversation, with a "role" and a "content"."""
 
@@ -68,6 +70,20 @@ def prompts_of(prompts: Any) -> Iterable[Any]:
     if not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a prompt or an iterable of prompts, got {type(prompts).__name__}")
     return prompts
+
+
+def with_processor_kwargs(prompts: Iterable[Any], options: dict[str, Any] | None) -> Iterable[Any]:
+    """Return `prompts`, with `options` for the image processor in those with images that have none of their own."""
+    if not options:
+        return prompts
+    options = check_processor_options("mm_processor_kwargs", options)
+
+    def completed(prompt: Any) -> Any:
+        if isinstance(prompt, dict) and prompt.get("multi_modal_data") and prompt.get("mm_processor_kwargs") is None:
+            return {**prompt, "mm_processor_kwargs": options}
+        return prompt
+
+    return [completed(prompt) for prompt in prompts] if isinstance(prompts, list) else map(completed, prompts)
 
 
 def conversations_of(messages: Any) -> Iterable[Sequence[Message]]:

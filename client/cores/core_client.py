@@ -25,6 +25,7 @@ from vllm_mp.client.cores.recovery.news import Absence, Death, End, News
 from vllm_mp.client.cores.recovery.suspects import Entry, Suspects
 from vllm_mp.client.cores.sources.core_source import Core
 from vllm_mp.client.cores.supervisor import CoreSupervisor
+from vllm_mp.client.images.sent_images import SentImages
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.client.stats import EngineStats, Restart
@@ -87,6 +88,8 @@ class EngineCoreClient:
         self._group = group
         self._deaths = deaths
         self._stats = stats
+        self._sent_images = SentImages()
+        """The images that the core has, as far as is known."""
         self._num_drops_counted = 0
         """Number of dropped messages of the current connection that `stats` knows of."""
         self._core = supervisor.core
@@ -314,6 +317,8 @@ class EngineCoreClient:
         if self.has_core and self._suspects.is_held_back(awaited):
             self._held_back.append((stream, awaited))
         elif self.has_core:
+            for image in self._sent_images.missing(stream.images):
+                self._core.connection.send(wire.PutImage(self.incarnation, image))
             self._core.connection.send(message)
         else:
             wire.encode_bounded(message)  # so that the caller hears of its size now
@@ -362,6 +367,26 @@ class EngineCoreClient:
             self._note_pause(message.is_paused)
         elif isinstance(message, wire.Mark):
             self._send(wire.MarkSeen(self.incarnation, message.mark))
+        elif isinstance(message, wire.MissingImages):
+            self._on_missing_images(message)
+
+    def _on_missing_images(self, missing: wire.MissingImages) -> None:
+        """Send a request again that the core has not added, after the images that it has lost."""
+        self._sent_images.forget(missing.digests)
+        for stream, awaited in self.requests.entries_at((missing.slot,)):
+            if awaited.finish is not None or stream.is_over:  # it was aborted, of which the core reports no end
+                self.requests.free_unsent(awaited)
+                continue
+            if not self._sent_images.may_send_again(stream):
+                why = "the core has no memory for its images; raise mm_processor_cache_gb, or give fewer images"
+                self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {why}"))
+                self.requests.free_unsent(awaited)
+                continue
+            self._replay(stream, awaited)
+
+    def forget_images(self) -> None:
+        """Note that the core has forgotten all images that no live request needs."""
+        self._sent_images.clear()
 
     def _on_reply(self, reply: wire.Reply) -> None:
         call = self._calls.pop(reply.call_id, None)
@@ -422,6 +447,7 @@ class EngineCoreClient:
             of_rank = f" of rank {self.rank}" if core.config.parallel_config.data_parallel_size > 1 else ""
             logger.warning("core %d%s serves again after %.1f s%s", number, of_rank, seconds, continued)
             self._restart = None
+        self._sent_images.clear()
         self._listen()
         self.supervisor.release(old)
         self._note_pause(core.connection.was_paused)

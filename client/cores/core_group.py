@@ -21,7 +21,10 @@ from vllm_mp.errors import EngineDeadError, EngineError
 
 _PING_TIMEOUT_S = 5.0
 _KEPT_CALLS = frozenset(
-    ("add_lora", "pause", "pin_lora", "remove_lora", "reset_prefix_cache", "resume", "sleep", "wake_up")
+    (
+        *("add_lora", "pause", "pin_lora", "remove_lora", "reset_mm_cache", "reset_prefix_cache", "resume", "sleep"),
+        "wake_up",
+    )
 )
 """Operations that change the state in which a core serves: a core that is away carries them out when it is back."""
 

@@ -25,6 +25,16 @@ class EngineControl:
             raise ValueError(f"device must be None or {own!r}, where the KV cache is, got {device!r}")
         await self._engine.ask("reset_prefix_cache", *([True] if reset_running_requests else []))
 
+    async def reset_mm_cache(self) -> None:
+        """Forget images; see `AsyncLLM.reset_mm_cache`."""
+        if self._engine.vllm_config.model_config.images is None:
+            self._engine.attach()
+            return
+        self._engine.images.forget()
+        for client in self._engine.cores.clients:
+            client.forget_images()
+        await self._engine.ask("reset_mm_cache")
+
     async def collective_rpc(
         self,
         method: str,

@@ -7,13 +7,14 @@ import weakref
 from concurrent.futures import Future
 
 from vllm_mp.client.cores.supervisor import CoreSupervisor
+from vllm_mp.client.engine.prompt_images import PromptImages
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.stat_loggers import StatLoggers
 from vllm_mp.client.stats.tracing import RequestTracer
 
 
 class EngineEnd:
-    """Releases the cores, the tokenizer's threads, the tracer and the stat loggers of an engine.
+    """Releases the cores, the tokenizer's threads, the image processes, the tracer and the stat loggers of an engine.
 
     It happens at the latest when the engine is garbage-collected or when the interpreter exits; never in a forked
     child, which holds none of them.
@@ -24,11 +25,12 @@ class EngineEnd:
         engine: object,
         supervisors: list[CoreSupervisor],
         prompt_tokenizer: PromptTokenizer | None,
+        images: PromptImages,
         tracer: RequestTracer | None,
         stat_loggers: StatLoggers,
     ) -> None:
         """`supervisors` may change until the end."""
-        self._held = (os.getpid(), supervisors, prompt_tokenizer, tracer, stat_loggers)
+        self._held = (os.getpid(), supervisors, prompt_tokenizer, images, tracer, stat_loggers)
         self._finalizer = weakref.finalize(engine, _release, *self._held)
         self._outcome: Future[None] = Future()
         self._thread: threading.Thread | None = None
@@ -68,6 +70,7 @@ def _release(
     owner: int,
     supervisors: list[CoreSupervisor],
     prompt_tokenizer: PromptTokenizer | None,
+    images: PromptImages,
     tracer: RequestTracer | None,
     stat_loggers: StatLoggers,
     timeout: float | None = None,
@@ -77,6 +80,7 @@ def _release(
         return
     if prompt_tokenizer is not None:
         prompt_tokenizer.close()
+    images.close()
     for supervisor in supervisors:
         supervisor.stop(timeout)
     if tracer is not None:

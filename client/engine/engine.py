@@ -9,6 +9,7 @@ from vllm_mp import wire
 from vllm_mp.client.cores.core_group import CoreGroup
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.engine.end import EngineEnd
+from vllm_mp.client.engine.prompt_images import ProcessorFiles, PromptImages
 from vllm_mp.client.engine.request_log import log_end
 from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
@@ -41,14 +42,17 @@ class Engine:
         prompt_tokenizer: PromptTokenizer | None,
         tracer: RequestTracer | None = None,
         open_core: OpenCore | None = None,
+        processor_files: ProcessorFiles = dict,
     ) -> None:
         """`supervisors` has one for each core, in the order of their ranks, and `open_core` opens a further core.
+        `processor_files` returns the files of the model's image processor.
 
         `prompt_tokenizer` is None with skip_tokenizer_init; both it and `tracer` are closed with the engine.
         """
         self.vllm_config = supervisors[0].core.config
         self.prompt_tokenizer = prompt_tokenizer
         self.open_core = open_core
+        self.images = PromptImages(self.vllm_config, prompt_tokenizer, processor_files)
         self.is_tracing = tracer is not None
         model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         self.stats = EngineStats(model.max_model_len, cache.enable_prefix_caching)
@@ -66,7 +70,7 @@ class Engine:
         """False while the background loop is stopped, as vLLM calls it."""
         self.starts_loop_for_requests = True
         """A request starts the background loop if it is stopped; otherwise it is refused."""
-        self._end = EngineEnd(self, supervisors, prompt_tokenizer, tracer, self.stat_loggers)
+        self._end = EngineEnd(self, supervisors, prompt_tokenizer, self.images, tracer, self.stat_loggers)
         self._is_shut_down = False
         self._owner = os.getpid()
         _engines.add(self)

@@ -68,6 +68,8 @@ class InputPreprocessor:
         parsed = parse_prompt(prompt, None, self._max_tokens)
         if parsed.embeds is not None:
             raise ValueError("prompt_embeds have no token ids: give them to generate(), or a text here")
+        if parsed.images:
+            raise ValueError("images are placed among the token ids by generate(): give it the prompt as it is")
         return parsed
 
     def _tokenizer(self) -> PromptTokenizer:

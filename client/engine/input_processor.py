@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 
 from vllm_mp import wire
+from vllm_mp.client.engine.prompt_images import PromptImages
+from vllm_mp.client.images.placement import cut
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer, token_texts
 from vllm_mp.client.outputs.logprob_columns import TokenText
@@ -20,6 +22,7 @@ from vllm_mp.client.prompts.prompt import TooManyTokensError, parse_prompt
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.prompts.request import CallerRequest, GenerationRequest, PoolingRequest
 from vllm_mp.config import VllmConfig
+from vllm_mp.requests.images import PlacedImage, ProcessedImage
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.prompt_embeds import PromptEmbeds
 from vllm_mp.requests.sampling_params import EXTRA_ARGS, SEED_LIMIT, SamplingParams
@@ -58,9 +61,12 @@ def check_sampling_params(params: Any) -> None:
 class InputProcessor:
     """Turns a caller's request into a stream that holds its record; the event loop never waits for the tokenizer."""
 
-    def __init__(self, config: VllmConfig, prompt_tokenizer: PromptTokenizer | None) -> None:
-        """`prompt_tokenizer` is None with skip_tokenizer_init."""
+    def __init__(
+        self, config: VllmConfig, prompt_tokenizer: PromptTokenizer | None, images: PromptImages | None = None
+    ) -> None:
+        """`prompt_tokenizer` is None with skip_tokenizer_init; `images` are those of the engine's prompts."""
         self._config = config
+        self._images = PromptImages(config, prompt_tokenizer, dict) if images is None else images
         self._tokenizer = None if prompt_tokenizer is None else prompt_tokenizer.tokenizer
         self._prompt_tokenizer = prompt_tokenizer
         self._token_texts: TokenText | None = None
@@ -83,9 +89,23 @@ class InputProcessor:
         limit = self._truncation_limit(params)
         max_tokens = self._config.model_config.max_model_len - 1 if limit is None else None
         packed_embeds: PromptEmbeds | None = None
+        placed: list[PlacedImage] = []
+        images: list[ProcessedImage] = []
         try:
-            text, token_ids, cache_salt, embeds = parse_prompt(given.prompt, given.prompt_token_ids, max_tokens)
-            if embeds is not None:
+            parsed = parse_prompt(given.prompt, given.prompt_token_ids, max_tokens)
+            text, token_ids, cache_salt, embeds = parsed[:4]
+            if parsed.images:
+                with_images = await self._images.prompt(
+                    parsed.images,
+                    dict(parsed.mm_processor_kwargs),
+                    text,
+                    token_ids,
+                    given.tokenization_kwargs,
+                    max_tokens,
+                )
+                token_ids = with_images.token_ids
+                placed, images = with_images.placed, with_images.images
+            elif embeds is not None:
                 model = self._config.model_config
                 packed_embeds = await pack_prompt_embeds(embeds, limit, max_tokens, params, model)
                 token_ids = [0] * packed_embeds.num_tokens
@@ -93,7 +113,10 @@ class InputProcessor:
                 token_ids = await self._tokenize(text, given.tokenization_kwargs, max_tokens)
         except TooManyTokensError as error:
             raise generation_prompt_too_long(error.size, self._config.model_config) from None
+        if embeds is None and not placed:
+            self._images.check_without_images(token_ids)
         if limit is not None:
+            placed = cut(placed, max(0, len(token_ids) - limit))
             token_ids = token_ids[-limit:]
         bad_words = await self._spell_bad_words(params.bad_words or [])
         if params.stop and self._tokenizer is None:
@@ -118,6 +141,8 @@ class InputProcessor:
             prompt_embeds=packed_embeds,
             extra_args=EXTRA_ARGS.packed("extra_args", params.extra_args) if params.extra_args else b"",
             constraint=self._constraint(params),
+            placed_images=placed,
+            images={image.digest: image for image in images},
         )
         completions = [self._completion(index, params.seed, request) for index in range(params.n)]
         interval = self._config.scheduler_config.stream_interval
@@ -150,7 +175,10 @@ class InputProcessor:
             limit = self._config.model_config.max_model_len
         max_tokens = self._config.model_config.max_model_len if limit is None else None
         try:
-            text, token_ids, cache_salt, embeds = parse_prompt(given.prompt, given.prompt_token_ids, max_tokens)
+            parsed = parse_prompt(given.prompt, given.prompt_token_ids, max_tokens)
+            text, token_ids, cache_salt, embeds = parsed[:4]
+            if parsed.images:
+                raise ValueError("vectors are made of text: leave multi_modal_data out, or call generate()")
             if embeds is not None:
                 raise ValueError("prompt_embeds makes text, not vectors: call generate(), or give text or token ids")
             if token_ids is not None:

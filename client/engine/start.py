@@ -19,7 +19,8 @@ from vllm_mp.client.cores.sources.launcher import CoreLauncher
 from vllm_mp.client.cores.sources.remote_core import RemoteCore
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.engine.engine import Engine
-from vllm_mp.client.engine.tokenizer_data import tokenizer_of_connected
+from vllm_mp.client.engine.tokenizer_data import processor_files_of_connected, tokenizer_of_connected
+from vllm_mp.client.images.processor import read_processor_files
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 from vllm_mp.client.prompts.tokenizer import load_awaitable_tokenizer
 from vllm_mp.client.stat_loggers import StatLoggerArgument, requested_loggers
@@ -109,7 +110,13 @@ def launch_cores(vllm_config: VllmConfig, check: Callable[[], None]) -> Engine:
             CoreSupervisor(source, core, _restart_limit(vllm_config))
             for source, core in zip(sources, cores, strict=True)
         ]
-        return Engine(supervisors, prompt_tokenizer, tracer, functools.partial(_start_core, make_source, vllm_config))
+        return Engine(
+            supervisors,
+            prompt_tokenizer,
+            tracer,
+            functools.partial(_start_core, make_source, vllm_config),
+            functools.partial(read_processor_files, vllm_config.model_config.folder),
+        )
     except BaseException:
         for source, core in itertools.zip_longest(sources, cores):
             source.close(None, core)
@@ -172,12 +179,13 @@ def connect_engine(
     try:
         loaded = tokenizer_of_connected(core, timeout, tokenizer, trust_remote_code)
         prompt_tokenizer = PromptTokenizer(loaded) if loaded is not None else None
+        processor_files = processor_files_of_connected(core, timeout, tokenizer)
         tracer = _tracer(core.config, otlp_traces_endpoint)
         supervisors = [CoreSupervisor(source, core, None) for source, core in zip(sources, cores, strict=True)]
         open_core = functools.partial(
             _connect_core, sources[0], key_files[0], operator_key_files[0], timeout, core_owner, reconnect_timeout
         )
-        return Engine(supervisors, prompt_tokenizer, tracer, open_core)
+        return Engine(supervisors, prompt_tokenizer, tracer, open_core, processor_files)
     except BaseException:
         for core in cores:
             core.connection.close()

@@ -8,14 +8,25 @@ tokenizer_config.json could name code or other files.
 import functools
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from vllm_mp.client.cores.sources.core_source import Core
+from vllm_mp.client.images.processor import read_processor_files
 from vllm_mp.client.prompts.tokenizer import load_awaitable_tokenizer, load_fast_tokenizer, make_awaitable
 from vllm_mp.model_store import resolve_model
-from vllm_mp.model_store.tokenizer_files import CHUNK_BYTES, DATA_FILES, LIST_CALL, MAX_TOKENIZER_BYTES, READ_CALL
+from vllm_mp.model_store.tokenizer_files import (
+    CHUNK_BYTES,
+    DATA_FILES,
+    LIST_CALL,
+    MAX_TOKENIZER_BYTES,
+    PROCESSOR_FILES,
+    READ_CALL,
+    SENT_FILES,
+)
 
 _SETTINGS = frozenset(
     {
@@ -64,12 +75,33 @@ def tokenizer_of_connected(core: Core, timeout: float, own: str | None, trust_re
     return tokenizer
 
 
+def processor_files_of_connected(
+    core: Core, timeout: float, own: str | None
+) -> Callable[[], dict[str, dict[str, Any]]]:
+    """Return what returns the files of the image processor: from the folder `own`, or else those that `core` sends.
+
+    Of a model without images there are none. Raises what `tokenizer_of_connected` raises.
+    """
+    if core.config.model_config.images is None:
+        return dict
+    if own is not None and (files := read_processor_files(Path(core.config.model_config.tokenizer))):
+        return lambda: files
+    contents = _receive(functools.partial(core.connection.ask, timeout), PROCESSOR_FILES)
+    received: dict[str, dict[str, Any]] = {}
+    for name, content in contents.items():
+        try:
+            received[name] = msgspec.json.decode(content, type=dict[str, Any])
+        except ValueError as error:
+            raise ValueError(f"the core sent {name}, which cannot be read: {error}; {_REMEDY}") from error
+    return lambda: received
+
+
 def receive_tokenizer(ask: Callable[..., Any], hf_config: dict[str, Any]) -> Any:
     """Return the tokenizer of the core that `ask(name, *args)` calls.
 
     Raises ValueError, with the remedy, if the core has no tokenizer that can be sent as data, or sends anything else.
     """
-    files = _receive(ask)
+    files = _receive(ask, DATA_FILES)
     if "tokenizer.json" not in files:
         raise ValueError(f"the core has no tokenizer.json, which is needed to send a tokenizer as data; {_REMEDY}")
     try:
@@ -87,11 +119,14 @@ def receive_tokenizer(ask: Callable[..., Any], hf_config: dict[str, Any]) -> Any
         )
 
 
-def _receive(ask: Callable[..., Any]) -> dict[str, bytes]:
-    """Return the content of the core's files by name. Raises ValueError if they are too large or not as announced."""
+def _receive(ask: Callable[..., Any], names: Collection[str]) -> dict[str, bytes]:
+    """Return the content of those of the core's files that `names` has, by name.
+
+    Raises ValueError if they are too large or not as announced.
+    """
     sizes = ask(LIST_CALL)
     if not isinstance(sizes, dict) or not all(
-        name in DATA_FILES and type(size) is int and size >= 0 for name, size in sizes.items()
+        name in SENT_FILES and type(size) is int and size >= 0 for name, size in sizes.items()
     ):
         raise ValueError(f"the core announced no list of tokenizer files but {sizes!r:.200}; {_REMEDY}")
     if sum(sizes.values()) > MAX_TOKENIZER_BYTES:
@@ -100,6 +135,8 @@ def _receive(ask: Callable[..., Any]) -> dict[str, bytes]:
         )
     files = {}
     for name, size in sizes.items():
+        if name not in names:
+            continue
         content = bytearray()
         while len(content) < size:
             piece = ask(READ_CALL, name, len(content))

@@ -180,6 +180,10 @@ class OutputProcessor:
         entries = map(self._at, slots)
         return [stream for stream, _ in entries if stream is not None]
 
+    def entries_at(self, slots: Iterable[int]) -> list[Entry]:
+        """Return the streams in these slots, ended or not, and what they await there; a slot that is free has none."""
+        return [entry for slot in slots if 0 <= slot < len(self._entries) and (entry := self._entries[slot])]
+
     def streams_in(self, message: wire.StepOutput) -> list[RequestStream]:
         """Return the streams, ended or not, of the tokens of a message; none if its columns disagree."""
         dtype = wire.slot_dtype(message.slots, len(message.tokens) // 4)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_mp import wire
@@ -13,6 +13,7 @@ from vllm_mp.client.outputs.pooled_vector import PooledVector
 from vllm_mp.client.outputs.wake_ups import Waiter, WakeUps, set_done
 from vllm_mp.client.prompts.request import GenerationRequest, PoolingRequest, digest_of
 from vllm_mp.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
+from vllm_mp.requests.images import ProcessedImage
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import RequestOutputKind, SamplingParams
 
@@ -101,7 +102,13 @@ class RequestStream(ABC):
         The prompt is empty if it is given as embeddings.
         """
         request = self._request
-        return request.packed_prompt, (request.cache_salt, request.lora and request.lora.lora_int_id)
+        images = tuple(self.images)
+        return request.packed_prompt, (request.cache_salt, request.lora and request.lora.lora_int_id, images)
+
+    @property
+    def images(self) -> Mapping[bytes, ProcessedImage]:
+        """The images of the prompt by digest, which a core must have before it gets the request."""
+        return self._request.images if isinstance(self._request, GenerationRequest) else {}
 
     def digest(self) -> bytes:
         """Return the digest of the request, which equal requests share."""
@@ -315,6 +322,7 @@ class GenerationStream(RequestStream):
             adapter_digest=completion.adapter_digest if completion.token_ids else "",
             tenant=request.tenant,
             is_replay=self.is_replay,
+            images=list(request.placed_images),
         )
 
     def take_in_prompt_logprobs(self, message: wire.TokenLogprobs) -> None:

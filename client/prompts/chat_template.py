@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from vllm_mp.client.prompts.chat_images import content_form, with_images
 from vllm_mp.client.prompts.chat_messages import ChatMessageError, template_messages
 from vllm_mp.client.prompts.tool_prompt import has_tool_turns, knows_tools, with_text_for_tools
 
@@ -42,8 +43,17 @@ class ChatTemplate:
     threads end when the object is dropped.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, time_limit: float = TIME_LIMIT_S) -> None:
-        """`tokenizer` is None for an engine without one; then nothing can be rendered. `time_limit` is in seconds."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        time_limit: float = TIME_LIMIT_S,
+        image_token: str | None = None,
+    ) -> None:
+        """`tokenizer` is None for an engine without one; then nothing can be rendered. `time_limit` is in seconds.
+
+        `image_token` is the text of the model's placeholder of an image; None: it takes none.
+        """
+        self._image_token = image_token
         self._tokenizer = tokenizer
         self._time_limit = time_limit
         self._reserved: frozenset[str] = frozenset()
@@ -79,12 +89,14 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
         tool_fallback: bool = True,
+        has_images: bool = False,
     ) -> str:
         """Return the text of `messages` in `template`, by default the tokenizer's own.
 
         The text holds the special tokens already. `messages` are as `template_messages` takes them; `tools` and
         `variables` are extra variables for the template. With `tool_fallback`, a template that knows no tools gets
-        them, and calls and results in `messages`, as text. Raises ChatMessageError for a message that no template can
+        them, and calls and results in `messages`, as text. `has_images`: `take_images` has marked images in the
+        messages. Raises ChatMessageError for a message that no template can
         use, and ChatTemplateError, which says why, if the template refuses the messages, fails, or takes too long.
         """
         if self._tokenizer is None:
@@ -106,6 +118,7 @@ class ChatTemplate:
             messages,
             "developer" in source,
             writes_tools_as_text,
+            self._content(source, has_images),
             {
                 **(variables or {}),
                 "tools": tools,
@@ -125,6 +138,16 @@ class ChatTemplate:
         if len(text) > _MAX_CHARACTERS:
             raise ChatTemplateError(f"the chat template made {len(text)} characters, the limit is {_MAX_CHARACTERS}")
         return text
+
+    def _content(self, source: str, has_images: bool) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+        """Return what gives messages the form of content that the template `source` reads."""
+        token = self._image_token
+        if token is None:
+            if has_images:
+                raise ChatTemplateError("the model takes no images; leave them out of the messages")
+            return lambda messages: messages
+        form = content_form(source)
+        return lambda messages: with_images(messages, form, token, has_images)
 
     async def _within_limit(self, rendering: _Rendering, future: Future[str]) -> str:
         """Return the rendered text. The limit counts from the start of the rendering, not the time in the queue."""
@@ -150,11 +173,13 @@ class _Rendering:
         messages: Sequence[Any],
         knows_developer: bool,
         writes_tools_as_text: bool,
+        content: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
         arguments: dict[str, Any],
     ) -> None:
         """`knows_developer`: the template has the role "developer". `arguments` are those beside the messages.
 
-        `writes_tools_as_text`: the template gets tools, and turns with tools, as the text of messages.
+        `content` gives messages the form that the template reads. `writes_tools_as_text`: the template gets tools, and
+        turns with tools, as the text of messages.
         """
         self.started: float | None = None
         """When the rendering began, in seconds of `time.monotonic()`; None before."""
@@ -162,6 +187,7 @@ class _Rendering:
         self._messages = messages
         self._knows_developer = knows_developer
         self._writes_tools_as_text = writes_tools_as_text
+        self._content = content
         self._arguments = arguments
         self._lock = threading.Lock()
         self._thread: int | None = None
@@ -197,16 +223,16 @@ class _Rendering:
         """Return the text of `messages` in the template."""
         tools = self._arguments["tools"]
         if not self._writes_tools_as_text or not (tools or has_tool_turns(messages)):
-            return self._apply(messages, **self._arguments)
+            return self._apply(self._content(messages), **self._arguments)
         arguments = {**self._arguments, "tools": None}
         plain = with_text_for_tools(messages, tools or ())
         try:
-            return self._apply(plain, **arguments)
+            return self._apply(self._content(plain), **arguments)
         except Exception:
             other = with_text_for_tools(messages, tools or (), in_system_message=False)
             if other == plain:
                 raise
-            return self._apply(other, **arguments)
+            return self._apply(self._content(other), **arguments)
 
     def stop(self) -> None:
         """End the rendering soon, if it runs."""

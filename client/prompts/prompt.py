@@ -1,11 +1,14 @@
 """The forms of a prompt that callers may pass, and their validation."""
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 import numpy as np
+
+from vllm_mp.client.images.media import checked_uuids, images_of
+from vllm_mp.requests.image_options import check_processor_options
 
 
 class TextPrompt(TypedDict, total=False):
@@ -15,7 +18,12 @@ class TextPrompt(TypedDict, total=False):
     cache_salt: str
     """Only prompts with the same salt share cached prefixes."""
     multi_modal_data: Any
-    """Not served yet."""
+    """{"image": image or list of images}: images of Pillow, arrays [height, width, 3] of uint8, or bytes of files. The
+    prompt has the model's placeholder, such as "<image>", once for each, where it stands."""
+    mm_processor_kwargs: dict[str, Any]
+    """Options of the model's image processor for these images."""
+    multi_modal_uuids: Any
+    """{"image": list of a name or None for each image}; accepted, because images are known by their content."""
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -28,7 +36,9 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str
     """Only prompts with the same salt share cached prefixes."""
     multi_modal_data: Any
-    """Not served yet."""
+    mm_processor_kwargs: dict[str, Any]
+    multi_modal_uuids: Any
+    """These three are as in `TextPrompt`; the placeholder is the model's image token."""
 
 
 class EmbedsPrompt(TypedDict, total=False):
@@ -42,6 +52,7 @@ class EmbedsPrompt(TypedDict, total=False):
     """Only prompts with the same salt share cached prefixes."""
 
 
+_IMAGE_FIELDS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 LONG_TEXT_CHARS = 2**18
 """Number of characters above which `parse_prompt` does not check a text to tokenize, because it takes milliseconds."""
 MAX_SALT_CHARACTERS = 1024
@@ -63,6 +74,10 @@ class ParsedPrompt(NamedTuple):
     cache_salt: str = ""
     embeds: Any = None
     """What the caller gave as `prompt_embeds`, not validated."""
+    images: Sequence[Any] = ()
+    """The images in the caller's `multi_modal_data`, of forms that can be decoded."""
+    mm_processor_kwargs: Mapping[str, Any] = {}
+    """Options of the image processor for `images`."""
 
 
 class TooManyTokensError(Exception):
@@ -85,22 +100,27 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
     ids: Any = prompt_token_ids
     embeds: Any = None
     salt: Any = ""
+    images: list[Any] = []
+    options: dict[str, Any] = {}
     if isinstance(prompt, dict):
-        known = {"type", "prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data"}
+        known = {"type", "prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", *_IMAGE_FIELDS}
         unknown = prompt.keys() - known
         if unknown:
             remedy = _USE_CHAT if "role" in prompt else "give 'prompt' or 'prompt_token_ids'"
             raise ValueError(f"a prompt has no field {sorted(unknown, key=str)[0]!r}; {remedy}")
         if prompt.get("type", "token") != "token":
             raise NotImplementedError(f"prompts of type {prompt['type']!r:.100} are not served; give token ids or text")
-        if prompt.get("multi_modal_data"):
-            raise NotImplementedError("multi_modal_data is not served yet; leave it out")
+        images = images_of(prompt.get("multi_modal_data"))
+        checked_uuids(prompt.get("multi_modal_uuids"), len(images))
+        options = check_processor_options("mm_processor_kwargs", prompt.get("mm_processor_kwargs"))
         text = prompt.get("prompt")
         salt = prompt.get("cache_salt") or ""
         ids = prompt.get("prompt_token_ids", ids)
         embeds = prompt.get("prompt_embeds")
         if embeds is not None and ids is not None:
             raise ValueError("the prompt has prompt_embeds and prompt_token_ids; give one of them")
+        if embeds is not None and images:
+            raise ValueError("the prompt has prompt_embeds and multi_modal_data; give one of them")
     elif isinstance(prompt, str):
         text = prompt
     elif isinstance(prompt, bytes | bytearray):
@@ -120,6 +140,8 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
         None if ids is None else check_token_ids(ids, max_tokens),
         check_text("cache_salt", salt),
         embeds,
+        images,
+        options,
     )
 
 

@@ -3,12 +3,13 @@
 import copy
 import hashlib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from vllm_mp.client.prompts.prompt import PromptType, check_text
+from vllm_mp.requests.images import PlacedImage, ProcessedImage
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.prompt_embeds import PromptEmbeds
@@ -70,6 +71,10 @@ class GenerationRequest(NamedTuple):
     """The adapter for the request; None for the base model."""
     tenant: int = 0
     """As in `CallerRequest`."""
+    placed_images: Sequence[PlacedImage] = ()
+    """Where the images of the prompt stand."""
+    images: Mapping[bytes, ProcessedImage] = {}
+    """These images by digest; the record holds them, so that each core can be sent them."""
 
 
 class PoolingRequest(NamedTuple):
@@ -111,8 +116,10 @@ def digest_of(request: GenerationRequest | PoolingRequest) -> bytes:
     A drawn seed is left out.
     """
     params, embeds, constraint = copy.copy(request.params), None, None
+    images: Sequence[PlacedImage] = ()
     if isinstance(request, GenerationRequest) and isinstance(params, SamplingParams):
         embeds, constraint = request.prompt_embeds, request.constraint
+        images = request.placed_images
         params.structured_outputs = params.guided_decoding = None
         if request.seed_is_drawn:
             params.seed = None
@@ -124,5 +131,6 @@ def digest_of(request: GenerationRequest | PoolingRequest) -> bytes:
         embeds,
         constraint,
         request.lora,
+        images,
     )
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()

@@ -102,7 +102,7 @@ def test_thought_text_and_calls_of_an_answer_are_one_message():
         ([user("a"), {"role": "tool", "content": "b"}], "input[1].role"),
         ([{"content": "b"}], "input[0].role"),
         ([{"role": "user"}], "input[0].content"),
-        ([user([{"type": "input_text", "text": "a"}, {"type": "input_image"}])], "input[0].content[1].type"),
+        ([user([{"type": "input_text", "text": "a"}, {"type": "input_image"}])], "input[0].content[1].image_url"),
         ([user([{"type": "input_text"}])], "input[0].content[0].text"),
         ([user([{"type": "refusal", "text": "a"}])], "input[0].content[0].refusal"),
         ([user("a"), {"type": "computer_call", "call_id": "c"}], "input[1].type"),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from vllm_mp import __version__, wire
 from vllm_mp.arguments.parameters import Integer, Number, Strings, Switch, TokenBiases, TokenIds
 from vllm_mp.config import VllmConfig
+from vllm_mp.requests.images import ImageArray, ProcessedImage
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import PARAMETERS, SEED_LIMIT, RequestOutputKind, SamplingParams
 from vllm_mp.testing.sampling_cases import every_field, invalid_values
@@ -35,6 +36,7 @@ CLIENT_MESSAGES = [
     wire.Bye(3),
     wire.MarkSeen(3, 2**63 - 1),
     wire.Convicted(3, [1, 2]),
+    wire.PutImage(3, ProcessedImage(bytes(32), [ImageArray("pixel_values", "uint8", [1, 2], b"ab")])),
 ]
 CORE_MESSAGES = [
     wire.welcome(7, 2, 12345, b'{"a": 1}'),
@@ -51,6 +53,7 @@ CORE_MESSAGES = [
     wire.Reply(1, 2, error="no", needs_operator=True),
     wire.PauseChanged(1, True),
     wire.Mark(3, 2**63 - 1),
+    wire.MissingImages(3, 5, [bytes(32)]),
 ]
 
 

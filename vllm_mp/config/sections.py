@@ -84,7 +84,7 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
             return msgspec.structs.replace(architecture, blocks="int4")
         return architecture
 
-    @property
+    @cached_property
     def images(self) -> ImageConfig | None:
         """How the model takes images; None: it takes none."""
         return read_image_config(self.hf_config)

@@ -14,6 +14,9 @@ DATA_FILES = (
 )
 """The files that are sent: a fast tokenizer, its settings and its chat template. None of them holds code but the
 template, which Jinja's sandbox runs."""
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""The files with the settings of a model's processor of images; the first may hold all of them."""
+SENT_FILES = (*DATA_FILES, *PROCESSOR_FILES)
 MAX_TOKENIZER_BYTES = 2**26
 """Maximum size of all files together."""
 CHUNK_BYTES = 2**18
@@ -30,16 +33,16 @@ class TokenizerFiles:
 
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of each file that exists, by name."""
-        paths = [self._folder / name for name in DATA_FILES]
+        paths = [self._folder / name for name in SENT_FILES]
         return {path.name: path.stat().st_size for path in paths if path.is_file()}
 
     def read(self, name: str, offset: int) -> bytes:
         """Return up to `CHUNK_BYTES` of a file from `offset` on; empty at its end.
 
-        Raises ValueError for a name that is not one of `DATA_FILES` or an offset that is not a position in a file.
+        Raises ValueError for a name that is not one of `SENT_FILES` or an offset that is not a position in a file.
         """
-        if name not in DATA_FILES:
-            raise ValueError(f"the name must be one of {', '.join(DATA_FILES)}, got {name!r:.100}")
+        if name not in SENT_FILES:
+            raise ValueError(f"the name must be one of {', '.join(SENT_FILES)}, got {name!r:.100}")
         if type(offset) is not int or not 0 <= offset <= MAX_TOKENIZER_BYTES:
             raise ValueError(f"the offset must be an integer from 0 to {MAX_TOKENIZER_BYTES}, got {offset!r:.100}")
         try:

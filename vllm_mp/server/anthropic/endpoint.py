@@ -127,13 +127,14 @@ async def _prompt(call: Call, body: TokensBody, tools: ToolUse | None) -> str:
     if body.output_config is not None and body.output_config.effort is not None:
         variables["reasoning_effort"] = body.output_config.effort
     messages = chat_messages(body)
-    return await chat_prompt(
+    rendered = await chat_prompt(
         call,
         messages,
         continue_final_message=continues_answer(body),
         chat_template_kwargs={**variables, **(body.chat_template_kwargs or {})} or None,
         tools=None if tools is None else tools.definitions,
     )
+    return rendered.text  # these messages have no images
 
 
 async def _events(

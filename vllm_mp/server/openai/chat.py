@@ -51,6 +51,8 @@ class ChatBody(GenerationBody, kw_only=True):
     """A template instead of the model's; refused unless the server runs with --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the template."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Options of the model's image processor for the images of the messages."""
     max_completion_tokens: int | None = None
     """Maximum number of tokens of an answer; the newer name of `max_tokens`."""
     logprobs: bool | None = None
@@ -145,7 +147,7 @@ async def chat_request(call: Call, body: ChatBody) -> ChatRequest:
     params = _params(body, call.server.engine.model_config.default_sampling_params)
     template = body.chat_template or call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
     tools = _tools(body, call.server, params, template)
-    text = await chat_prompt(
+    rendered = await chat_prompt(
         call,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
@@ -154,8 +156,9 @@ async def chat_request(call: Call, body: ChatBody) -> ChatRequest:
         chat_template_kwargs=template_variables(body.reasoning_effort, body.chat_template_kwargs),
         tools=None if tools is None else tools.definitions,
     )
-    answer_format = read_answer_format(call.server, params, template, text, tools, body.include_reasoning is not False)
-    prompt = TextPrompt(prompt=text, cache_salt=call.tenant.cache_salt(body.cache_salt))
+    shows_thought = body.include_reasoning is not False
+    answer_format = read_answer_format(call.server, params, template, rendered.text, tools, shows_thought)
+    prompt = rendered.prompt(call.tenant.cache_salt(body.cache_salt), body.mm_processor_kwargs)
     form_field = "tools" if tools is not None and tools.form is not None else None
     return ChatRequest(model, prompt, params, answer_format, form_field)
 

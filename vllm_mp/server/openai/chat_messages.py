@@ -4,15 +4,23 @@ from typing import Annotated, Literal
 
 from vllm_mp.server.http.body import Ignored, Refused, RequestBody, refused
 
-_PART = refused("must be 'text': images, audio and files are not served yet")
+_PART = refused("must be 'text' or 'image_url': audio and files are not served yet")
 
 
-class TextPart(RequestBody):
-    """A part of a message. Only text is served."""
+class ImageUrl(RequestBody):
+    """Where an image is: a data URL, or the address of a file on a host that the operator allows."""
 
-    type: Annotated[Literal["text"], _PART]
-    text: str
-    image_url: Refused = None
+    url: str
+    detail: Ignored = None
+
+
+class ContentPart(RequestBody):
+    """A part of a message: a text or an image."""
+
+    type: Annotated[Literal["text", "image_url"], _PART]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+    uuid: Ignored = None
     input_audio: Refused = None
     file: Refused = None
     cache_control: Ignored = None
@@ -38,7 +46,7 @@ class ChatMessage(RequestBody):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     """The calls of an answer of the assistant."""

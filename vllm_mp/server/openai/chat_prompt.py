@@ -1,12 +1,30 @@
 """The prompt of a conversation: what the endpoints that take messages share."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_mp.client.prompts.chat_messages import ChatMessageError
 from vllm_mp.client.prompts.chat_template import ChatTemplateError
+from vllm_mp.client.prompts.prompt import TextPrompt
 from vllm_mp.server.http.endpoint import Call
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.openai.chat_messages import ChatMessage
+
+
+class RenderedChat(NamedTuple):
+    """A conversation as a prompt."""
+
+    text: str
+    """It holds the special tokens, and a placeholder for each image."""
+    images: list[Any]
+    """As `multi_modal_data` takes them."""
+
+    def prompt(self, cache_salt: str, mm_processor_kwargs: dict[str, Any] | None = None) -> TextPrompt:
+        """Return what the engine takes."""
+        prompt = TextPrompt(prompt=self.text, cache_salt=cache_salt)
+        if self.images:
+            prompt["multi_modal_data"] = {"image": self.images}
+            prompt["mm_processor_kwargs"] = mm_processor_kwargs or {}
+        return prompt
 
 
 async def chat_prompt(
@@ -18,8 +36,8 @@ async def chat_prompt(
     chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     tools: list[dict[str, Any]] | None = None,
-) -> str:
-    """Return a conversation as the text of a prompt, which holds the special tokens.
+) -> RenderedChat:
+    """Return a conversation as a prompt.
 
     The keywords are fields of the request; `tools` are as the template reads them. The prompt ends where the answer
     begins (`add_generation_prompt`), or with `continue_final_message` inside of the last message. Raises ApiError if
@@ -30,19 +48,29 @@ async def chat_prompt(
         raise ApiError(400, message + "--trust-request-chat-template", param="chat_template")
     continues = bool(continue_final_message)
     try:
-        return await call.server.engine.chat_template.render(
-            messages,
+        messages_with_marks, images = await call.server.engine.take_images(messages)
+        text = await call.server.engine.chat_template.render(
+            messages_with_marks,
             template=chat_template,
             add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continues,
             variables=chat_template_kwargs,
             tools=tools,
             tool_fallback=call.server.options.tool_fallback,
+            has_images=bool(images),
         )
+        return RenderedChat(text, images)
     except ChatMessageError as error:
         raise ApiError(400, str(error), param=error.path) from error
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_failed") from error
+
+
+def check_without_images(rendered: RenderedChat, field: str) -> None:
+    """Raise ApiError, naming `field`, for a conversation with images where only its tokens are asked for."""
+    if rendered.images:
+        message = f"{field} has images, which become tokens only in a request for an answer; leave them out here"
+        raise ApiError(400, message, param=field, code="unsupported_field")
 
 
 def template_variables(reasoning_effort: str | None, variables: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from vllm_mp.server.http.endpoint import Call, post
 from vllm_mp.server.http.errors import ApiError, as_refusal
 from vllm_mp.server.http.state import ServerState
 from vllm_mp.server.openai.chat_messages import ChatMessage
-from vllm_mp.server.openai.chat_prompt import chat_prompt
+from vllm_mp.server.openai.chat_prompt import chat_prompt, check_without_images
 from vllm_mp.server.openai.models import check_model
 from vllm_mp.server.openai.tools import ToolDefinition, template_tools
 
@@ -71,7 +71,7 @@ async def tokenize(call: Call, body: TokenizeBody) -> Response:
         text, add_special_tokens = body.prompt, True
     elif body.messages is not None and body.prompt is None:
         add_special_tokens = False
-        text = await chat_prompt(
+        rendered = await chat_prompt(
             call,
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
@@ -80,6 +80,8 @@ async def tokenize(call: Call, body: TokenizeBody) -> Response:
             chat_template_kwargs=body.chat_template_kwargs,
             tools=template_tools([tool.function for tool in body.tools]) if body.tools else None,
         )
+        check_without_images(rendered, "messages")
+        text = rendered.text
     else:
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.add_special_tokens is not None:

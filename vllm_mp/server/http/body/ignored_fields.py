@@ -12,7 +12,7 @@ OTHER = "other"
 """The label of all names that are not in `LABELS`."""
 LABELS = (
     *("cache_control", "cache_prompt", "documents", "echo", "enable_thinking", "format", "grammar", "id", "images"),
-    *("keep_alive", "max_thinking_tokens", "mirostat", "mm_processor_kwargs", "num_ctx", "num_predict", "options"),
+    *("keep_alive", "max_thinking_tokens", "mirostat", "num_ctx", "num_predict", "options"),
     *("provider", "reasoning", "slot_id", "stream_options", "thinking", "think", "timestamp", "verbosity"),
     *("web_search_options", OTHER),
 )

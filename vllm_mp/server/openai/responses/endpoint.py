@@ -12,7 +12,6 @@ from starlette.routing import Route
 from starlette.types import Send
 
 from vllm_mp.client.async_llm import AsyncLLM
-from vllm_mp.client.prompts.prompt import TextPrompt
 from vllm_mp.outputs import CompletionOutput
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.server.http.endpoint import Call, post
@@ -21,7 +20,7 @@ from vllm_mp.server.http.event_stream import EventStream
 from vllm_mp.server.http.state import ServerState
 from vllm_mp.server.openai.answer_parts import read_answer_format
 from vllm_mp.server.openai.chat_messages import ChatMessage
-from vllm_mp.server.openai.chat_prompt import chat_prompt, template_variables
+from vllm_mp.server.openai.chat_prompt import RenderedChat, chat_prompt, check_without_images, template_variables
 from vllm_mp.server.openai.generation import Generation, start_generation
 from vllm_mp.server.openai.logprobs import TokenLogprob, chat_logprobs, convert
 from vllm_mp.server.openai.models import check_model
@@ -51,8 +50,9 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
     params = _params(body, call.server.engine.model_config.default_sampling_params)
     template = call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
     tools = _tools(body, call.server, params, template)
-    text = await _prompt(call, body, tools)
-    answer_format = read_answer_format(call.server, params, template, text, tools, body.include_reasoning is not False)
+    rendered = await _prompt(call, body, tools)
+    shows_thought = body.include_reasoning is not False
+    answer_format = read_answer_format(call.server, params, template, rendered.text, tools, shows_thought)
     if params.logprobs is not None and not answer_format.is_plain:
         raise ApiError(
             400,
@@ -64,7 +64,7 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
     generation = await start_generation(
         call,
         "resp",
-        [TextPrompt(prompt=text, cache_salt=call.tenant.cache_salt(body.cache_salt))],
+        [rendered.prompt(call.tenant.cache_salt(body.cache_salt))],
         params,
         body,
         field="input",
@@ -109,9 +109,10 @@ async def count_input_tokens(call: Call, body: ResponseBody) -> Response:
     check_model(call.server, body.model, generates=True)
     params = _params(body, call.server.engine.model_config.default_sampling_params)
     template = call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
-    text = await _prompt(call, body, _tools(body, call.server, params, template))
+    rendered = await _prompt(call, body, _tools(body, call.server, params, template))
+    check_without_images(rendered, "input")
     try:
-        tokens = await call.server.engine.tokenize(text, add_special_tokens=False)
+        tokens = await call.server.engine.tokenize(rendered.text, add_special_tokens=False)
     except ValueError as error:
         raise as_refusal(error) from error
     return Response(msgspec.json.encode(InputTokens(len(tokens))), media_type="application/json")
@@ -169,26 +170,26 @@ def _tools(body: ResponseBody, server: ServerState, params: SamplingParams, temp
     return tools
 
 
-async def _prompt(call: Call, body: ResponseBody, tools: ToolUse | None) -> str:
-    """Return the text of the prompt; with truncation "auto", of as many turns as the context has room for."""
+async def _prompt(call: Call, body: ResponseBody, tools: ToolUse | None) -> RenderedChat:
+    """Return the prompt; with truncation "auto", of as many turns as the context has room for."""
     messages = chat_messages(body.input, body.instructions)
-    text = await _rendered(call, body, messages, tools)
-    if body.truncation != "auto" or await _fits(call, body, text):
-        return text
+    rendered = await _rendered(call, body, messages, tools)
+    if body.truncation != "auto" or await _fits(call, body, rendered):
+        return rendered
     starts = turn_starts(messages)
     # The first start whose rest fits, by bisection: a shorter rest fits if a longer one does.
     low, high = min(1, len(starts) - 1), len(starts) - 1
     while low < high:
         middle = (low + high) // 2
-        text = await _rendered(call, body, without_older_turns(messages, starts[middle]), tools)
-        if await _fits(call, body, text):
+        rendered = await _rendered(call, body, without_older_turns(messages, starts[middle]), tools)
+        if await _fits(call, body, rendered):
             high = middle
         else:
             low = middle + 1
     return await _rendered(call, body, without_older_turns(messages, starts[high]), tools)
 
 
-async def _rendered(call: Call, body: ResponseBody, messages: list[ChatMessage], tools: ToolUse | None) -> str:
+async def _rendered(call: Call, body: ResponseBody, messages: list[ChatMessage], tools: ToolUse | None) -> RenderedChat:
     """Return `messages` as the chat template writes them."""
     effort = None if body.reasoning is None else body.reasoning.effort
     try:
@@ -199,14 +200,14 @@ async def _rendered(call: Call, body: ResponseBody, messages: list[ChatMessage],
             tools=None if tools is None else tools.definitions,
         )
     except ApiError as error:
-        if error.param == "messages":
+        if error.param is not None and error.param.startswith("messages"):
             error.param = "input"
         raise
 
 
-async def _fits(call: Call, body: ResponseBody, text: str) -> bool:
-    """Return whether the context has room for the prompt `text` and for the answer."""
-    return await call.server.engine.has_room(text, body.max_output_tokens or 1, add_special_tokens=False)
+async def _fits(call: Call, body: ResponseBody, rendered: RenderedChat) -> bool:
+    """Return whether the context has room for the text of the prompt and for the answer."""
+    return await call.server.engine.has_room(rendered.text, body.max_output_tokens or 1, add_special_tokens=False)
 
 
 async def _events(

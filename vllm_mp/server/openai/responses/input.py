@@ -6,7 +6,8 @@ import msgspec
 
 from vllm_mp.server.http.body import Ignored, RequestBody
 from vllm_mp.server.http.errors import ApiError
-from vllm_mp.server.openai.chat_messages import ChatMessage, FunctionCall, ToolCall
+from vllm_mp.server.openai.chat_messages import ChatMessage, FunctionCall, ImageUrl, ToolCall
+from vllm_mp.server.openai.chat_messages import ContentPart as MessagePart
 
 _Role = Literal["system", "developer", "user", "assistant"]
 _SYSTEM_ROLES = ("system", "developer")
@@ -21,7 +22,8 @@ class ContentPart(RequestBody):
     refusal: str | None = None
     annotations: Ignored = None
     logprobs: Ignored = None
-    image_url: Ignored = None
+    image_url: str | None = None
+    """The image of a part of the type "input_image": a data URL, or a URL on a host that the operator allows."""
     detail: Ignored = None
     file_id: Ignored = None
     file_url: Ignored = None
@@ -86,7 +88,8 @@ def _messages(items: list[InputItem]) -> list[ChatMessage]:
         last = messages[-1] if messages and messages[-1].role == "assistant" else None
         match item.type:
             case "message":
-                role, text = _role(item.role, f"{path}.role"), _text(item.content, f"{path}.content")
+                role = _role(item.role, f"{path}.role")
+                text = _content(item.content, f"{path}.content", may_have_images=role == "user")
                 if role == "assistant" and last is not None and last.content is None and not last.tool_calls:
                     last.content = text
                 else:
@@ -139,6 +142,22 @@ def _role(given: str | None, path: str) -> _Role:
         if given == role:
             return role
     raise ApiError(400, f"{path} must be one of {', '.join(get_args(_Role))}, got {given!r:.100}", param=path)
+
+
+def _content(content: str | list[ContentPart] | None, path: str, *, may_have_images: bool) -> str | list[MessagePart]:
+    """Return the content of a message: its text, or its parts if it has images."""
+    if not may_have_images or not isinstance(content, list) or all(part.type != "input_image" for part in content):
+        return _text(content, path)
+    parts: list[MessagePart] = []
+    for index, part in enumerate(content):
+        if part.type != "input_image":
+            parts.append(MessagePart(type="text", text=_text([part], path)))
+        elif part.image_url:
+            parts.append(MessagePart(type="image_url", image_url=ImageUrl(url=part.image_url)))
+        else:
+            where = f"{path}[{index}].image_url"
+            raise ApiError(400, f"{where} is missing; add a URL, because no files are stored here", param=where)
+    return parts
 
 
 def _text(content: str | list[ContentPart] | None, path: str) -> str:

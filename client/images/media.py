@@ -1,0 +1,114 @@
+"""The images of a prompt as callers give them, and the jobs for image processes that they become."""
+
+import sys
+from typing import Any, Final
+
+import numpy as np
+
+from vllm_mp.client.images.messages import MAX_FILE_BYTES, ImageJob
+from vllm_mp.client.images.pixels import check_size, rgb_of
+
+_FORMS: Final = "an image of Pillow, a NumPy array [height, width, 3] of uint8, or the bytes of a file"
+
+
+def images_of(data: Any) -> list[Any]:
+    """Return the images in `multi_modal_data`, a dict with an image or a list of images under "image".
+
+    Raises TypeError, ValueError or NotImplementedError for other media and other forms.
+    """
+    if data is None:
+        return []
+    if not isinstance(data, dict):
+        raise TypeError(f"multi_modal_data must be a dict such as {{'image': image}}, got {type(data).__name__}")
+    for name, value in data.items():
+        is_empty = value is None or (isinstance(value, list | tuple) and not value)
+        if name != "image" and not is_empty:
+            raise NotImplementedError(f"multi_modal_data[{name!r:.100}] is not served: prompts may have images only")
+    images = data.get("image")
+    if images is None:
+        return []
+    given = list(images) if isinstance(images, list | tuple) else [images]
+    for number, image in enumerate(given):
+        _check_form(image, _name(number))
+    return given
+
+
+def checked_uuids(uuids: Any, num_images: int) -> None:
+    """Raise TypeError or ValueError unless `uuids` are None, or a dict with a str or None for each image."""
+    if uuids is None:
+        return
+    if not isinstance(uuids, dict) or not uuids.keys() <= {"image"}:
+        raise TypeError("multi_modal_uuids must be a dict with a list of str or None under 'image'")
+    names = uuids.get("image")
+    names = [names] if isinstance(names, str) else [] if names is None else names
+    if not isinstance(names, list | tuple) or not all(name is None or isinstance(name, str) for name in names):
+        raise TypeError(f"multi_modal_uuids['image'] must be a list of str or None, got {names!r:.100}")
+    if names and len(names) != num_images:
+        raise ValueError(
+            f"multi_modal_uuids['image'] has {len(names)} entries for {num_images} images; give one for each, or None"
+        )
+
+
+def image_job(image: Any, number: int, options: bytes) -> ImageJob:
+    """Return the job for an image; the caller's thread copies its pixels, and for an image of Pillow decodes them.
+
+    Raises TypeError or ValueError, which names the image by its `number`, if it cannot be decoded.
+    """
+    name = _name(number)
+    try:
+        if isinstance(image, bytes | bytearray | memoryview):
+            return ImageJob(bytes(image), options)
+        if isinstance(image, np.ndarray):
+            height, width, channels = image.shape
+            if channels == 3:
+                return ImageJob(image.tobytes(), options, width, height)
+            image = _pillow().fromarray(image)
+        pixels = rgb_of(image)
+        return ImageJob(pixels.tobytes(), options, *pixels.size)
+    except MemoryError:
+        raise ValueError(f"{name} cannot be used: it needs too much memory; make it smaller") from None
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be used: {error}") from None
+
+
+def _name(number: int) -> str:
+    return f"multi_modal_data['image'][{number}]"
+
+
+def _check_form(image: Any, name: str) -> None:
+    """Raise TypeError or ValueError, with the remedy, for an object that is no image, or too large."""
+    if isinstance(image, bytes | bytearray | memoryview):
+        if not 0 < len(image) <= MAX_FILE_BYTES:
+            raise ValueError(f"{name} must be a file of 1 to {MAX_FILE_BYTES} bytes, got {len(image)}")
+    elif isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] not in (3, 4):
+            raise ValueError(
+                f"{name} must be an array [height, width, 3] of uint8, got {list(image.shape)} of {image.dtype}; "
+                "transpose or convert it"
+            )
+        _check_size(name, image.shape[1], image.shape[0])
+    elif isinstance(image, str):
+        raise TypeError(f"{name} is a str; open the file, and give {_FORMS}")
+    elif is_pillow_image(image):
+        _check_size(name, *image.size)
+    else:
+        raise TypeError(f"{name} must be {_FORMS}, got {type(image).__name__}")
+
+
+def _check_size(name: str, width: int, height: int) -> None:
+    try:
+        check_size(width, height)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be used: {error}") from None
+
+
+def is_pillow_image(value: Any) -> bool:
+    """Return whether `value` is an image of Pillow, without importing it."""
+    module: Any = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(value, module.Image)
+
+
+def _pillow() -> Any:
+    from PIL import Image
+
+    return Image

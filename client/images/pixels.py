@@ -1,0 +1,80 @@
+"""The pixels of an image, as RGB, by Pillow. Image processes use this for files, clients for images of Pillow."""
+
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_mp.client.images.messages import FORMATS, MAX_PIXELS, TOO_LARGE
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_BACKGROUND: Final = (255, 255, 255)
+"""What is seen through transparent pixels: white, as in vLLM."""
+
+
+def open_image(data: bytes) -> "Image.Image":
+    """Return the image in a file whose pixels are not decoded yet.
+
+    Raises ValueError for a file in none of `FORMATS`, and for one with more than `MAX_PIXELS` pixels.
+    """
+    import io
+
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of large images; the size is checked below
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        start = bytes(data[:16])
+        raise ValueError(f"it is no image in the format {', '.join(FORMATS)}; it begins with {start!r}") from None
+    except Image.DecompressionBombError:
+        raise ValueError(f"it has too many pixels: {TOO_LARGE}") from None
+    check_size(*image.size)
+    return image
+
+
+def check_size(width: int, height: int) -> None:
+    """Raise ValueError for an image without pixels, or with more than `MAX_PIXELS`."""
+    if width < 1 or height < 1:
+        raise ValueError(f"it has no pixels: {width} x {height}; leave it out")
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"it has {width} x {height} pixels, {TOO_LARGE}")
+
+
+def rgb_of(image: "Image.Image") -> "Image.Image":
+    """Return the first frame of an image as RGB, turned as its EXIF orientation says, on white if it is transparent.
+
+    Raises ValueError, with the cause, if the pixels cannot be decoded.
+    """
+    from PIL import Image, ImageOps
+
+    check_size(*image.size)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode == "RGB":
+                upright.load()
+                return upright
+            if upright.mode in ("I;16", "I;16B", "I;16L", "I;16N", "I"):
+                return _of_16_bits(upright).convert("RGB")
+            if upright.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in upright.info:
+                layer = upright.convert("RGBA")
+                whole = Image.new("RGBA", layer.size, (*_BACKGROUND, 255))
+                whole.alpha_composite(layer)
+                return whole.convert("RGB")
+            return upright.convert("RGB")
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders raise errors of many kinds
+        raise ValueError(f"its pixels cannot be decoded: {str(error) or repr(error):.200}; save it again") from None
+
+
+def _of_16_bits(image: "Image.Image") -> "Image.Image":
+    """Return an image of 16 bits with the upper 8 of them."""
+    import numpy as np
+    from PIL import Image
+
+    values: Any = np.asarray(image)
+    return Image.fromarray(np.clip(values >> 8, 0, 255).astype(np.uint8))

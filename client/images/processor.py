@@ -1,0 +1,110 @@
+"""The image processor of a model: its settings, and the text that stands for an image in a prompt."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from vllm_mp.client.images.messages import ImageResult, ProcessorSettings
+from vllm_mp.model_config.images import ImageConfig
+from vllm_mp.model_config.json_file import read_json
+from vllm_mp.model_store.tokenizer_files import PROCESSOR_FILES
+
+_PROCESSORS: Final = {
+    "idefics3": ("Idefics3ImageProcessor", "SmolVLMImageProcessor"),
+    "smolvlm": ("SmolVLMImageProcessor", "Idefics3ImageProcessor"),
+    "llava": ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor"),
+}
+"""The image processors that a model of each family may have; the first is that of a folder which names none."""
+_DEFAULT_TOKENS_PER_TILE: Final = 169
+"""Image tokens of a tile if the folder of an Idefics3 or SmolVLM model does not say, as in transformers."""
+
+
+class ModelProcessor(NamedTuple):
+    """What a client needs of a model's processor."""
+
+    image_processor: ProcessorSettings
+    text_of: Callable[[ImageResult], str]
+    """Returns the text that takes the place of a placeholder, for a processed image."""
+
+
+def read_processor_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the content of those of `PROCESSOR_FILES` that the folder has. Raises ValueError for invalid JSON."""
+    contents = {name: read_json(folder / name, dict) for name in PROCESSOR_FILES}
+    return {name: content for name, content in contents.items() if content is not None}
+
+
+def model_processor(
+    images: ImageConfig, image_token: str, files: dict[str, dict[str, Any]], hf_config: dict[str, Any]
+) -> ModelProcessor:
+    """Return the processor of a model that takes images; `files` are those of `read_processor_files`.
+
+    No code that a folder names is run: its processor must be one of transformers' own. Raises ValueError, with the
+    remedy, if the files have no image processor or one that the model cannot have.
+    """
+    whole = files.get("processor_config.json", {})
+    settings = whole.get("image_processor") or files.get("preprocessor_config.json")
+    if not isinstance(settings, dict):
+        raise ValueError(
+            "the model's folder has no settings of an image processor (preprocessor_config.json, or processor_config."
+            "json with image_processor); download the model's files again"
+        )
+    known = _PROCESSORS[images.family]
+    name = str(settings.get("image_processor_type") or known[0]).removesuffix("Fast").removesuffix("Pil")
+    if name not in known:
+        raise ValueError(
+            f"the model's image processor {name!r:.100} is not served for {images.family}; use a checkpoint with "
+            + " or ".join(known)
+        )
+    chosen = ProcessorSettings(f"{name}Pil", json.dumps(settings).encode())
+    if images.family == "llava":
+        return ModelProcessor(chosen, _llava_text(image_token, whole, hf_config))
+    num_tokens = whole.get("image_seq_len", _DEFAULT_TOKENS_PER_TILE)
+    return ModelProcessor(chosen, _tiled_text(image_token, _integer("image_seq_len", num_tokens, 1)))
+
+
+def _tiled_text(image_token: str, num_tokens: int) -> Callable[[ImageResult], str]:
+    """Return `text_of` of Idefics3 and SmolVLM: the tiles of an image row by row, and then the whole image."""
+    around, tile = "<fake_token_around_image>", image_token * num_tokens
+
+    def text_of(image: ImageResult) -> str:
+        whole = f"{around}<global-img>{tile}{around}"
+        if not image.rows and not image.columns:
+            return whole
+        lines = [
+            "".join(f"{around}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(image.columns)) + "\n"
+            for row in range(image.rows)
+        ]
+        return f"{''.join(lines)}\n{whole}"
+
+    return text_of
+
+
+def _llava_text(image_token: str, settings: dict[str, Any], hf_config: dict[str, Any]) -> Callable[[ImageResult], str]:
+    """Return `text_of` of LLaVA: an image token for each patch of the vision tower whose features are used."""
+    vision = hf_config.get("vision_config") or {}
+    of_model = "patch_size" not in settings or settings["patch_size"] is None
+    patch_size = _integer("patch_size", vision.get("patch_size", 14) if of_model else settings["patch_size"], 1)
+    strategy = settings.get("vision_feature_select_strategy") or hf_config.get(
+        "vision_feature_select_strategy", "default"
+    )
+    has_class_token = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
+    more = int(has_class_token) if of_model else settings.get("num_additional_image_tokens", 0)
+    num_more = _integer("num_additional_image_tokens", more, 0) - (strategy == "default")
+
+    def text_of(image: ImageResult) -> str:
+        [pixels] = [array for array in image.arrays if array.name == "pixel_values"]
+        height, width = pixels.shape[-2:]
+        num_tokens: int = (height // patch_size) * (width // patch_size) + num_more
+        return image_token * num_tokens
+
+    return text_of
+
+
+def _integer(name: str, value: Any, low: int) -> int:
+    """Return `value`. Raises ValueError unless it is an integer from `low` to 65,536."""
+    if type(value) is not int or not low <= value <= 65_536:
+        raise ValueError(
+            f"processor_config.json: {name} must be an integer from {low} to 65536, got {value!r:.99}; correct it"
+        )
+    return value

@@ -1,0 +1,157 @@
+"""Where an image of a conversation comes from: a data URL, a host that the operator allows, or an object."""
+
+import base64
+import binascii
+import functools
+import http.client
+import ipaddress
+import socket
+import ssl
+import time
+import urllib.parse
+from asyncio import get_running_loop
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from vllm_mp.client.images.messages import MAX_FILE_BYTES
+
+_FETCH_LIMIT_S: Final = 10.0
+"""Longest time for fetching an image."""
+_SOCKET_LIMIT_S: Final = 5.0
+_NUM_FETCHES: Final = 4
+"""Images that are fetched at a time."""
+_CHUNK_BYTES: Final = 2**16
+_MAX_URL_CHARACTERS: Final = 2048
+_TYPES: Final = ("image/", "application/octet-stream")
+"""How the type of a file may begin. The file itself says of which format it is."""
+
+
+class ImageSources:
+    """Turns what a conversation names as an image into what `multi_modal_data` takes."""
+
+    def __init__(self, allowed_domains: Collection[str]) -> None:
+        """`allowed_domains` are the hosts, in lower case, from which images are fetched."""
+        self._allowed = frozenset(allowed_domains)
+        self._executor = ThreadPoolExecutor(_NUM_FETCHES, thread_name_prefix="vllm-mp-image-fetch")
+
+    async def load(self, value: Any) -> Any:
+        """Return the bytes that the URL `value` names; any other value as it is.
+
+        Raises ValueError, with the remedy, for a URL that is not allowed or not served, or has no image.
+        """
+        if not isinstance(value, str):
+            return value
+        if value[:5].lower() == "data:":
+            return data_of(value)
+        host = self._checked_host(value)
+        loop = get_running_loop()
+        return await loop.run_in_executor(self._executor, functools.partial(fetch, value, host))
+
+    def _checked_host(self, url: str) -> str:
+        """Return the host of a URL from which images may be fetched. Raises ValueError for other URLs."""
+        if len(url) > _MAX_URL_CHARACTERS:
+            raise ValueError(f"the URL has {len(url)} characters, the limit is {_MAX_URL_CHARACTERS}; shorten it")
+        try:
+            parts = urllib.parse.urlsplit(url)
+            host = (parts.hostname or "").lower()
+            _ = parts.port
+        except ValueError as error:
+            raise ValueError(f"{url!r:.100} is no URL: {error}; correct it") from None
+        if parts.scheme not in ("http", "https"):
+            raise ValueError(f"{url!r:.100} must be a data URL (data:image/png;base64,...), or an http or https URL")
+        if host not in self._allowed:
+            raise ValueError(
+                f"images are not fetched from {host!r:.100}: send a data URL, or start the engine with this host in "
+                "allowed_media_domains"
+            )
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("the URL of an image must not hold a user or a password; leave them out")
+        return host
+
+
+def data_of(url: str) -> bytes:
+    """Return the bytes in a data URL. Raises ValueError, with the remedy, unless it holds an image as base64."""
+    head, comma, content = url[5:].partition(",")
+    kind, *parameters = head.split(";")
+    if not comma or "base64" not in [each.strip().lower() for each in parameters]:
+        raise ValueError("a data URL must have the form data:image/png;base64,...: encode the image as base64")
+    if not kind.strip().lower().startswith(_TYPES[0]):
+        raise ValueError(f"the data URL is of type {kind!r:.100}; it must be an image, such as image/png")
+    if len(content) > MAX_FILE_BYTES * 4 // 3 + 4:
+        raise ValueError(f"the image has more than {MAX_FILE_BYTES} bytes, the limit; make it smaller")
+    try:
+        return base64.b64decode(urllib.parse.unquote(content) if "%" in content else content, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"the data URL holds no valid base64: {error}; encode the image again") from None
+
+
+def fetch(url: str, host: str) -> bytes:
+    """Return the body of the answer to `url`, without following redirects, in the calling thread.
+
+    The address of `host` must be a public one. Raises ValueError, with the cause, for any other answer than an image of
+    at most `MAX_FILE_BYTES` bytes within `_FETCH_LIMIT_S`.
+    """
+    deadline = time.monotonic() + _FETCH_LIMIT_S
+    parts = urllib.parse.urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        connection = _Connection(host, port, public_address(host, port), is_tls=parts.scheme == "https")
+        try:
+            path = urllib.parse.quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
+            query = f"?{urllib.parse.quote(parts.query, safe='/%:@!$&()*+,;=~-._?')}" if parts.query else ""
+            connection.request("GET", path + query, headers={"Accept": "image/*", "User-Agent": "vllm-mp"})
+            return _body(connection.getresponse(), deadline)
+        finally:
+            connection.close()
+    except (OSError, http.client.HTTPException) as error:
+        raise ValueError(f"the image at {url!r:.200} cannot be fetched: {str(error) or repr(error):.200}") from None
+
+
+def public_address(host: str, port: int) -> str:
+    """Return an address of `host`. Raises ValueError if one of its addresses is not public, and OSError if none."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in found]
+    for address in addresses:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+        mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+        if not (mapped or parsed).is_global or (mapped or parsed).is_multicast:
+            raise ValueError(f"images are not fetched from {host}: its address {address} is inside a network")
+    return addresses[0]
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection to an address that was checked, so that no second look-up can give another."""
+
+    def __init__(self, host: str, port: int, address: str, *, is_tls: bool) -> None:
+        super().__init__(host, port, timeout=_SOCKET_LIMIT_S)
+        self._address = address
+        self._is_tls = is_tls
+
+    def connect(self) -> None:
+        plain = socket.create_connection((self._address, self.port), _SOCKET_LIMIT_S)
+        if not self._is_tls:
+            self.sock = plain
+            return
+        try:
+            self.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=self.host)
+        except BaseException:
+            plain.close()
+            raise
+
+
+def _body(response: http.client.HTTPResponse, deadline: float) -> bytes:
+    if response.status != http.client.OK:
+        remedy = "; redirects are not followed, so name the file itself" if 300 <= response.status < 400 else ""
+        raise ValueError(f"the host of the image answered with the status {response.status}{remedy}")
+    kind = (response.getheader("Content-Type") or _TYPES[1]).lower()
+    if not kind.startswith(_TYPES):
+        raise ValueError(f"the host sent {kind!r:.100}, which is no image; check the URL")
+    body = bytearray()
+    while chunk := response.read1(_CHUNK_BYTES):
+        body += chunk
+        if len(body) > MAX_FILE_BYTES:
+            raise ValueError(f"the image has more than {MAX_FILE_BYTES} bytes, the limit; name a smaller one")
+        if time.monotonic() > deadline:
+            raise ValueError(f"the image did not arrive within {_FETCH_LIMIT_S:g} s; send it as a data URL")
+    return bytes(body)

@@ -1,0 +1,226 @@
+"""Images in prompts, conversations and HTTP requests, as far as the core: which tokens and images it is sent."""
+
+import asyncio
+import base64
+
+import httpx
+import pytest
+from support.image_core import ImageCore
+from support.image_models import IMAGE_TOKEN, TILED, TOKENS_PER_TILE, file_of, picture, save_processor
+
+from vllm_mp import AsyncLLM, PoolingParams, SamplingParams
+from vllm_mp.server.app import build_app
+from vllm_mp.server.http.options import ServerOptions
+
+pytestmark = pytest.mark.extended
+CAT, DOG = picture(50, 40), picture(20, 20, seed=1)
+NUM_TOKENS = 5 * TOKENS_PER_TILE
+"""Image tokens of either image: four tiles and the whole."""
+URL = f"data:image/png;base64,{base64.b64encode(file_of(CAT)).decode()}"
+
+
+class Served:
+    """An engine that is connected to a core of a small SmolVLM."""
+
+    def __init__(self, folder, model):
+        save_processor(folder, "smolvlm")
+        address = f"ipc://{folder}/core.sock"
+        self.core = ImageCore(address, model, folder, "smolvlm", limit_mm_per_prompt={"image": 2})
+        self.llm = AsyncLLM.connect(address)
+        self.token_id = self.llm.model_config.images.token_id
+
+    def ask(self, *prompts, call=None):
+        """Return the requests that the core got, for prompts that were answered one after the other."""
+        before = len(self.core.requests)
+
+        async def answers():
+            for prompt in prompts:
+                async for output in (call or self.llm.generate)(prompt, SamplingParams(max_tokens=1)):
+                    assert len(output.outputs[0].token_ids) == 1
+
+        asyncio.run(answers())
+        return self.core.requests[before:]
+
+    def post(self, path, body):
+        async def ask():
+            app = build_app(self.llm, ServerOptions())
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+                return await client.post(path, json={"model": self.llm.model_config.served_model_name, **body})
+
+        return asyncio.run(ask())
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, default_model):
+    served = Served(tmp_path_factory.mktemp("images"), str(default_model))
+    yield served
+    served.llm.shutdown()
+    assert served.llm._engine.images.process_ids == []
+    served.core.close()
+
+
+def image_prompt(*images, text=None, **fields):
+    text = f"See {IMAGE_TOKEN * len(images)}." if text is None else text
+    return {"prompt": text, "multi_modal_data": {"image": list(images)}, **fields}
+
+
+def num_image_tokens(request):
+    return [sum(length for _, length in image.spans) for image in request.images]
+
+
+def test_text_starts_no_image_process(served):
+    """Run first: the processes live until the end."""
+    [request] = served.ask("Hello")
+    assert request.images == []
+    assert served.llm._engine.images.process_ids == []
+
+
+def test_image_crosses_once_and_its_tokens_are_placed(served):
+    first, second, third = served.ask(image_prompt(CAT), image_prompt(CAT, DOG), image_prompt(file_of(CAT)))
+    assert [num_image_tokens(request) for request in (first, second, third)] == [
+        [NUM_TOKENS],
+        [NUM_TOKENS, NUM_TOKENS],
+        [NUM_TOKENS],
+    ]
+    cat, dog = [image.digest for image in second.images]
+    assert (first.images[0].digest, third.images[0].digest) == (cat, cat)
+    assert served.core.put.count(cat) == served.core.put.count(dog) == 1
+    ids = list(memoryview(first.prompt).cast("i"))
+    [placed] = first.images
+    assert {ids[start + offset] for start, length in placed.spans for offset in range(length)} == {served.token_id}
+    assert ids.count(served.token_id) == NUM_TOKENS
+
+
+def test_core_gets_an_image_again_after_it_has_lost_it(served):
+    [request] = served.ask(image_prompt(CAT))
+    served.core.images.clear()  # as a core does that needs the memory
+    again = served.ask(image_prompt(CAT))
+    assert len(again) == 1
+    asyncio.run(served.llm.reset_mm_cache())
+    assert served.core.images == set()
+    put = len(served.core.put)
+    served.ask(image_prompt(CAT))
+    assert served.core.put[put:] == [request.images[0].digest]
+
+
+def test_options_of_a_request_reach_the_processor(served):
+    [request] = served.ask(image_prompt(CAT, mm_processor_kwargs={"do_image_splitting": False}))
+    assert num_image_tokens(request) == [TOKENS_PER_TILE]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (image_prompt(CAT, text="no placeholder"), "0 times '<image>' for 1 images"),
+        (image_prompt(CAT, text=IMAGE_TOKEN * 2), "2 times '<image>' for 1 images"),
+        (IMAGE_TOKEN, "1 image tokens .'<image>'. and no image"),
+        (image_prompt(CAT, DOG, CAT), "at most 2 images .limit_mm_per_prompt., got 3"),
+        (image_prompt(b"x"), "no image in the format"),
+        (image_prompt(file_of(CAT)[:300]), "truncated"),
+        (image_prompt(CAT, mm_processor_kwargs={"crop": 1}), "'crop'; correct mm_processor_kwargs"),
+        (image_prompt(CAT, mm_processor_kwargs={"return_tensors": "pt"}), "return_tensors.*which the engine sets"),
+        (image_prompt(CAT, multi_modal_uuids={"image": []}), None),
+        (image_prompt(CAT, multi_modal_uuids={"image": ["a", "b"]}), "2 entries for 1 images"),
+        ({"prompt_embeds": [[0.0]], "multi_modal_data": {"image": CAT}}, "prompt_embeds and multi_modal_data"),
+    ],
+)
+def test_prompt_that_cannot_be_used_is_refused_before_the_core_hears_of_it(served, prompt, said):
+    if said is None:
+        assert len(served.ask(prompt)) == 1
+        return
+    before = len(served.core.requests), len(served.core.put)
+    with pytest.raises(ValueError, match=said):
+        served.ask(prompt)
+    assert (len(served.core.requests), len(served.core.put)) == before
+
+
+def test_vectors_of_images_are_refused(served):
+    async def encode():
+        async for _ in served.llm.encode(image_prompt(CAT), PoolingParams()):
+            pass
+
+    with pytest.raises(ValueError, match="vectors are made of text"):
+        asyncio.run(encode())
+
+
+def test_conversation_has_images_where_its_parts_stand(served):
+    parts = [
+        {"type": "text", "text": "A "},
+        {"type": "image_pil", "image_pil": CAT},
+        {"type": "text", "text": " b "},
+        {"type": "image_url", "image_url": {"url": URL}},
+    ]
+    [request] = served.ask([{"role": "user", "content": parts}], call=served.llm.chat)
+    assert num_image_tokens(request) == [NUM_TOKENS, NUM_TOKENS]
+    assert len({image.digest for image in request.images}) == 1
+    [plain] = served.ask([{"role": "user", "content": "A  b "}], call=served.llm.chat)
+    assert plain.images == []
+
+
+def chat_body(*parts, **fields):
+    return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 1, **fields}
+
+
+def url_part(url=URL):
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_server_answers_conversations_with_images_and_counts_their_tokens(served):
+    text = {"type": "text", "text": "Say."}
+    bare = served.post("/v1/chat/completions", chat_body(text)).json()["usage"]["prompt_tokens"]
+    answer = served.post("/v1/chat/completions", chat_body(url_part(), text))
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["prompt_tokens"] > bare + NUM_TOKENS
+    assert num_image_tokens(served.core.requests[-1]) == [NUM_TOKENS]
+    unsplit = chat_body(url_part(), text, mm_processor_kwargs={"do_image_splitting": False})
+    assert served.post("/v1/chat/completions", unsplit).status_code == 200
+    assert num_image_tokens(served.core.requests[-1]) == [TOKENS_PER_TILE]
+
+
+def test_responses_take_input_images(served):
+    parts = [{"type": "input_text", "text": "Say."}, {"type": "input_image", "image_url": URL, "detail": "auto"}]
+    answer = served.post("/v1/responses", {"input": [{"role": "user", "content": parts}], "max_output_tokens": 1})
+    assert answer.status_code == 200
+    assert num_image_tokens(served.core.requests[-1]) == [NUM_TOKENS]
+
+
+CHAT = "/v1/chat/completions"
+PART = "messages[0].content[0]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        (CHAT, chat_body(url_part("file:///etc/passwd")), PART, "a data URL"),
+        (
+            "/v1/chat/completions",
+            chat_body(url_part("http://127.0.0.1/")),
+            "messages[0].content[0]",
+            "not fetched from",
+        ),
+        (CHAT, chat_body(*[url_part()] * 3), PART, "at most 2 images"),
+        (
+            "/v1/chat/completions",
+            chat_body({"type": "image_url"}),
+            "messages[0].content[0].image_url",
+            "must hold a URL",
+        ),
+        (
+            "/v1/chat/completions",
+            chat_body(url_part("data:image/png;base64,eHg=")),
+            "messages",
+            "no image in the format",
+        ),
+        (CHAT, chat_body({"type": "input_audio"}), f"{PART}.type", "audio"),
+        ("/tokenize", {"messages": [{"role": "user", "content": [url_part()]}]}, "messages", "leave them out here"),
+    ],
+)
+def test_server_refuses_images_by_field(served, path, body, param, said):
+    answer = served.post(path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert said in error["message"]
+
+
+def test_settings_of_the_processor_are_those_of_the_core(served):
+    assert served.llm._engine.images._files()["preprocessor_config.json"]["size"] == TILED["size"]

@@ -1,0 +1,76 @@
+"""Files of small models that take images: their tokenizers, processors and chat templates."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from support.tiny_tokenizers import byte_level
+
+IMAGE_TOKEN = "<image>"
+SPECIAL = [IMAGE_TOKEN, "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"] + [
+    f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)
+]
+TILED = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+"""Settings of an image processor of SmolVLM or Idefics3 with tiles of 32 x 32 pixels."""
+CROPPED = {"size": {"shortest_edge": 30}, "crop_size": {"height": 30, "width": 30}}
+"""Settings of an image processor of LLaVA with images of 30 x 30 pixels."""
+TOKENS_PER_TILE = 4
+PATCH_SIZE = 10
+PARTS_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}:{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}<image>{% endif %}"
+    "{% endfor %}{{ '\n' }}{% endfor %}"
+)
+"""A template that reads lists of parts alone, as that of SmolVLM."""
+
+
+def image_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with the special tokens of images."""
+    backend = byte_level()
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = PARTS_TEMPLATE
+    return tokenizer
+
+
+def processor_files(family: str) -> dict[str, dict[str, Any]]:
+    """Return the files of the processor of a small model of a family."""
+    if family == "llava":
+        return {
+            "preprocessor_config.json": {"image_processor_type": "CLIPImageProcessor", **CROPPED},
+            "processor_config.json": {
+                "patch_size": PATCH_SIZE,
+                "num_additional_image_tokens": 1,
+                "vision_feature_select_strategy": "default",
+            },
+        }
+    name = "SmolVLMImageProcessor" if family == "smolvlm" else "Idefics3ImageProcessor"
+    return {
+        "preprocessor_config.json": {"image_processor_type": name, **TILED},
+        "processor_config.json": {"image_seq_len": TOKENS_PER_TILE},
+    }
+
+
+def save_processor(folder: Path, family: str) -> None:
+    """Write the files of the tokenizer and the processor of a small model of a family."""
+    image_tokenizer().save_pretrained(folder)
+    for name, content in processor_files(family).items():
+        (folder / name).write_text(json.dumps(content))
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Return an image of random pixels."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """Return an image as a file."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()

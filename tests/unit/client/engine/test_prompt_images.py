@@ -1,0 +1,137 @@
+"""Prompts with images have the tokens and the arrays that transformers' own processors make."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import transformers
+from support.image_models import CROPPED, IMAGE_TOKEN, PATCH_SIZE, TILED, TOKENS_PER_TILE, image_tokenizer, picture
+from support.image_models import processor_files as files_of
+from transformers.models.smolvlm import processing_smolvlm
+
+from vllm_mp.client.engine.prompt_images import PromptImages
+from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
+from vllm_mp.config import MultiModalConfig
+from vllm_mp.model_config.images import ImageConfig
+
+pytestmark = pytest.mark.extended
+IMAGES = [picture(50, 40), picture(33, 64, 1), picture(1, 1, 2)]
+TEXT = f"A {IMAGE_TOKEN} and {IMAGE_TOKEN}, then\n{IMAGE_TOKEN}?"
+FAMILIES = ["idefics3", "smolvlm", "llava"]
+
+
+class Prompts:
+    """The images of prompts to a small model."""
+
+    def __init__(self, family, **options):
+        self.tokenizer = image_tokenizer()
+        self.token_id = self.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+        model = SimpleNamespace(
+            images=ImageConfig(family=family, token_id=self.token_id), served_model_name="small", hf_config={}
+        )
+        config = SimpleNamespace(model_config=model, multimodal_config=MultiModalConfig(**options))
+        self.images = PromptImages(config, PromptTokenizer(self.tokenizer), lambda: files_of(family))
+
+    def prompt(self, images, text=None, token_ids=None, **options):
+        return asyncio.run(self.images.prompt(images, options, text, token_ids, {}, None))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def prompts(request):
+    prompts = Prompts(request.param)
+    prompts.family = request.param
+    yield prompts
+    prompts.images.close()
+
+
+def reference(prompts):
+    """Return the token ids and the pixels of each image, as the processor of transformers makes them."""
+    tokenizer = prompts.tokenizer
+    if prompts.family == "llava":
+        processor = transformers.LlavaProcessor(
+            transformers.CLIPImageProcessorPil(**CROPPED),
+            tokenizer,
+            patch_size=PATCH_SIZE,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        )
+        made = processor(images=IMAGES, text=TEXT)
+        return made["input_ids"][0], [np.asarray(pixels)[None] for pixels in made["pixel_values"]]
+    image_processor = transformers.Idefics3ImageProcessorPil(**TILED)
+    pixels = [image_processor([image], return_tensors="np")["pixel_values"] for image in IMAGES]
+    if prompts.family == "idefics3":
+        processor = transformers.Idefics3Processor(image_processor, tokenizer, image_seq_len=TOKENS_PER_TILE)
+        return processor(images=IMAGES, text=TEXT)["input_ids"][0], pixels
+    # The processor of SmolVLM needs packages for videos; this is how it writes images.
+    text = TEXT
+    for image in IMAGES:
+        sizes = image_processor([image], return_row_col_info=True)
+        string = processing_smolvlm.get_image_prompt_string(
+            sizes["rows"][0][0],
+            sizes["cols"][0][0],
+            TOKENS_PER_TILE,
+            fake_token_around_image="<fake_token_around_image>",
+            image_token="[image]",
+            global_image_token="<global-img>",
+        )
+        text = text.replace(IMAGE_TOKEN, string, 1)
+    return tokenizer(text.replace("[image]", IMAGE_TOKEN)).input_ids, pixels
+
+
+def test_prompt_has_the_tokens_and_the_arrays_of_transformers(prompts):
+    token_ids, pixels = reference(prompts)
+    made = prompts.prompt(IMAGES, TEXT)
+    assert made.token_ids == token_ids
+    by_digest = {image.digest: image.arrays[0] for image in made.images}
+    for placed, expected in zip(made.placed, pixels, strict=True):
+        array = by_digest[placed.digest]
+        assert array.name == "pixel_values"
+        assert np.array_equal(np.frombuffer(array.data, np.float32).reshape(array.shape), expected.astype(np.float32))
+    spans = [span for placed in made.placed for span in placed.spans]
+    covered = [index for start, length in spans for index in range(start, start + length)]
+    assert covered == [index for index, token in enumerate(token_ids) if token == prompts.token_id]
+
+
+def test_token_ids_with_placeholders_give_the_same_prompt(prompts):
+    images = IMAGES[:1]
+    of_text = prompts.prompt(images, f"A{IMAGE_TOKEN}")
+    ids = prompts.tokenizer(f"A{IMAGE_TOKEN}").input_ids
+    assert prompts.prompt(images, token_ids=ids) == of_text
+
+
+def test_images_are_refused_where_they_cannot_be_used(prompts):
+    with pytest.raises(ValueError, match=r"\['image'\]\[1\] cannot be used: it is no image in the format"):
+        prompts.prompt([IMAGES[0], b"x"], f"{IMAGE_TOKEN}{IMAGE_TOKEN}")
+    with pytest.raises(ValueError, match="'crop'; correct mm_processor_kwargs"):
+        prompts.prompt(IMAGES[:1], IMAGE_TOKEN, crop=1)
+    with pytest.raises(ValueError, match=r"has 1 image tokens .'<image>'. and no image"):
+        prompts.images.check_without_images([5, prompts.token_id])
+
+
+def test_wrong_numbers_of_images_start_no_process():
+    prompts = Prompts("smolvlm", limit_mm_per_prompt={"image": 2})
+    for text, images, said in [
+        ("x", IMAGES[:1], "0 times '<image>' for 1 images"),
+        (TEXT, IMAGES, "at most 2 images .limit_mm_per_prompt., got 3"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            prompts.prompt(images, text)
+    assert prompts.images.process_ids == []
+
+
+def test_same_image_is_processed_once_and_options_make_another():
+    prompts = Prompts("smolvlm", mm_processor_kwargs={"do_image_splitting": False})
+    try:
+        made = prompts.prompt([IMAGES[0], IMAGES[0]], IMAGE_TOKEN * 2)
+        assert len(made.images) == 1
+        assert len({placed.digest for placed in made.placed}) == 1
+        assert made.images[0].arrays[0].shape == [1, 1, 3, 32, 32]
+        again = prompts.prompt([IMAGES[0]], IMAGE_TOKEN)
+        assert again.images[0].arrays is made.images[0].arrays
+        split = prompts.prompt([IMAGES[0]], IMAGE_TOKEN, do_image_splitting=True)
+        assert split.images[0].digest != made.images[0].digest
+        prompts.images.forget()
+        assert prompts.prompt([IMAGES[0]], IMAGE_TOKEN).images[0].arrays is not made.images[0].arrays
+    finally:
+        prompts.images.close()

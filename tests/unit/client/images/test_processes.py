@@ -1,0 +1,115 @@
+"""Image processes: what they answer, and what their end costs."""
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+from support.image_models import TILED, file_of, picture
+
+from vllm_mp.client.images import process_pool
+from vllm_mp.client.images.messages import ImageJob, ProcessorSettings
+from vllm_mp.client.images.process_pool import ImageProcess, ImageProcessError, ImageProcesses
+
+pytestmark = pytest.mark.extended
+SETTINGS = ProcessorSettings("SmolVLMImageProcessorPil", json.dumps(TILED).encode())
+JOB = ImageJob(file_of(picture(50, 40)), b"{}")
+
+
+@pytest.fixture(scope="module")
+def processes():
+    processes = ImageProcesses(SETTINGS)
+    yield processes
+    processes.close()
+
+
+def run(processes, *jobs):
+    async def answers():
+        return await asyncio.gather(*map(processes.run, jobs), return_exceptions=True)
+
+    return asyncio.run(answers())
+
+
+def test_bad_images_and_options_are_answered_by_name_and_the_process_lives_on(processes):
+    [first] = run(processes, JOB)
+    assert [array.name for array in first.arrays] == ["pixel_values", "pixel_attention_mask"]
+    assert first.arrays[0].shape == [1, 5, 3, 32, 32]
+    pids = processes.pids
+    unknown, huge, broken = run(
+        processes,
+        ImageJob(JOB.data, b'{"crop": true}'),
+        ImageJob(JOB.data, b'{"size": {"longest_edge": 100000}}'),
+        ImageJob(b"x", b"{}"),
+    )
+    assert "unexpected keyword argument 'crop'; correct mm_processor_kwargs" in unknown.error
+    assert "the limit is 58720256" in huge.error or "too much memory" in huge.error
+    assert "no image in the format" in broken.error
+    assert set(pids) <= set(processes.pids)
+    assert run(processes, JOB) == [first]
+
+
+def test_digest_covers_pixels_and_options(processes):
+    same = ImageJob(picture(50, 40).tobytes(), b"{}", 50, 40)
+    other = ImageJob(picture(50, 40, seed=1).tobytes(), b"{}", 50, 40)
+    unsplit = ImageJob(JOB.data, b'{"do_image_splitting":false}')
+    digests = [result.digest for result in run(processes, JOB, same, other, unsplit)]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def test_killed_process_costs_its_image_an_error_and_is_replaced(processes):
+    run(processes, JOB)
+    pids = processes.pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)  # so that the job does not end first
+
+    async def killed():
+        jobs = asyncio.gather(*[processes.run(JOB) for _ in pids], return_exceptions=True)
+        await asyncio.sleep(0)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        return await jobs
+
+    for error in asyncio.run(killed()):
+        assert isinstance(error, ImageProcessError)
+        assert "SIGKILL" in str(error) or "closed its pipe" in str(error)
+    [result] = run(processes, JOB)
+    assert not result.error
+    assert not set(pids) & set(processes.pids)
+
+
+def test_image_that_takes_too_long_ends_its_process():
+    process = ImageProcess(SETTINGS)
+    try:
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(ImageProcessError, match=r"within 0\.1 s; make it smaller"):
+            process.run(JOB, time_limit=0.1)
+        with pytest.raises(ImageProcessError, match="SIGKILL"):
+            process.run(JOB)
+    finally:
+        process.close()
+
+
+def test_processor_that_cannot_be_loaded_is_named():
+    with pytest.raises(ImageProcessError, match=r"cannot be loaded: .*NoSuchProcessor"):
+        ImageProcess(ProcessorSettings("NoSuchProcessor", b"{}"))
+
+
+def test_end_of_the_engine_ends_processes_and_jobs(monkeypatch):
+    monkeypatch.setattr(process_pool, "_NUM_PROCESSES", 1)
+    processes = ImageProcesses(SETTINGS)
+
+    async def closed():
+        await processes.run(JOB)
+        os.kill(processes.pids[0], signal.SIGSTOP)
+        jobs = asyncio.gather(processes.run(JOB), processes.run(JOB), return_exceptions=True)
+        await asyncio.sleep(0)
+        processes.close()
+        return await jobs
+
+    for error in asyncio.run(closed()):
+        assert isinstance(error, RuntimeError)
+        assert "shut down" in str(error)
+    with pytest.raises(RuntimeError, match="shut down"):
+        asyncio.run(processes.run(JOB))

@@ -1,0 +1,112 @@
+"""Which URLs images may come from."""
+
+import asyncio
+import base64
+import socket
+
+import pytest
+from support.image_models import file_of, picture
+
+from vllm_mp.client.images import sources
+from vllm_mp.client.images.sources import ImageSources
+
+FILE = file_of(picture(2, 2))
+URL = f"data:image/png;base64,{base64.b64encode(FILE).decode()}"
+
+
+def load(value, *allowed):
+    return asyncio.run(ImageSources(allowed).load(value))
+
+
+def test_data_url_is_decoded():
+    assert load(URL) == FILE
+    assert load(URL.replace("+", "%2B").replace("data:image/png", "DATA:image/jpeg;x=y")) == FILE
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        (URL.replace("image/png", "text/html"), "of type 'text/html'; it must be an image"),
+        (URL.replace("image/png", ""), "must be an image"),
+        ("data:image/png,abc", "must have the form data:image/png;base64"),
+        ("data:image/png;base64,a!", "no valid base64"),
+        ("file:///etc/passwd", "must be a data URL"),
+        ("https://example.org/a.png", "not fetched from 'example.org': send a data URL"),
+        ("https://images.example.com.evil.org/", "not fetched from 'images.example.com.evil.org'"),
+        ("https://me:secret@images.example.com/", "user or a password"),
+        ("https://images.example.com:x/", "is no URL"),
+        ("https://images.example.com/" + "a" * 3000, "characters, the limit is 2048"),
+    ],
+)
+def test_url_that_is_not_allowed_is_refused_with_the_remedy(url, said):
+    with pytest.raises(ValueError, match=said):
+        load(url, "images.example.com")
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "::ffff:192.168.0.1", "fe80::1"]
+)
+def test_host_with_an_address_inside_the_network_is_not_asked(monkeypatch, address):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(family, socket.SOCK_STREAM, 6, "", (address, 443))])
+    monkeypatch.setattr(socket, "create_connection", pytest.fail)
+    with pytest.raises(ValueError, match="is inside a network"):
+        load("https://images.example.com/a.png", "images.example.com")
+
+
+class Host:
+    """A host that answers one request with fixed bytes."""
+
+    def __init__(self, monkeypatch, answer):
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.answer = answer
+        port = self.server.getsockname()[1]
+        monkeypatch.setattr(sources, "public_address", lambda host, port: "127.0.0.1")
+        self.url = f"http://images.example.com:{port}/a b.png?x=1"
+
+    async def load(self):
+        loop = asyncio.get_running_loop()
+        served = loop.run_in_executor(None, self._serve)
+        try:
+            return await ImageSources(["images.example.com"]).load(self.url)
+        finally:
+            self.request = await served
+
+    def _serve(self):
+        with self.server, self.server.accept()[0] as peer:
+            request = peer.recv(4096)
+            peer.sendall(self.answer)
+        return request
+
+
+def answer(status, kind, body=FILE, more=""):
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{more}Connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def test_image_is_fetched_from_an_allowed_host(monkeypatch):
+    host = Host(monkeypatch, answer("200 OK", "image/png"))
+    assert asyncio.run(host.load()) == FILE
+    assert host.request.startswith(b"GET /a%20b.png?x=1 HTTP/1.1\r\nHost: images.example.com:")
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (answer("302 Found", "image/png", more="Location: http://127.0.0.1/\r\n"), "redirects are not followed"),
+        (answer("404 Not Found", "image/png"), "the status 404"),
+        (answer("200 OK", "text/html"), "'text/html', which is no image"),
+        (b"nonsense\r\n\r\n", "cannot be fetched"),
+    ],
+)
+def test_other_answers_of_a_host_are_refused(monkeypatch, sent, said):
+    with pytest.raises(ValueError, match=said):
+        asyncio.run(Host(monkeypatch, sent).load())
+
+
+def test_file_that_is_too_large_is_not_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(sources, "MAX_FILE_BYTES", 10)
+    with pytest.raises(ValueError, match="more than 10 bytes"):
+        asyncio.run(Host(monkeypatch, answer("200 OK", "image/png")).load())
