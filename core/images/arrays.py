@@ -19,7 +19,7 @@ def count_tokens(image: ProcessedImage, config: ImageConfig) -> int:
     dtypes or shapes, with values that are not finite, or with a tile that is padding.
     """
     arrays = {array.name: array for array in image.arrays}
-    allowed = {_PIXELS, _MASK} if config.family == "idefics3" else {_PIXELS}
+    allowed = {_PIXELS, _MASK} if config.has_many_tiles else {_PIXELS}
     if _PIXELS not in arrays or len(arrays) != len(image.arrays) or not arrays.keys() <= allowed:
         names = ", ".join(repr(array.name[:50]) for array in image.arrays) or "none"
         raise ValueError(f"an image must have the arrays {', '.join(sorted(allowed))}, got {names}; {_REMEDY}")

@@ -6,17 +6,15 @@ import msgspec
 
 from vllm_mp.model_config.config_json import Config, choice, integer, shorten
 
-_FAMILIES: Final = {"idefics3": "idefics3", "smolvlm": "idefics3", "llava": "llava"}
-"""The models whose images are served, by `model_type`, and the family that has their arrays and their encoder."""
 _PLACEHOLDERS: Final = {"idefics3": 128_257, "smolvlm": 128_257, "llava": 32_000}
-"""The placeholder token of configurations that leave it out."""
+"""The models whose images are served, by `model_type`, and the placeholder of configurations that leave it out."""
 
 
 class ImageConfig(msgspec.Struct, kw_only=True, frozen=True):
     """How a model takes images. An image is cut into tiles of one size, each of which gives as many embeddings."""
 
     family: str
-    """"idefics3", also for SmolVLM, or "llava"."""
+    """"idefics3", "smolvlm" or "llava"."""
     token_id: int
     """The placeholder: the token in the place of each embedding."""
     tile_size: int
@@ -34,13 +32,12 @@ def read_image_config(config: Config) -> ImageConfig | None:
 
     Raises ValueError, naming the field and its value, for fields that are missing, ill-typed or contradictory.
     """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _FAMILIES:
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in _PLACEHOLDERS:
         return None
     vision = config.get("vision_config") or {}
     if not isinstance(vision, dict):
         raise ValueError(f"config field 'vision_config' is {shorten(vision)}; it must be an object")
-    family = _FAMILIES[model_type]
     name = next((name for name in ("image_token_id", "image_token_index") if name in config), "image_token_id")
     is_llava = family == "llava"
     size = integer(vision, "image_size", 336 if is_llava else 224)
@@ -60,7 +57,7 @@ def read_image_config(config: Config) -> ImageConfig | None:
         num_tokens = (side // scale) ** 2
     return ImageConfig(
         family=family,
-        token_id=integer(config, name, _PLACEHOLDERS[model_type], minimum=0),
+        token_id=integer(config, name, _PLACEHOLDERS[family], minimum=0),
         tile_size=size,
         tile_tokens=num_tokens,
         has_many_tiles=not is_llava,
