@@ -15,7 +15,7 @@ from vllm_mp.client.images.processor import ModelProcessor, model_processor
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 from vllm_mp.config import VllmConfig
 from vllm_mp.requests.image_options import packed_processor_options
-from vllm_mp.requests.images import PlacedImage, ProcessedImage
+from vllm_mp.requests.images import MAX_IMAGE_SPANS, PlacedImage, ProcessedImage
 
 _MAX_CACHE_SHARE: Final = 0.25
 """Share of `mm_processor_cache_gb` that a client may fill with processed images."""
@@ -124,7 +124,7 @@ class PromptImages:
                     f"the arrays of the first {number + 1} images have {num_bytes} bytes, the limit for a prompt is "
                     f"{_MAX_PROMPT_BYTES}; give fewer or smaller images"
                 )
-        tokens = [self._tokens(result, image_token) for result in results]
+        tokens = [self._tokens(result, number, image_token) for number, result in enumerate(results)]
         if token_ids is None:
             assert text is not None
             expanded = expand_text(text, image_token, tokens)
@@ -146,10 +146,18 @@ class PromptImages:
         if self._processes is not None:
             self._processes.close()
 
-    def _tokens(self, result: ImageResult, image_token: str) -> ImageTokens:
+    def _tokens(self, result: ImageResult, number: int, image_token: str) -> ImageTokens:
+        """Return the tokens of the image `number`. Raises ValueError if it has none, or too many runs of them."""
         assert self._processor is not None
         text = self._processor.text_of(result)
-        return ImageTokens(result.digest, text, text.count(image_token))
+        num_tokens, num_tiles = text.count(image_token), result.rows * result.columns + 1
+        if num_tokens == 0 or num_tiles > MAX_IMAGE_SPANS:
+            raise ValueError(
+                f"multi_modal_data['image'][{number}] cannot be used: it becomes {num_tokens} image tokens in "
+                f"{num_tiles} tiles, and there must be a token, and at most {MAX_IMAGE_SPANS} tiles; correct "
+                "mm_processor_kwargs"
+            )
+        return ImageTokens(result.digest, text, num_tokens)
 
     async def _result(self, image: Any, number: int, options: bytes) -> ImageResult:
         """Return a processed image, from the cache or made now. Raises ValueError, naming the image by its number."""

@@ -6,7 +6,9 @@ memory or never end. It hides torch from transformers, whose processors then wor
 fraction of the time and needs a fraction of the memory.
 """
 
+import contextlib
 import hashlib
+import importlib
 import json
 import os
 import resource
@@ -45,6 +47,12 @@ def main() -> None:
     except Exception as error:
         _write_frame(answers, ImageResult(error=f"the model's image processor cannot be loaded: {error!r:.500}"))
         return
+    with contextlib.suppress(BrokenPipeError):  # the client has ended
+        _answer_jobs(processor, requests, answers)
+
+
+def _answer_jobs(processor: Any, requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Say that the process is ready, and answer jobs until there are no more."""
     _write_frame(answers, ImageResult())
     while (frame := _read_frame(requests)) is not None:
         job = msgspec.msgpack.decode(frame, type=ImageJob)
@@ -60,10 +68,10 @@ def main() -> None:
 
 def _load_processor(settings: ProcessorSettings) -> Any:
     """Return the image processor. Raises what transformers raises."""
-    import transformers
-
-    kind = getattr(transformers, settings.processor)
-    return kind(**json.loads(settings.settings))
+    name = settings.processor.partition("ImageProcessor")[0].lower()
+    # The class by its module: some versions of transformers say at the top that it needs torch, which it does not.
+    module = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
+    return getattr(module, settings.processor)(**json.loads(settings.settings))
 
 
 def process(processor: Any, job: ImageJob) -> ImageResult:

@@ -134,7 +134,8 @@ def test_prompt_that_fails_is_reported_in_its_place_and_harms_no_other(small_llm
         ({"priority": [0, 1]}, ValueError, "priority=1 needs an engine with scheduling_policy='priority'"),
         ({"lora_request": LoRARequest("a", 1, "/a")}, ValueError, "LoRA is not enabled"),
         ({"lora_request": [None, "a"]}, TypeError, "lora_request must be a LoRARequest, got str"),
-        ({"mm_processor_kwargs": {"crop": 1}}, NotImplementedError, "mm_processor_kwargs=.*no images"),
+        ({"mm_processor_kwargs": [1]}, TypeError, "mm_processor_kwargs must be a dict"),
+        ({"mm_processor_kwargs": {"device": "cuda"}}, ValueError, "must not hold 'device', which the engine sets"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_anything_runs(small_llm, options, error, words):

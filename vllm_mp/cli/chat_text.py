@@ -16,6 +16,7 @@ def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
     """
     import jinja2
 
+    from vllm_mp.client.prompts.chat_images import content_form, with_images
     from vllm_mp.client.prompts.prompt import parse_prompt
 
     for message in messages:
@@ -23,8 +24,11 @@ def chat_prompt(llm: "AsyncLLM", messages: list[dict[str, str]]) -> list[int]:
     tokenizer = llm.get_tokenizer()
     if not tokenizer.chat_template:
         raise ValueError(no_chat_template(llm.model_config.model))
+    given: list[dict[str, Any]] = list(messages)
+    if llm.model_config.images is not None:  # templates of such models may read lists of parts alone
+        given = with_images(given, content_form(llm.chat_template.source), "", has_images=False)
     try:
-        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: Any = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template failed: {error}; give another with --chat-template") from error
     # The template contains the special tokens already.

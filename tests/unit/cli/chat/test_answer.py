@@ -20,7 +20,7 @@ POEM = "".join(f"Verse {number} of the song.\n{REFRAIN}{REFRAIN}" for number in 
 class Engine:
     """A stand-in whose model writes `pieces`, of one token each, and ends for `reason`."""
 
-    model_config = SimpleNamespace(max_model_len=100)
+    model_config = SimpleNamespace(max_model_len=100, images=None)
 
     def __init__(self, pieces, reason="stop"):
         self._pieces, self._reason = pieces, reason

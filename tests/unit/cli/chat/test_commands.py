@@ -35,7 +35,7 @@ class Session:
         self.conversation = Conversation("Be short.", {"temperature": 0.5}, list(MESSAGES))
         self.screen = self.Screen()
         self.llm = SimpleNamespace(
-            model_config=SimpleNamespace(served_model_name="some-model", max_model_len=64),
+            model_config=SimpleNamespace(served_model_name="some-model", max_model_len=64, images=None),
         )
         self.is_verbose = False
         self.retries = 0

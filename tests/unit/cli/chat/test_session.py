@@ -16,7 +16,7 @@ from vllm_mp.cli.terminal.word_wrap import WordWrap
 class Engine:
     """A stand-in whose answers end with `error` after some words."""
 
-    model_config = SimpleNamespace(max_model_len=100)
+    model_config = SimpleNamespace(max_model_len=100, images=None)
 
     def __init__(self, error):
         self._error = error

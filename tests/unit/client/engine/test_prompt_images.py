@@ -1,6 +1,7 @@
 """Prompts with images have the tokens and the arrays that transformers' own processors make."""
 
 import asyncio
+import importlib.util
 from types import SimpleNamespace
 
 import numpy as np
@@ -118,6 +119,22 @@ def test_images_are_refused_where_they_cannot_be_used(prompts):
         prompts.prompt(IMAGES[:1], IMAGE_TOKEN, crop=1)
     with pytest.raises(ValueError, match=r"has 1 image tokens .'<image>'. and no image"):
         prompts.images.check_without_images([5, prompts.token_id])
+
+
+def test_options_that_leave_no_token_of_an_image_are_refused():
+    prompts = Prompts("llava")
+    size = {"crop_size": {"height": 5, "width": 5}, "size": {"shortest_edge": 5}}
+    try:
+        with pytest.raises(ValueError, match=r"\['image'\]\[0\] cannot be used: it becomes 0 image tokens"):
+            prompts.prompt(IMAGES[:1], IMAGE_TOKEN, **size)
+    finally:
+        prompts.images.close()
+
+
+def test_missing_pillow_is_named_with_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"need the package Pillow: pip install 'vllm-mp\[images\]'"):
+        Prompts("llava").prompt([b"x"], IMAGE_TOKEN)
 
 
 def test_wrong_numbers_of_images_start_no_process():

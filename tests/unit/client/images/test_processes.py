@@ -92,8 +92,8 @@ def test_image_that_takes_too_long_ends_its_process():
 
 
 def test_processor_that_cannot_be_loaded_is_named():
-    with pytest.raises(ImageProcessError, match=r"cannot be loaded: .*NoSuchProcessor"):
-        ImageProcess(ProcessorSettings("NoSuchProcessor", b"{}"))
+    with pytest.raises(ImageProcessError, match=r"cannot be loaded: .*nosuch"):
+        ImageProcess(ProcessorSettings("NoSuchImageProcessor", b"{}"))
 
 
 def test_end_of_the_engine_ends_processes_and_jobs(monkeypatch):
