@@ -43,32 +43,38 @@ _VISION: Final[dict[str, Any]] = {
     "image_size": 32,
     "patch_size": 8,
 }
-_CLIP: Final = {**_VISION, "model_type": "clip_vision_model", "projection_dim": 16}
+_CLIP: Final = {
+    **_VISION,
+    "model_type": "clip_vision_model",
+    "projection_dim": 16,
+    "image_size": 30,
+    "patch_size": 10,
+}
 IMAGE_MODELS: Final = ("idefics3", "smolvlm", "llava", "llava-full")
 
 
-def make_image_model(name: str, **text: Any) -> PreTrainedModel:
-    """Return a model named in `IMAGE_MODELS`, whose placeholder is `IMAGE_TOKEN`; `text` changes its text part."""
+def make_image_model(name: str, token_id: int = IMAGE_TOKEN, **text: Any) -> PreTrainedModel:
+    """Return a model named in `IMAGE_MODELS`, whose placeholder is `token_id`; `text` changes its text part."""
     torch.manual_seed(0)
     fields = {"text_config": {**_TEXT, **text}}
     if name == "idefics3":
         return Idefics3ForConditionalGeneration(
-            Idefics3Config(**fields, vision_config=_VISION, image_token_id=IMAGE_TOKEN, scale_factor=2)
+            Idefics3Config(**fields, vision_config=_VISION, image_token_id=token_id, scale_factor=2)
         )
     if name == "smolvlm":
         return SmolVLMForConditionalGeneration(
-            SmolVLMConfig(**fields, vision_config=_VISION, image_token_id=IMAGE_TOKEN, scale_factor=2)
+            SmolVLMConfig(**fields, vision_config=_VISION, image_token_id=token_id, scale_factor=2)
         )
     select: Any = "full" if name == "llava-full" else "default"
     config = LlavaConfig(
-        **fields, vision_config=_CLIP, image_token_index=IMAGE_TOKEN, vision_feature_select_strategy=select
+        **fields, vision_config=_CLIP, image_token_index=token_id, vision_feature_select_strategy=select
     )
     return LlavaForConditionalGeneration(config)
 
 
-def save_image_model(name: str, folder: Path, **text: Any) -> PreTrainedModel:
+def save_image_model(name: str, folder: Path, token_id: int = IMAGE_TOKEN, **text: Any) -> PreTrainedModel:
     """Save what `make_image_model` returns in `folder`, and return it, ready to compute."""
-    model = make_image_model(name, **text).eval()
+    model = make_image_model(name, token_id, **text).eval()
     model.save_pretrained(folder)
     return model
 
