@@ -15,6 +15,7 @@ import zmq
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.activity_log import ActivityLog
+from vllm_mp.core.images.image_store import ImageStore
 from vllm_mp.core.ipc.call_handler import Operation, OperatorCall, StepFailedError
 from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.lora.adapter_cache import AdapterCache
@@ -159,6 +160,10 @@ class EngineCore:
             "wake_up": OperatorCall(self._sleep.wake_up, record),
             "collective_rpc": OperatorCall(self._between_steps(self._call_workers)),
         }
+        if runner.images is not None:
+            limit = int(config.multimodal_config.mm_processor_cache_gb * 2**30)
+            handler.images = ImageStore(runner.images.num_tokens, runner.hidden_bytes, limit)
+            calls["reset_mm_cache"] = OperatorCall(handler.images.clear)
         handler.adapters = self._adapters
         handler.grammars = self._grammars
         handler.outside = self._outside
@@ -208,6 +213,7 @@ class EngineCore:
             "rank_pids": [os.getpid(), *([] if self._followers is None else self._followers.pids)],
             "rank_nodes": [rank // self._parallel.ranks_per_node for rank in range(self._parallel.world_size)],
             "node_names": [gethostname(), *([] if self._followers is None else self._followers.machines)],
+            **({} if self._runner.images is None else {"num_encoded_images": self._runner.num_encoded_images}),
             **({} if self._scheduler.drafting is None else self._scheduler.drafting.counters.figures()),
         }
 

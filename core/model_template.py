@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from vllm_mp.config import ModelConfig, VllmConfig
+from vllm_mp.core.images.encoder import ImageEncoder
 from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.sibling_fork import ForkRefused, count_threads, end_idle_threads, fork_sibling, reset_signals
 from vllm_mp.core.template import become_template, fork_on_request, tell_parent
@@ -74,6 +75,8 @@ def load_with_template(
         limit_this_thread(num_threads)
         model, *drafts = config.models
         loaded = load(model, progress)
+        if model.images is not None:
+            loaded.encoder = ImageEncoder(model, dtype, torch.device("cpu"))
         for draft in drafts:
             loaded.draft = load(draft, lambda _: progress(1.0))
         return loaded

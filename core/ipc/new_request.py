@@ -5,6 +5,7 @@ import numpy as np
 
 from vllm_mp import wire
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.scheduler.cache.block_pool import root_hash
 from vllm_mp.core.scheduler.logits_processors import LogitsProcessors
@@ -29,10 +30,11 @@ def new_request(
     num_bytes: int,
     adapter: CachedAdapter | None = None,
     token: bytes = b"",
+    images: RequestImages | None = None,
 ) -> Request:
     """Return the request of a message of `num_bytes`; `order` is its place in the waiting queue.
 
-    `adapter` is the one that the message names, `token` that of the client.
+    `adapter` and `images` are those that the message names, `token` is that of the client.
 
     Raises ValueError or NotImplementedError for a request that cannot run.
     """
@@ -42,6 +44,9 @@ def new_request(
     else:
         request = _generation(client, message, config, order, num_bytes, number, token)
     request.adapter = adapter
+    if images is not None:
+        request.images = images
+        request.num_bytes += images.num_bytes
     return request
 
 
@@ -90,6 +95,8 @@ def _generation(
 ) -> Request:
     prompt, output, embeds = wire.unpack_ids(message.prompt), wire.unpack_ids(message.output), message.prompt_embeds
     if embeds is not None:
+        if message.images:
+            raise ValueError("a prompt of prompt_embeds takes no images; give text or token ids")
         if len(prompt):
             raise ValueError("the prompt has prompt_embeds and prompt_token_ids; give one of them")
         check_prompt_embeds(embeds, message.params, config.model_config)

@@ -10,6 +10,8 @@ import zmq
 
 from vllm_mp import wire
 from vllm_mp.config import VllmConfig
+from vllm_mp.core.images.image_store import ImageStore
+from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.core.ipc.call_handler import CallHandler, Operation, StepFailedError, shortened
 from vllm_mp.core.ipc.clients import Clients
 from vllm_mp.core.ipc.greeting import Greeting
@@ -32,6 +34,7 @@ from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core_link.core_launch import Predecessor
 from vllm_mp.core_link.core_status import OutsideTask
 from vllm_mp.core_link.status_page import StatusPage
+from vllm_mp.requests.images import ImageDigest
 
 if TYPE_CHECKING:
     from vllm_mp.core.worker.sampling.registered_processors import RegisteredProcessors
@@ -90,6 +93,8 @@ class RequestHandler:
         self._page: StatusPage | None = None
         self.adapters: AdapterCache | None = None
         """The LoRA adapters that requests may use; None: requests with an adapter are refused."""
+        self.images: ImageStore | None = None
+        """The images that clients have sent; None: the model takes none."""
         self.grammars: GrammarCompiler | None = None
         """Compiles the constraints of requests; None: requests with a constraint are refused."""
         self._calls: CallHandler | None = None
@@ -225,6 +230,8 @@ class RequestHandler:
                 self._abort(client, message.slots)
             elif isinstance(message, wire.Call):
                 self._carry_out(client, message)
+            elif isinstance(message, wire.PutImage):
+                self._put_image(client, message)
             elif isinstance(message, wire.Convicted):
                 self._note_convicted(client, message.deaths)
             elif isinstance(message, wire.MarkSeen):
@@ -309,19 +316,31 @@ class RequestHandler:
         Raises _SlotInUse, and ValueError or NotImplementedError for a request that cannot run.
         """
         scheduler = self._scheduler_for_new(client, message.slot)
+        images = None
+        if isinstance(message, wire.AddRequest) and message.images:
+            images, missing = self._find_images(client, message)
+            if missing:
+                self._send_to(client, wire.MissingImages(self._incarnation, message.slot, missing))
+                return
         token = self._clients.token_of(client)
         isolate_until = self._suspects.isolate_until(token, message.slot, message.isolate_until_num_tokens)
         with self._alone() if isolate_until else contextlib.nullcontext(), self._handling(client, message):
-            self._admit(client, message, num_bytes, scheduler, isolate_until)
+            self._admit(client, message, num_bytes, scheduler, isolate_until, images)
 
     def _admit(
-        self, client: int, message: _AddMessage, num_bytes: int, scheduler: Scheduler, isolate_until: int
+        self,
+        client: int,
+        message: _AddMessage,
+        num_bytes: int,
+        scheduler: Scheduler,
+        isolate_until: int,
+        images: RequestImages | None,
     ) -> None:
         adapter = self._find_adapter(client, message)
         try:
             order = scheduler.order_of(message.priority)
             token = self._clients.token_of(client)
-            request = new_request(client, message, self._config, order, num_bytes, adapter, token)
+            request = new_request(client, message, self._config, order, num_bytes, adapter, token, images)
             if self.processors is not None and request.pooling is None:
                 self.processors.enter(request)
             request.owner = self._clients.owner_of(client)
@@ -368,6 +387,23 @@ class RequestHandler:
             raise ValueError("lora_request: LoRA is not enabled; start the engine with enable_lora=True")
         digest = message.adapter_digest if isinstance(message, wire.AddRequest) else ""
         return self.adapters.find(message.lora, client in self._operators, digest)
+
+    def _put_image(self, client: int, message: wire.PutImage) -> None:
+        """Keep an image. What is wrong with it is told to the requests that name it."""
+        if self.images is None:
+            self._dropped.warn("an image for a model that takes none")
+        else:
+            self.images.put(client, message.image)
+
+    def _find_images(self, client: int, message: wire.AddRequest) -> tuple[RequestImages | None, list[ImageDigest]]:
+        """Return the images of a request, or the digests of those that are not here. Raises ValueError."""
+        if self.images is None:
+            raise ValueError("the model takes no images; leave multi_modal_data out")
+        images, missing = self.images.find(client, message.images)
+        if missing:
+            return None, missing
+        num_tokens = len(message.prompt) // wire.TOKEN_IDS.itemsize
+        return RequestImages(message.images, images, num_tokens), []
 
     def _begin_to_constrain(self, request: Request, constrained: ConstrainedOutput, is_replay: bool) -> None:
         """Give the output of a new request its grammar, or have its constraint compiled.
@@ -424,6 +460,8 @@ class RequestHandler:
         if self._page is not None:
             self._page.forget_client(client)
         self._operators.discard(client)
+        if self.images is not None:
+            self.images.drop_client(client)
         self._running_scheduler().drop_client(client)
 
     def _scheduler_for_new(self, client: int, slot: int) -> Scheduler:

@@ -3,8 +3,8 @@
 import re
 from typing import Final
 
-_TEXT_PART: Final = re.compile(r"^(model\.)?language_model\.(model\.)?")
-_IMAGE_PARTS: Final = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+_TEXT_PART: Final = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?")
+_IMAGE_PARTS: Final = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|vision_model|connector)\.")
 
 
 def name_in_text_part(name: str) -> str:

@@ -64,8 +64,8 @@ class Batch:
         """Rows that may have draft tokens."""
         self.is_constrained = np.zeros(max_num_seqs, np.bool_)
         """Rows whose output must match a grammar."""
-        self.has_prompt_embeds = np.zeros(max_num_seqs, np.bool_)
-        """Rows whose prompt is given as embeddings; its token ids are zeros."""
+        self.has_embeds = np.zeros(max_num_seqs, np.bool_)
+        """Rows whose prompt is given as embeddings, in the place of all tokens or, of images, of some."""
         self.num_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.sampling = np.zeros(max_num_seqs, _SAMPLING_COLUMNS)
@@ -119,7 +119,7 @@ class Batch:
             or request.constrained is not None
             or (request.logits_processors is not None and request.logits_processors.reads_output)
         )
-        self.has_prompt_embeds[row] = request.prompt_embeds is not None
+        self.has_embeds[row] = request.prompt_embeds is not None or request.images is not None
         self.num_logprobs[row] = request.num_logprobs
         self.num_prompt_logprobs[row] = request.num_prompt_logprobs
         if isinstance(request.params, SamplingParams):

@@ -14,6 +14,7 @@ from vllm_mp.requests.prompt_embeds import PromptEmbeds
 from vllm_mp.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from vllm_mp.core.images.request_images import RequestImages
     from vllm_mp.core.lora.cached_adapter import CachedAdapter
     from vllm_mp.core.speculation.request_drafts import RequestDrafts
     from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
@@ -65,6 +66,8 @@ class Request:
     """Time from `queued_at` until the request was first admitted; None before."""
     prompt_embeds: PromptEmbeds | None = None
     """The prompt, if it is given as embeddings."""
+    images: "RequestImages | None" = None
+    """The images of the prompt; None if it has none."""
     logits_processors: LogitsProcessors | None = None
     constrained: "ConstrainedOutput | None" = None
     """Where the output stands in the grammar that it must match; None if it must match none."""

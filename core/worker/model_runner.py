@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.collectives.group import ALONE, RankGroup
 from vllm_mp.core.collectives.pipeline import Pipeline
+from vllm_mp.core.images.encoder import ImageEncoder
 from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.cache.prefix_reader import PrefixReader
@@ -46,6 +47,7 @@ from vllm_mp.core.worker.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMess
 from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.requests.images import ProcessedImage
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import SamplingParams
 
@@ -136,6 +138,12 @@ class ModelRunner:
         if config.speculative_config is not None and config.speculative_config.draft_model_config is not None:
             held = None if loaded is None else loaded.draft
             self.draft = DraftRunner(config, attention, device, dtype, progress, beat, held)
+        self.images: ImageEncoder | None = None
+        """Makes embeddings of images; None if the model takes none, or another rank makes them."""
+        if config.model_config.images is not None and self._all_ranks.rank == 0:
+            held_encoder = None if loaded is None else loaded.encoder
+            self.images = held_encoder or ImageEncoder(config.model_config, dtype, device)
+        self.num_encoded_images = 0
         self.digest = model_digest(config.model_config) if loaded is None else loaded.digest
         times.end("weights")
         graph_bytes = self._profile() if device.type == "cuda" else 0
@@ -166,6 +174,11 @@ class ModelRunner:
     def _stage(self) -> tuple[int, int]:
         """The stage of this rank, and the number of stages."""
         return (0, 1) if self._pipeline is None else (self._pipeline.stage, self._pipeline.num_stages)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden state of a token."""
+        return self._hidden_size * self._dtype.itemsize
 
     def token_bytes(self) -> int:
         """Return the bytes of KV cache of one token, those of the draft model included."""
@@ -200,7 +213,7 @@ class ModelRunner:
         The host waits for the device only if it must look for values that are not finite. If the step awaits tokens
         (`step.awaits`), the step that samples them must be the latest launched, and it must be sampled.
         """
-        embeds = step_embeds(step, batch, self._dtype, self._to_device)
+        embeds = step_embeds(step, batch, self._dtype, self._to_device, self._encode)
         if self._staged is not None:
             return self._launch_stage(self._staged, step, batch, sampler, embeds)
         firsts = batch.num_computed_tokens[step.rows]
@@ -216,6 +229,12 @@ class ModelRunner:
                 self._leader.step(step, batch, NO_LOGITS, True, embeds)
             hidden = self._compute(step, batch, embeds, isolates=True)
         return self._output(batch, sampler, announced, step, firsts, hidden)
+
+    def _encode(self, image: ProcessedImage) -> Tensor:
+        """Return the embeddings [num_tokens, hidden_size] of an image."""
+        assert self.images is not None
+        self.num_encoded_images += 1
+        return self.images.encode(image, self._beat)
 
     def _launch_stage(
         self, staged: StagedSteps, step: ScheduledStep, batch: Batch, sampler: Sampler, embeds: StepEmbeds | None

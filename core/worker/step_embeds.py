@@ -1,6 +1,6 @@
-"""The embeddings that take the place of looked-up ones in a step, for prompts that are given as embeddings."""
+"""The embeddings that take the place of looked-up ones in a step: of prompts that are given so, and of images."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ScheduledStep
+from vllm_mp.requests.images import ProcessedImage
+
+ToDevice = Callable[[npt.NDArray[Any]], Tensor]
+Encode = Callable[[ProcessedImage], Tensor]
+"""Returns the embeddings [num_tokens, hidden_size] of an image."""
 
 
 class StepEmbeds(NamedTuple):
@@ -22,24 +28,45 @@ class StepEmbeds(NamedTuple):
 
 
 def step_embeds(
-    step: ScheduledStep, batch: Batch, dtype: torch.dtype, to_device: Callable[[npt.NDArray[Any]], Tensor]
+    step: ScheduledStep, batch: Batch, dtype: torch.dtype, to_device: ToDevice, encode: Encode | None = None
 ) -> StepEmbeds | None:
-    """Return the embeddings of the prompts in `step` that are given as embeddings; None if it has no such tokens."""
+    """Return the embeddings of `step` that are not looked up; None if it has no such tokens.
+
+    `encode` is called for images that no step before has needed; None: there are no images.
+    """
     rows = step.rows
-    if not batch.has_prompt_embeds[rows].any():
+    if not batch.has_embeds[rows].any():
         return None
     firsts = batch.num_computed_tokens[rows]
-    given = np.flatnonzero(batch.has_prompt_embeds[rows] & (firsts < batch.num_prompt_tokens[rows]))
-    if not len(given):
-        return None
+    given = np.flatnonzero(batch.has_embeds[rows] & (firsts < batch.num_prompt_tokens[rows]))
     starts = np.cumsum(step.counts) - step.counts
     indices, values = [], []
     for i in given.tolist():
-        embeds = batch.request(int(rows[i])).prompt_embeds
-        assert embeds is not None
         first = int(firsts[i])
-        last = min(first + int(step.counts[i]), embeds.num_tokens)
-        indices.append(np.arange(starts[i], starts[i] + last - first))
-        chunk = to_device(np.frombuffer(embeds.rows(first, last), np.uint8).reshape(last - first, -1).copy())
-        values.append(chunk.view(getattr(torch, embeds.dtype)).to(dtype))
+        for position, chunk in _given(batch.request(int(rows[i])), first, first + int(step.counts[i]), dtype, encode):
+            begin = int(starts[i]) + position - first
+            indices.append(np.arange(begin, begin + len(chunk)))
+            values.append(_on_device(chunk, to_device))
+    if not indices:
+        return None
     return StepEmbeds(to_device(np.concatenate(indices)), torch.cat(values))
+
+
+def _given(
+    request: Request, first: int, last: int, dtype: torch.dtype, encode: Encode | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (position, embeddings [n, hidden_size] in `dtype` on the host) of the tokens [first, last)."""
+    if (embeds := request.prompt_embeds) is not None:
+        last = min(last, embeds.num_tokens)
+        chunk = np.frombuffer(embeds.rows(first, last), np.uint8).reshape(last - first, -1).copy()
+        yield first, torch.from_numpy(chunk).view(getattr(torch, embeds.dtype)).to(dtype)
+    elif request.images is not None:
+        assert encode is not None
+        for part in request.images.parts(first, last):
+            embeddings = part.image.embeddings(encode)
+            yield part.position, embeddings[part.offset : part.offset + part.num_tokens].to(dtype)
+
+
+def _on_device(values: Tensor, to_device: ToDevice) -> Tensor:
+    """Return `values` [n, hidden_size] on the device."""
+    return to_device(values.contiguous().view(torch.uint8).numpy()).view(values.dtype)

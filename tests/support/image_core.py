@@ -5,10 +5,9 @@ from pathlib import Path
 import msgspec
 
 from support.fake_core import INCARNATION, FakeCore
-from support.image_models import IMAGE_TOKEN, image_tokenizer
+from support.image_models import image_fields
 from vllm_mp import EngineArgs, wire
 from vllm_mp.config import MultiModalConfig
-from vllm_mp.model_config.images import ImageConfig
 from vllm_mp.model_store.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 
 
@@ -21,7 +20,7 @@ class ImageCore(FakeCore):
         config.model_config = msgspec.structs.replace(
             config.model_config,
             tokenizer=str(folder),
-            images=ImageConfig(family=family, token_id=image_tokenizer().convert_tokens_to_ids(IMAGE_TOKEN)),
+            hf_config=config.model_config.hf_config | image_fields(family),
         )
         config.multimodal_config = MultiModalConfig(**options)
         files = TokenizerFiles(str(folder))

@@ -39,6 +39,13 @@ def image_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def image_fields(family: str) -> dict[str, Any]:
+    """Return the fields of a `config.json` that say what a small model of a family takes as images."""
+    token_id = image_tokenizer().convert_tokens_to_ids(IMAGE_TOKEN)
+    vision = {"image_size": 30, "patch_size": PATCH_SIZE} if family == "llava" else {"image_size": 32, "patch_size": 8}
+    return {"model_type": family, "image_token_id": token_id, "vision_config": vision}
+
+
 def processor_files(family: str) -> dict[str, dict[str, Any]]:
     """Return the files of the processor of a small model of a family."""
     if family == "llava":

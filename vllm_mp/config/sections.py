@@ -12,7 +12,7 @@ import msgspec
 
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.families.registry import read_architecture
-from vllm_mp.model_config.images import ImageConfig
+from vllm_mp.model_config.images import ImageConfig, read_image_config
 from vllm_mp.model_config.pooling import PoolingConfig
 from vllm_mp.requests.images import MAX_IMAGES
 from vllm_mp.requests.lora_request import LoRARequest
@@ -66,8 +66,6 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     default_sampling_params: dict[str, Any] = {}
     """Fields of `SamplingParams` that the model's generation_config.json or its alias sets, for requests that do not
     set them."""
-    images: ImageConfig | None = None
-    """What the model takes as images; None: it takes none."""
     pooling: PoolingConfig
     """Pooling of requests that do not set it."""
 
@@ -85,6 +83,11 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
         if self.quantization == "int4" and isinstance(architecture, NativeArchitecture):
             return msgspec.structs.replace(architecture, blocks="int4")
         return architecture
+
+    @cached_property
+    def images(self) -> ImageConfig | None:
+        """How the model takes images; None: it takes none."""
+        return read_image_config(self.hf_config)
 
     @property
     def folder(self) -> Path:

@@ -1,13 +1,65 @@
-"""What a model's config.json says of the images that its prompts may have."""
+"""What the configuration of a model says of the images that its prompts may have."""
 
-from typing import Literal
+from typing import Final
 
 import msgspec
 
+from vllm_mp.model_config.config_json import Config, choice, integer, shorten
+
+_PLACEHOLDERS: Final = {"idefics3": 128_257, "smolvlm": 128_257, "llava": 32_000}
+"""The models whose images are served, by `model_type`, and the placeholder of configurations that leave it out."""
+
 
 class ImageConfig(msgspec.Struct, kw_only=True, frozen=True):
-    """A model that takes images."""
+    """How a model takes images. An image is cut into tiles of one size, each of which gives as many embeddings."""
 
-    family: Literal["idefics3", "smolvlm", "llava"]
+    family: str
+    """"idefics3", "smolvlm" or "llava"."""
     token_id: int
-    """The token that is the placeholder of an image in a prompt, and in whose places its embeddings go."""
+    """The placeholder: the token in the place of each embedding."""
+    tile_size: int
+    """Pixels of a side of a tile."""
+    tile_tokens: int
+    """Embeddings of a tile."""
+    has_many_tiles: bool
+    """False: an image is a single tile."""
+    patch_size: int
+    """Pixels of a side of a patch, of which a tile is made."""
+
+
+def read_image_config(config: Config) -> ImageConfig | None:
+    """Read the contents of a `config.json`; None if the model takes no images, or they are not served.
+
+    Raises ValueError, naming the field and its value, for fields that are missing, ill-typed or contradictory.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in _PLACEHOLDERS:
+        return None
+    vision = config.get("vision_config") or {}
+    if not isinstance(vision, dict):
+        raise ValueError(f"config field 'vision_config' is {shorten(vision)}; it must be an object")
+    name = next((name for name in ("image_token_id", "image_token_index") if name in config), "image_token_id")
+    is_llava = family == "llava"
+    size = integer(vision, "image_size", 336 if is_llava else 224)
+    patch = integer(vision, "patch_size", 14 if is_llava else 32)
+    if patch > size:
+        raise ValueError(f"config field 'patch_size' is {patch}; it must be at most image_size, which is {size}")
+    side = size // patch
+    if is_llava:
+        select = choice(config, "vision_feature_select_strategy", "default", ("default", "full"))
+        num_tokens = side * side + (select == "full")
+    else:
+        scale = integer(config, "scale_factor", 2)
+        if side % scale:
+            raise ValueError(
+                f"config field 'scale_factor' is {scale}; it must divide the {side} patches of a side of an image"
+            )
+        num_tokens = (side // scale) ** 2
+    return ImageConfig(
+        family=family,
+        token_id=integer(config, name, _PLACEHOLDERS[family], minimum=0),
+        tile_size=size,
+        tile_tokens=num_tokens,
+        has_many_tiles=not is_llava,
+        patch_size=patch,
+    )

@@ -223,7 +223,7 @@ class KVCacheManager:
         is_noted = pending.live & (batch.num_registered[step.rows] != NEVER_REGISTERS)
         if failed:
             is_noted &= ~np.isin(step.rows, failed)
-        is_single = (step.counts == 1) & ~batch.has_prompt_embeds[step.rows]
+        is_single = (step.counts == 1) & ~batch.has_embeds[step.rows]
         table.begin_step()
         self._note_single(table, step.rows[is_noted & is_single], pending.ends[is_noted & is_single])
         others = is_noted & ~is_single
@@ -253,14 +253,14 @@ class KVCacheManager:
         self._extend_hashes(request, batch.token_ids[row], num_full)
         table.note_before(blocks[first_begun : -(-end // size)], request.hashes[first_begun : -(-end // size)])
         table.note_full(blocks[start // size : num_full], request.hashes[start // size + 1 : num_full + 1])
-        counts = np.minimum(end - np.arange(start // size, -(-end // size)) * size, size)
-        if self._is_embedded(request, start // size):
-            # Only the hash of a full block describes embeddings.
-            table.note_tokens(blocks[positions // size], positions % size, NO_TOKEN)
-            counts = counts[counts == size]
-        else:
-            table.note_tokens(blocks[positions // size], positions % size, batch.token_ids[row, start:end])
-        table.seal(blocks[start // size : start // size + len(counts)], counts)
+        indices = np.arange(start // size, -(-end // size))
+        counts = np.minimum(end - indices * size, size)
+        # Only the hash of a full block describes embeddings.
+        is_embedded = np.array([self._is_embedded(request, index) for index in indices.tolist()])
+        tokens = np.where(is_embedded[positions // size - indices[0]], NO_TOKEN, batch.token_ids[row, start:end])
+        table.note_tokens(blocks[positions // size], positions % size, tokens)
+        is_sealed = ~is_embedded | (counts == size)
+        table.seal(blocks[indices[is_sealed]], counts[is_sealed])
 
     def _hashes_of(self, rows: Rows, counts: Rows) -> list[bytes]:
         """Return the hashes of the first `counts` [n] blocks of `rows` [n], 0 blocks having the root hash."""
@@ -278,6 +278,8 @@ class KVCacheManager:
 
     def _is_embedded(self, request: Request, block: int) -> bool:
         """Return whether the block with this index holds tokens that are given as embeddings."""
+        if request.images is not None:
+            return request.images.overlaps(block * self.block_size, (block + 1) * self.block_size)
         return request.prompt_embeds is not None and block * self.block_size < request.prompt_embeds.num_tokens
 
     def forget_prefixes(self, keeps_file: bool = False) -> None:
@@ -305,9 +307,11 @@ class KVCacheManager:
         for block, start in enumerate(range(0, len(data), size), known):
             content = data[start : start + size]
             if embeds is not None and self._is_embedded(request, block):
-                # Longer than the ids of any block, so no prompt of tokens has this hash.
+                # Longer than the ids of any block, as with an image, so no prompt of tokens has this hash.
                 rows = embeds.rows(block * self.block_size, (block + 1) * self.block_size)
                 content = b"".join((content, rows, embeds.dtype.encode()))
+            elif request.images is not None:
+                content += request.images.content(block * self.block_size, (block + 1) * self.block_size)
             hashes.append(chain_hash(hashes[-1], content))
             yield hashes[-1]
 

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 
+from vllm_mp.core.images.encoder import ImageEncoder
 from vllm_mp.core.models import CausalLM
 from vllm_mp.wire import ModelDigest
 
@@ -21,6 +22,8 @@ class LoadedModel:
         self.digest = digest
         self.draft: LoadedModel | None = None
         """The model that drafts tokens for it; None if there is none."""
+        self.encoder: ImageEncoder | None = None
+        """What makes embeddings of images for it; None if it takes none."""
         self._template: int | None = None
         """Descriptor of the template process that shares the memory; None: there is none."""
 

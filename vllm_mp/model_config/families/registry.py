@@ -27,6 +27,7 @@ from vllm_mp.model_config.families.llama import (
 )
 from vllm_mp.model_config.families.mixtures import read_granite_moe, read_mixtral, read_qwen2_moe, read_qwen3_moe
 from vllm_mp.model_config.families.other_decoder import read_other_decoder
+from vllm_mp.model_config.families.with_images import read_with_images
 from vllm_mp.model_config.linear_layers import FamilyLayers
 from vllm_mp.model_config.quantization import read_four_bits, read_fp8_scales, stated_quantization
 
@@ -65,6 +66,9 @@ NATIVE_MODELS: Final[dict[str, NativeEntry]] = {
         read_qwen3_moe, "llama:LlamaForCausalLM", "qwen3_moe", has_separate_experts=True
     ),
     "GraniteMoeForCausalLM": NativeEntry(read_granite_moe, "llama:LlamaForCausalLM", "granitemoe"),
+    "Idefics3ForConditionalGeneration": NativeEntry(read_with_images, "llama:LlamaForCausalLM", "idefics3"),
+    "SmolVLMForConditionalGeneration": NativeEntry(read_with_images, "llama:LlamaForCausalLM", "smolvlm"),
+    "LlavaForConditionalGeneration": NativeEntry(read_with_images, "llama:LlamaForCausalLM", "llava"),
     "GPT2LMHeadModel": NativeEntry(read_gpt2, "gpt2:GPT2LMHeadModel", "gpt2"),
     "BertModel": NativeEntry(read_bert, "bert:BertModel", "bert"),
     "BertForMaskedLM": NativeEntry(read_bert, "bert:BertModel"),

@@ -14,12 +14,14 @@ import msgspec
 
 from vllm_mp import wire
 from vllm_mp.requests.pooling_params import PoolingParams
+from vllm_mp.requests.images import IMAGE_DIGEST_BYTES, ImageArray, PlacedImage, ProcessedImage
 from vllm_mp.requests.prompt_embeds import PromptEmbeds
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.requests.structured_outputs import Constraint
 from vllm_mp.testing.fuzzing.mutation import UNENCODABLE, HostileMessage, Mutator
 from vllm_mp.testing.sampling_cases import CASES, random_params
 
+_DIGESTS: Final = (bytes(IMAGE_DIGEST_BYTES), bytes([255]) * IMAGE_DIGEST_BYTES)
 _CONSTRAINTS = (
     Constraint("regex", "[a-c]+"),
     Constraint("choice", '["a","b"]'),
@@ -132,6 +134,8 @@ class ClientFrames:
             values = (None, "keep", "wait", "weights", True, 3, 0.5)
             args = [chance.choice(values) for _ in range(chance.choice((0, 0, 1, 2, 5)))]
             return wire.Call(incarnation, chance.randrange(2**32), name, args)
+        if kind < 0.902:
+            return wire.PutImage(incarnation, self._image())
         if kind < 0.905:
             return wire.MarkSeen(incarnation, chance.randrange(2**63))
         if kind < 0.91:
@@ -173,6 +177,7 @@ class ClientFrames:
             lambda: setattr(message.params, "logits_processors", chance.choice((["x"], ["os:system"], [""] * 70))),
             lambda: setattr(message, "extra_args", chance.choice((b"\x81", b"\x91" * 9000, b"\x81\xa1x\x01"))),
             lambda: setattr(message, "prompt_embeds", self._embeds()),
+            lambda: setattr(message, "images", [self._placed_image() for _ in range(chance.choice((1, 2, 300)))]),
             lambda: setattr(message.params, "stop", chance.choice(("", ["x"] * 100, "y" * 300, "\n"))),
         ]
         chance.choice(changes)()
@@ -185,6 +190,20 @@ class ClientFrames:
             chance.choice((0, 1, -1, 3, 2**63 - 1)),
             bytes(chance.choice((0, 1, 4, 192, 4096))),
         )
+
+    def _image(self) -> ProcessedImage:
+        """Return an image of a model with tiles of 32 x 32 pixels, or one that is wrong."""
+        chance, size = self._chance, 4 * 3 * 32 * 32
+        shape = chance.choice(([1, 1, 3, 32, 32], [1, 3, 32, 32], [], [0], [2**31 - 1] * 8, [3, 32, 32, 32, 1]))
+        data = chance.choice((bytes(size), bytes([chance.randrange(256)]) * size, b"", b"1234"))
+        name = chance.choice(("pixel_values", "pixel_values", "pixel_attention_mask", ""))
+        array = ImageArray(name, chance.choice(("float32", "float32", "int64", "object")), shape, data)
+        return ProcessedImage(chance.choice(_DIGESTS), [array] * chance.choice((0, 1, 1, 1, 2)))
+
+    def _placed_image(self) -> PlacedImage:
+        chance = self._chance
+        spans = [(chance.choice((0, 1, 4, 2**31 - 1)), chance.choice((1, 4, 2**31 - 1))) for _ in range(3)]
+        return PlacedImage(chance.choice(_DIGESTS), spans[: chance.choice((1, 1, 1, 3))])
 
     def _of_another_incarnation(self) -> bytes:
         message = self._message()

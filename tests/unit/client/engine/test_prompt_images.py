@@ -7,14 +7,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import transformers
-from support.image_models import CROPPED, IMAGE_TOKEN, PATCH_SIZE, TILED, TOKENS_PER_TILE, image_tokenizer, picture
+from support.image_models import (
+    CROPPED,
+    IMAGE_TOKEN,
+    PATCH_SIZE,
+    TILED,
+    TOKENS_PER_TILE,
+    image_fields,
+    image_tokenizer,
+    picture,
+)
 from support.image_models import processor_files as files_of
 from transformers.models.smolvlm import processing_smolvlm
 
 from vllm_mp.client.engine.prompt_images import PromptImages
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 from vllm_mp.config import MultiModalConfig
-from vllm_mp.model_config.images import ImageConfig
+from vllm_mp.model_config.images import read_image_config
 
 pytestmark = pytest.mark.extended
 IMAGES = [picture(50, 40), picture(33, 64, 1), picture(1, 1, 2)]
@@ -29,7 +38,9 @@ class Prompts:
         self.tokenizer = image_tokenizer()
         self.token_id = self.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         model = SimpleNamespace(
-            images=ImageConfig(family=family, token_id=self.token_id), served_model_name="small", hf_config={}
+            images=read_image_config(image_fields(family)),
+            served_model_name="small",
+            hf_config={},
         )
         config = SimpleNamespace(model_config=model, multimodal_config=MultiModalConfig(**options))
         self.images = PromptImages(config, PromptTokenizer(self.tokenizer), lambda: files_of(family))

@@ -1,0 +1,61 @@
+"""Checks of the arrays of an image, before anything is computed with them."""
+
+import math
+from typing import Final
+
+import numpy as np
+
+from vllm_mp.model_config.images import ImageConfig
+from vllm_mp.requests.images import IMAGE_DTYPES, ImageArray, ProcessedImage
+
+_REMEDY: Final = "send what the model's processor makes of one image"
+_PIXELS, _MASK = "pixel_values", "pixel_attention_mask"
+
+
+def count_tokens(image: ProcessedImage, config: ImageConfig) -> int:
+    """Return the number of embeddings of an image.
+
+    Raises ValueError, naming the array, if the arrays are not those that the model's encoder takes: of other names,
+    dtypes or shapes, with values that are not finite, or with a tile that is padding.
+    """
+    arrays = {array.name: array for array in image.arrays}
+    allowed = {_PIXELS, _MASK} if config.has_many_tiles else {_PIXELS}
+    if _PIXELS not in arrays or len(arrays) != len(image.arrays) or not arrays.keys() <= allowed:
+        names = ", ".join(repr(array.name[:50]) for array in image.arrays) or "none"
+        raise ValueError(f"an image must have the arrays {', '.join(sorted(allowed))}, got {names}; {_REMEDY}")
+    size = config.tile_size
+    pixels = arrays[_PIXELS]
+    num_tiles = math.prod(pixels.shape[:-3])
+    if pixels.dtype != "float32" or pixels.shape[-3:] != [3, size, size] or not num_tiles >= 1 or len(pixels.shape) > 5:
+        raise _wrong(pixels, f"float32 [tiles, 3, {size}, {size}]")
+    if num_tiles > 1 and not config.has_many_tiles:
+        raise ValueError(f"pixel_values must have 1 tile, got {num_tiles}; {_REMEDY}")
+    values = _values(pixels).reshape(num_tiles, -1)
+    # A sum is not finite if a value is not, and takes no memory. Floats that are finite have a finite sum in float64.
+    if not np.isfinite(values.sum(dtype=np.float64)):
+        raise ValueError(f"pixel_values must be finite; {_REMEDY}")
+    if not values.any(axis=1).all():
+        raise ValueError(f"pixel_values must have no tile of zeros, which is padding; {_REMEDY}")
+    if (mask := arrays.get(_MASK)) is not None:
+        if mask.dtype not in ("int64", "bool") or mask.shape[-2:] != [size, size]:
+            raise _wrong(mask, f"int64 or bool [tiles, {size}, {size}]")
+        if math.prod(mask.shape[:-2]) != num_tiles or not _values(mask).reshape(num_tiles, size, size)[:, 0, 0].all():
+            raise ValueError(f"pixel_attention_mask must begin with an image in each of {num_tiles} tiles; {_REMEDY}")
+    return num_tiles * config.tile_tokens
+
+
+def _values(array: ImageArray) -> np.ndarray:
+    """Return the values of an array. Raises ValueError if their number is not that of its shape."""
+    width = IMAGE_DTYPES.get(array.dtype, 0)
+    if len(array.data) != width * math.prod(array.shape):
+        raise ValueError(
+            f"{array.name} must have {math.prod(array.shape)} values of {array.dtype}, got {len(array.data)} bytes"
+        )
+    return np.frombuffer(array.data, array.dtype).reshape(array.shape)
+
+
+def _wrong(array: ImageArray, expected: str) -> ValueError:
+    return ValueError(
+        f"{array.name} must be {expected}, as the model's configuration has it, got {array.dtype} {array.shape}; "
+        f"{_REMEDY}"
+    )

@@ -1,0 +1,122 @@
+"""The images that clients have sent, with their embeddings once these are computed."""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from torch import Tensor
+
+from vllm_mp.requests.images import ImageArray, ImageDigest, PlacedImage, ProcessedImage
+
+_FRESH_BYTES: Final = 2**30
+"""Images of so many bytes are kept in any case, so that those of a request are there when the request arrives."""
+_NAME_BYTES: Final = 2**10
+"""Bytes that an image takes beside its arrays and embeddings."""
+
+
+class StoredImage:
+    """An image that a client has sent. Requests that name it hold it as long as they live."""
+
+    __slots__ = ("_embeddings", "_image", "error", "key", "num_bytes", "num_tokens")
+
+    def __init__(self, image: ProcessedImage, num_tokens: int, token_bytes: int, error: str = "") -> None:
+        """`num_tokens` embeddings of `token_bytes` bytes will be made of it; `error`: none, as its arrays are wrong."""
+        self._image: ProcessedImage | None = None if error else image
+        self._embeddings: Tensor | None = None
+        self.num_tokens = num_tokens
+        self.error = error
+        """Why requests with the image are refused; empty: they are not."""
+        self.key = _key(image.arrays)
+        """A digest of the arrays. The digest that a client gives need not be true, and other clients' requests find
+        blocks of the KV cache by this one."""
+        size = 0 if error else sum(len(array.data) for array in image.arrays)
+        self.num_bytes = size + num_tokens * token_bytes + _NAME_BYTES
+        """Bytes of arrays and embeddings together, which are not there at the same time for long."""
+
+    def embeddings(self, encode: Callable[[ProcessedImage], Tensor]) -> Tensor:
+        """Return the embeddings [num_tokens, hidden_size] on the host, computed by `encode` if they are not known."""
+        if self._embeddings is None:
+            assert self._image is not None
+            self._embeddings = encode(self._image).cpu()
+            self._image = None
+        return self._embeddings
+
+
+class ImageStore:
+    """Keeps the latest images of all clients within a bound, each under the client's number and its digest.
+
+    If there is no room, the client that has most loses the one that it used least recently.
+    """
+
+    def __init__(self, count_tokens: Callable[[ProcessedImage], int], token_bytes: int, limit: int) -> None:
+        """`count_tokens` returns the number of an image's embeddings, of `token_bytes` bytes each.
+
+        It raises ValueError for arrays that the model's encoder does not take. `limit` is the bound in bytes; 0: an
+        image is kept until the first request with it arrives.
+        """
+        self._count_tokens = count_tokens
+        self._token_bytes = token_bytes
+        self._keeps_used = limit > 0
+        self._limit = max(limit, _FRESH_BYTES)
+        self._images: dict[int, OrderedDict[ImageDigest, StoredImage]] = {}
+        self._num_bytes: dict[int, int] = {}
+        """Of the images of each client."""
+
+    @property
+    def num_images(self) -> int:
+        """Number of images that are kept."""
+        return sum(map(len, self._images.values()))
+
+    def put(self, client: int, image: ProcessedImage) -> None:
+        """Keep an image of `client`. If its arrays are wrong, requests that name it learn why."""
+        if image.digest in self._images.get(client, ()):
+            self._images[client].move_to_end(image.digest)
+            return
+        try:
+            stored = StoredImage(image, self._count_tokens(image), self._token_bytes)
+        except ValueError as error:
+            stored = StoredImage(image, 0, 0, str(error))
+        self._images.setdefault(client, OrderedDict())[image.digest] = stored
+        self._num_bytes[client] = self._num_bytes.get(client, 0) + stored.num_bytes
+        while sum(self._num_bytes.values()) > self._limit and self.num_images > 1:
+            largest = max(self._num_bytes, key=lambda each: self._num_bytes[each])
+            self._remove(largest, next(iter(self._images[largest])))
+
+    def find(self, client: int, placed: Sequence[PlacedImage]) -> tuple[list[StoredImage], list[ImageDigest]]:
+        """Return the images that a request of `client` names, or the digests of those that are not here."""
+        own: Mapping[ImageDigest, StoredImage] = self._images.get(client, {})
+        if missing := [digest for digest in dict.fromkeys(each.digest for each in placed) if digest not in own]:
+            return [], missing
+        found = [own[each.digest] for each in placed]
+        for each in placed:
+            if not self._keeps_used:
+                self._remove(client, each.digest)
+            elif client in self._images:
+                self._images[client].move_to_end(each.digest)
+        return found, []
+
+    def clear(self) -> None:
+        """Forget all images; live requests keep those that they name."""
+        self._images.clear()
+        self._num_bytes.clear()
+
+    def drop_client(self, client: int) -> None:
+        """Forget the images of a client that is gone."""
+        self._images.pop(client, None)
+        self._num_bytes.pop(client, None)
+
+    def _remove(self, client: int, digest: ImageDigest) -> None:
+        stored = self._images[client].pop(digest, None) if client in self._images else None
+        if stored is not None:
+            self._num_bytes[client] -= stored.num_bytes
+            if not self._images[client]:
+                self.drop_client(client)
+
+
+def _key(arrays: Sequence[ImageArray]) -> bytes:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(repr((array.name, array.dtype, array.shape, len(array.data))).encode())
+        digest.update(array.data)
+    return digest.digest()

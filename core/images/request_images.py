@@ -1,0 +1,72 @@
+"""The images of a request: which tokens of its prompt stand for which embeddings."""
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_mp.core.images.image_store import StoredImage
+from vllm_mp.requests.images import PlacedImage
+
+
+class ImagePart(NamedTuple):
+    """Consecutive embeddings of an image, in consecutive tokens of a prompt."""
+
+    position: int
+    """Index of the first token."""
+    image: StoredImage
+    offset: int
+    """Index of the first embedding in the image."""
+    num_tokens: int
+
+
+class RequestImages:
+    """The images of a prompt, and the runs of placeholder tokens that stand for their embeddings."""
+
+    def __init__(self, placed: Sequence[PlacedImage], images: Sequence[StoredImage], num_prompt_tokens: int) -> None:
+        """`images` are those that `placed` names.
+
+        Raises ValueError if the spans are not in order or not in the prompt, or do not fit the images' embeddings.
+        """
+        parts: list[ImagePart] = []
+        end = 0
+        for each, image in zip(placed, images, strict=True):
+            if image.error:
+                raise ValueError(image.error)
+            offset = 0
+            for first, count in each.spans:
+                if first < end or first + count > num_prompt_tokens:
+                    raise ValueError(
+                        "images must stand at tokens of the prompt, one after another; got "
+                        f"{count} tokens from {first} on in a prompt of {num_prompt_tokens}, after token {end - 1}"
+                    )
+                parts.append(ImagePart(first, image, offset, count))
+                end, offset = first + count, offset + count
+            if offset != image.num_tokens:
+                raise ValueError(
+                    f"an image has {image.num_tokens} embeddings, but its places in the prompt have {offset} tokens"
+                )
+        self._parts = parts
+        self._ends = np.array([part.position + part.num_tokens for part in parts], np.int64)
+        unique = {id(image): image for image in images}
+        self.num_bytes = sum(image.num_bytes for image in unique.values())
+
+    def parts(self, first: int, last: int) -> Iterator[ImagePart]:
+        """Yield what the tokens [first, last) have of images."""
+        for part in self._parts[int(np.searchsorted(self._ends, first, "right")) :]:
+            begin, end = max(first, part.position), min(last, part.position + part.num_tokens)
+            if begin >= end:
+                return
+            yield ImagePart(begin, part.image, part.offset + begin - part.position, end - begin)
+
+    def overlaps(self, first: int, last: int) -> bool:
+        """Return whether any of the tokens [first, last) stands for an embedding."""
+        return next(self.parts(first, last), None) is not None
+
+    def content(self, first: int, last: int) -> bytes:
+        """Return what the tokens [first, last) have of images, for their hash; empty if they have nothing."""
+        return b"".join(
+            part.image.key + struct.pack("<3q", part.position - first, part.offset, part.num_tokens)
+            for part in self.parts(first, last)
+        )

@@ -1,0 +1,110 @@
+"""Prompts with images are answered as by transformers, read once, and survive the death of the core."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+import torch
+import transformers
+from support.image_models import CROPPED, IMAGE_TOKEN, TILED, image_tokenizer, picture, save_processor
+
+from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
+from vllm_mp.testing.image_models import save_image_model
+
+pytestmark = pytest.mark.extended
+IMAGES = [picture(50, 40), picture(33, 64, 1), picture(1, 1, 2)]
+PROMPTS = [
+    (f"What is on {IMAGE_TOKEN}, and which colour does it have?", IMAGES[:1]),
+    (f"What is on {IMAGE_TOKEN}, and which colour does it have?", [picture(50, 40, 3)]),
+    (f"A {IMAGE_TOKEN} and {IMAGE_TOKEN}, then\n{IMAGE_TOKEN}?", IMAGES),
+    (f"{IMAGE_TOKEN}{IMAGE_TOKEN}", [IMAGES[1], IMAGES[1]]),
+    ("No image at all", []),
+]
+
+
+class Served:
+    """A small model on disk, its engine, and transformers' model."""
+
+    def __init__(self, family, folder):
+        tokenizer = image_tokenizer()
+        self.token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+        size = -(-len(tokenizer) // 8) * 8
+        sizes = {"vocab_size": size, "max_position_embeddings": 1024}
+        self.hub_model = save_image_model(family, folder, self.token_id, **sizes)
+        save_processor(folder, family)
+        self.family = family
+        self.args = AsyncEngineArgs(
+            model=str(folder),
+            dtype="float32",
+            max_model_len=1024,
+            max_num_batched_tokens=64,  # so that prompts are read in parts
+            kv_cache_memory_bytes=2**24,
+        )
+
+    def expected(self, token_ids, images, num_tokens):
+        """Return the token ids that transformers' model generates greedily."""
+        inputs = {}
+        if images and self.family == "llava":
+            made = transformers.CLIPImageProcessorPil(**CROPPED)(images, return_tensors="pt")
+            inputs = {"pixel_values": made["pixel_values"]}
+        elif images:
+            made = transformers.Idefics3ImageProcessorPil(**TILED)([images], return_tensors="pt")
+            inputs = {name: made[name] for name in ("pixel_values", "pixel_attention_mask")}
+        ids = torch.tensor([token_ids])
+        options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
+        made = self.hub_model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs, **options)
+        return made[0, len(token_ids) :].tolist()
+
+
+@pytest.fixture(scope="module", params=["smolvlm", "llava"])
+def served(request, tmp_path_factory):
+    return Served(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def prompt(text, images):
+    return {"prompt": text, "multi_modal_data": {"image": images}} if images else text
+
+
+async def answer(llm, text, images, **params):
+    params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True} | params
+    async for output in llm.generate(prompt(text, images), SamplingParams(**params)):
+        last = output
+    return last
+
+
+def test_answers_are_those_of_transformers_and_images_are_read_once(served):
+    async def run():
+        async with await AsyncLLM.start(served.args) as llm:
+            outputs = await asyncio.gather(*(answer(llm, *each) for each in PROMPTS))
+            first = (await llm.core_status())["num_encoded_images"]
+            again = [await answer(llm, *each) for each in PROMPTS]
+            longer = await answer(llm, PROMPTS[0][0] + " And why?", PROMPTS[0][1])
+            second = (await llm.core_status())["num_encoded_images"]
+            return outputs, again, longer, first, second
+
+    outputs, again, longer, first, second = asyncio.run(run())
+    for output, repeated, (_, images) in zip(outputs, again, PROMPTS, strict=True):
+        assert repeated.outputs[0].token_ids == output.outputs[0].token_ids
+        assert output.outputs[0].token_ids == served.expected(output.prompt_token_ids, images, 12)
+    assert first == second == 4
+    # All full blocks of the prompt but the last, in which the questions differ.
+    assert longer.num_cached_tokens >= len(outputs[0].prompt_token_ids) // 16 * 16 - 16 > 0
+    assert longer.outputs[0].token_ids == served.expected(longer.prompt_token_ids, PROMPTS[0][1], 12)
+
+
+def test_kill_of_the_core_loses_nothing(served):
+    async def run():
+        async with await AsyncLLM.start(served.args) as llm:
+            undisturbed = [await answer(llm, *each, max_tokens=60) for each in PROMPTS]
+            await llm.reset_mm_cache()
+            pid = (await llm.core_status())["pid"]
+            running = [asyncio.create_task(answer(llm, *each, max_tokens=60)) for each in PROMPTS * 2]
+            async for _ in llm.generate(prompt(*PROMPTS[1]), SamplingParams(max_tokens=3)):
+                pass
+            os.kill(pid, signal.SIGKILL)
+            return undisturbed * 2, await asyncio.gather(*running), await llm.core_status()
+
+    undisturbed, killed, status = asyncio.run(run())
+    assert status["num_recomputed_tokens"] <= 16 * len(killed)
+    assert [each.outputs[0].token_ids for each in killed] == [each.outputs[0].token_ids for each in undisturbed]

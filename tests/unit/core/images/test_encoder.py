@@ -1,0 +1,112 @@
+"""The embeddings of images, beside those of transformers, and arrays that no encoder takes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_mp import AsyncEngineArgs
+from vllm_mp.core.images.encoder import ImageEncoder
+from vllm_mp.core.images.image_store import ImageStore
+from vllm_mp.core.images.request_images import RequestImages
+from vllm_mp.core.models.loader import load_model
+from vllm_mp.core.weights.checkpoint import CheckpointMismatchError
+from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
+from vllm_mp.testing.image_models import IMAGE_MODELS, image_arrays, save_image_model
+
+
+@pytest.fixture(params=IMAGE_MODELS)
+def saved(request, tmp_path):
+    hub_model = save_image_model(request.param, tmp_path)
+    return hub_model, AsyncEngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True)
+
+
+def encoder_of(args):
+    return ImageEncoder(args.create_engine_config().model_config, torch.float32, torch.device("cpu"))
+
+
+def test_embeddings_are_those_of_transformers(saved):
+    hub_model, args = saved
+    encoder = encoder_of(args)
+    for num_tiles in (1, 6) if encoder._config.has_many_tiles else (1,):
+        image, tensors = image_arrays(encoder._config, num_tiles, seed=num_tiles)
+        expected = torch.cat(list(hub_model.model.get_image_features(**tensors).pooler_output))
+        got = encoder.encode(image)
+        assert got.shape == (encoder.num_tokens(image), 48)
+        torch.testing.assert_close(got, expected.flatten(0, -2), atol=1e-5, rtol=1e-4)
+
+
+def test_text_part_answers_as_transformers(saved):
+    hub_model, args = saved
+    config = args.create_engine_config().model_config
+    model = load_model(config, torch.float32, torch.device("cpu"))
+    ids = torch.arange(5, 14)
+    embeds = hub_model.get_input_embeddings()(ids)
+    torch.testing.assert_close(model.embed_input_ids(ids), embeds)
+    assert model.num_parameters < sum(each.numel() for each in hub_model.parameters())
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    save_image_model("smolvlm", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["vision_config"]["num_hidden_layers"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = AsyncEngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True)
+    with pytest.raises(CheckpointMismatchError, match=r"missing vision_model\.encoder\.layers\.2"):
+        encoder_of(args)
+    encoder_of(AsyncEngineArgs(model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True))
+
+
+def changed(image, changed_name, /, **fields):
+    arrays = [
+        ImageArray(**({"name": each.name, "dtype": each.dtype, "shape": each.shape, "data": each.data} | fields))
+        if each.name == changed_name
+        else each
+        for each in image.arrays
+    ]
+    return ProcessedImage(image.digest, arrays)
+
+
+WRONG = {
+    "other names": (lambda image: changed(image, "pixel_values", name="pixels"), "must have the arrays"),
+    "no arrays": (lambda image: ProcessedImage(image.digest, []), "got none"),
+    "another dtype": (lambda image: changed(image, "pixel_values", dtype="float16"), "must be float32"),
+    "another size": (lambda image: changed(image, "pixel_values", shape=[1, 2, 3, 16, 64]), "must be float32"),
+    "too few bytes": (lambda image: changed(image, "pixel_values", data=b"1234"), "got 4 bytes"),
+    "no tiles": (lambda image: changed(image, "pixel_values", shape=[1, 0, 3, 32, 32], data=b""), "must be float32"),
+    "not finite": (
+        lambda image: changed(image, "pixel_values", data=np.full(6144, np.inf, np.float32).tobytes()),
+        "must be finite",
+    ),
+    "padding": (lambda image: changed(image, "pixel_values", data=bytes(24576)), "tile of zeros"),
+    "a mask without an image": (
+        lambda image: changed(image, "pixel_attention_mask", data=bytes(16384)),
+        "must begin with an image",
+    ),
+    "a mask of other tiles": (
+        lambda image: changed(image, "pixel_attention_mask", shape=[1, 1, 32, 32], data=bytes(8192)),
+        "each of 2 tiles",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smolvlm")
+    save_image_model("smolvlm", folder)
+    encoder = encoder_of(AsyncEngineArgs(model=str(folder), dtype="float32", skip_tokenizer_init=True))
+    return encoder, ImageStore(encoder.num_tokens, 48 * 4, 2**20)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arrays_that_the_encoder_does_not_take_are_refused_by_the_requests_that_name_them(case, store):
+    encoder, images = store
+    image, _ = image_arrays(encoder._config, 2, seed=1)
+    change, error = WRONG[case]
+    images.put(7, change(image))
+    found, missing = images.find(7, [PlacedImage(image.digest, [(0, 8)])])
+    images.drop_client(7)
+    assert not missing
+    with pytest.raises(ValueError, match=error):
+        RequestImages([PlacedImage(image.digest, [(0, 8)])], found, 20)

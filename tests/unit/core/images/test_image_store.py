@@ -1,0 +1,100 @@
+"""The images that a core keeps for its clients, and where they stand in requests."""
+
+import pytest
+
+from vllm_mp.core.images.image_store import _FRESH_BYTES, ImageStore
+from vllm_mp.core.images.request_images import RequestImages
+from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
+
+
+def image(number, content=None):
+    data = (number if content is None else content).to_bytes(2, "little")
+    return ProcessedImage(number.to_bytes(32, "little"), [ImageArray("pixel_values", "uint8", [2], data)])
+
+
+def placed(number, *spans):
+    return PlacedImage(number.to_bytes(32, "little"), [*spans])
+
+
+def make_store(limit=2 * _FRESH_BYTES, token_bytes=2**27):
+    """Return a store whose images have two tokens, and so take 256 MiB each."""
+    return ImageStore(lambda _: 2, token_bytes, limit)
+
+
+def test_client_that_has_most_loses_the_image_that_it_used_least_recently():
+    store = make_store()
+    store.put(1, image(0))
+    for number in range(6):
+        store.put(2, image(number))
+    store.find(2, [placed(0, (0, 2))])
+    store.put(2, image(6))
+    assert store.num_images == 7
+    assert not store.find(1, [placed(0, (0, 2))])[1]
+    assert store.find(2, [placed(number, (0, 2)) for number in (0, 1, 2)])[1] == [image(1).digest]
+
+
+def test_other_clients_do_not_find_an_image_by_its_digest():
+    store = make_store()
+    store.put(1, image(0))
+    assert store.find(2, [placed(0, (0, 2))]) == ([], [image(0).digest])
+    store.drop_client(1)
+    assert store.find(1, [placed(0, (0, 2))])[1]
+    assert store.num_images == 0
+
+
+def test_without_a_limit_an_image_is_kept_for_one_request():
+    store = make_store(limit=0)
+    store.put(1, image(0))
+    request = [placed(0, (0, 2)), placed(0, (2, 2))]
+    [first, second], _ = store.find(1, request)
+    assert first is second
+    assert store.find(1, request)[1] == [image(0).digest]
+
+
+def test_image_larger_than_all_limits_is_kept_for_its_request():
+    store = make_store(token_bytes=_FRESH_BYTES)
+    store.put(1, image(0))
+    store.put(1, image(1))
+    assert store.find(1, [placed(1, (0, 2))])[0]
+    assert store.num_images == 1
+
+
+def request_images(*each, num_tokens=20, contents=(0, 1, 2)):
+    store = make_store(token_bytes=8)
+    for number, content in enumerate(contents):
+        store.put(1, image(number, content))
+    return RequestImages(each, store.find(1, each)[0], num_tokens)
+
+
+def test_tokens_have_the_embeddings_of_their_image_in_order():
+    images = request_images(placed(0, (3, 1), (5, 1)), placed(1, (6, 2)))
+    found = [(part.position, part.offset, part.num_tokens) for part in images.parts(4, 7)]
+    assert found == [(5, 1, 1), (6, 0, 1)]
+    assert images.overlaps(7, 8)
+    assert not images.overlaps(8, 20)
+    assert not images.overlaps(4, 5)
+
+
+def test_content_differs_with_image_and_place_and_not_with_the_digest_that_a_client_gives():
+    spans = [(4, 2)]
+    content = request_images(placed(0, *spans), contents=(9, 9, 5)).content(0, 16)
+    assert content == request_images(placed(1, *spans), contents=(9, 9, 5)).content(0, 16)
+    assert content != request_images(placed(2, *spans), contents=(9, 9, 5)).content(0, 16)
+    assert content != request_images(placed(0, (5, 2)), contents=(9, 9, 5)).content(0, 16)
+    assert content != request_images(placed(0, (4, 1), (7, 1)), contents=(9, 9, 5)).content(0, 16)
+    assert not request_images(placed(0, *spans)).content(6, 16)
+
+
+@pytest.mark.parametrize(
+    ("each", "error"),
+    [
+        ([placed(0, (19, 2))], "in a prompt of 20"),
+        ([placed(0, (5, 2)), placed(1, (6, 2))], "one after another"),
+        ([placed(0, (5, 1), (4, 1))], "one after another"),
+        ([placed(0, (5, 1))], "2 embeddings, but its places in the prompt have 1"),
+        ([placed(0, (5, 3))], "2 embeddings, but its places in the prompt have 3"),
+    ],
+)
+def test_places_that_do_not_fit_are_refused(each, error):
+    with pytest.raises(ValueError, match=error):
+        request_images(*each)

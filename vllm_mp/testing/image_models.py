@@ -1,0 +1,94 @@
+"""Small models of texts and images with random weights, made and saved by transformers, and random images for them."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+)
+
+from vllm_mp.model_config.images import ImageConfig
+from vllm_mp.requests.images import IMAGE_DIGEST_BYTES, ImageArray, ProcessedImage
+
+IMAGE_TOKEN: Final = 90
+_TEXT: Final[dict[str, Any]] = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_VISION: Final[dict[str, Any]] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_CLIP: Final = {
+    **_VISION,
+    "model_type": "clip_vision_model",
+    "projection_dim": 16,
+    "image_size": 30,
+    "patch_size": 10,
+}
+IMAGE_MODELS: Final = ("idefics3", "smolvlm", "llava", "llava-full")
+
+
+def make_image_model(name: str, token_id: int = IMAGE_TOKEN, **text: Any) -> PreTrainedModel:
+    """Return a model named in `IMAGE_MODELS`, whose placeholder is `token_id`; `text` changes its text part."""
+    torch.manual_seed(0)
+    fields = {"text_config": {**_TEXT, **text}}
+    if name == "idefics3":
+        return Idefics3ForConditionalGeneration(
+            Idefics3Config(**fields, vision_config=_VISION, image_token_id=token_id, scale_factor=2)
+        )
+    if name == "smolvlm":
+        return SmolVLMForConditionalGeneration(
+            SmolVLMConfig(**fields, vision_config=_VISION, image_token_id=token_id, scale_factor=2)
+        )
+    select: Any = "full" if name == "llava-full" else "default"
+    config = LlavaConfig(
+        **fields, vision_config=_CLIP, image_token_index=token_id, vision_feature_select_strategy=select
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def save_image_model(name: str, folder: Path, token_id: int = IMAGE_TOKEN, **text: Any) -> PreTrainedModel:
+    """Save what `make_image_model` returns in `folder`, and return it, ready to compute."""
+    model = make_image_model(name, token_id, **text).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def image_arrays(config: ImageConfig, num_tiles: int, seed: int) -> tuple[ProcessedImage, dict[str, Tensor]]:
+    """Return a random image of some tiles, as clients send it and as transformers' model takes it."""
+    generator = np.random.default_rng(seed)
+    size = config.tile_size
+    shape = (1, num_tiles, 3, size, size) if config.has_many_tiles else (1, 3, size, size)
+    arrays: dict[str, npt.NDArray[Any]] = {"pixel_values": generator.standard_normal(shape, np.float32)}
+    if config.has_many_tiles:
+        mask = np.ones((1, num_tiles, size, size), np.int64)
+        mask[:, -1, :, size // 2 :] = 0  # the right half of the last tile is padding
+        arrays["pixel_attention_mask"] = mask
+    sent = [ImageArray(name, str(each.dtype), list(each.shape), each.tobytes()) for name, each in arrays.items()]
+    digest = seed.to_bytes(IMAGE_DIGEST_BYTES, "little")
+    return ProcessedImage(digest, sent), {name: torch.from_numpy(each) for name, each in arrays.items()}
