@@ -10,7 +10,7 @@ import time
 import types
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -30,7 +30,6 @@ from vllm_mp.client.engine.status import EngineStatus
 from vllm_mp.client.engine.stream_group import StreamGroup
 from vllm_mp.client.engine.tokenizer import EngineTokenizer
 from vllm_mp.client.engine_client import EngineClient
-from vllm_mp.client.images.sources import ImageSources
 from vllm_mp.client.outputs.detokenizer import token_bytes
 from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_iterator import OutputIterator
@@ -53,6 +52,9 @@ from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.validation.request_validation import check_generates, checked_arrival_time
+
+if TYPE_CHECKING:
+    from vllm_mp.client.images.sources import ImageSources
 
 logger = logging.getLogger(__name__)
 
@@ -908,7 +910,9 @@ class AsyncLLM(EngineClient):
         return ChatTemplate(self.tokenizer, image_token=self._engine.images.image_token)
 
     @functools.cached_property
-    def _image_sources(self) -> ImageSources:
+    def _image_sources(self) -> "ImageSources":
+        from vllm_mp.client.images.sources import ImageSources  # which imports modules for HTTP
+
         return ImageSources(self.vllm_config.multimodal_config.allowed_media_domains)
 
     @functools.cached_property
