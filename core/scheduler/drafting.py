@@ -282,7 +282,9 @@ class Drafting:
             candidate = candidates[index]
             if num_left and self._takes(candidate, token, kind_of(probability), least_chance):
                 num_left -= 1
-                return len(candidate.drafts) < candidate.most
+                # A run of the model that can bring no further draft is left out.
+                best = candidate.chance * self._pace.chance_of(candidate.known.pace, kind_of(1.0))
+                return len(candidate.drafts) < candidate.most and best >= least_chance
             return False
 
         is_behind = model.propose(batch, np.array([candidate.row for candidate in candidates], np.int64), takes)

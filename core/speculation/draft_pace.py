@@ -18,6 +18,8 @@ _MEMORY: Final = 0.8
 """Weight of what is known of the steps of a size beside the next such step."""
 _MAX_SURPRISE: Final = 1.5
 """Factor beyond what was expected from which the time of a step counts no further: the machine held it up."""
+_FIRST_STEPS: Final = 3
+"""Number of steps without drafts whose least time is the first that is known; the first of all may be cold."""
 _STEPS_TO_LOOK: Final = 128
 """Number of steps with drafts after which a step without drafts is measured again."""
 _FORGETS: Final = 0.995
@@ -76,6 +78,8 @@ class DraftPace:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         """Seconds of a step without drafts, by the size of the step."""
+        self._num_timed: dict[int, int] = {}
+        """Number of steps without drafts that were timed, up to `_FIRST_STEPS`, by the size of the step."""
         self._ratios: dict[int, float] = {}
         """The cost of a draft as a share of that of a token, by the size of the step."""
         self._shares = [Share(_ENGINE_MEMORY, 0.5, 1.0) for _ in range(_MAX_MATCH + 1)]
@@ -93,7 +97,7 @@ class DraftPace:
         if self._is_refused and size in self._ratios:
             self._ratios[size] *= _FORGETS
         self._is_refused = False
-        if size not in self._seconds or self._num_to_look >= _STEPS_TO_LOOK:
+        if self._num_timed.get(size, 0) < _FIRST_STEPS or self._num_to_look >= _STEPS_TO_LOOK:
             return 2.0  # the step shows what steps without drafts take
         return self._ratios.get(size, _FIRST_RATIO) + _MARGIN
 
@@ -156,7 +160,11 @@ class DraftPace:
         if not num_drafts:
             self._num_to_look = 0
             known = seconds if alone is None else alone
-            self._seconds[size] = _MEMORY * known + (1 - _MEMORY) * min(seconds, _MAX_SURPRISE * known)
+            if (num_timed := self._num_timed.get(size, 0)) < _FIRST_STEPS:
+                self._num_timed[size] = num_timed + 1
+                self._seconds[size] = min(known, seconds)
+            else:
+                self._seconds[size] = _MEMORY * known + (1 - _MEMORY) * min(seconds, _MAX_SURPRISE * known)
             return
         self._num_to_look += 1
         if alone:

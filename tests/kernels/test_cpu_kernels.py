@@ -279,7 +279,7 @@ def test_attention_agrees_with_the_reference(
 def test_attention_is_batch_invariant_and_the_same_in_any_chunk(build, dtype, window):
     whole = PagedBatch([(700, 700), (30, 50)], 6, 2, 64, 16)
     together = attend(whole, dtype, whole.metadata, 1.0, window)
-    for first, last in itertools.pairwise([0, 1, 2, 100, 163, *range(500, 512), 699, 700]):
+    for first, last in itertools.pairwise([0, 1, 2, 100, 163, *range(500, 512), 600, 604, 612, 699, 700]):
         metadata = whole.metadata._replace(
             query_start=torch.tensor([0, last - first], dtype=torch.int32),
             seq_lens=torch.tensor([last], dtype=torch.int32),

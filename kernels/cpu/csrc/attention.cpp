@@ -25,7 +25,7 @@ struct Span {
 inline Span keys_of(const AttentionMetadata& step, const Heads& heads, const QueryTile& tile) {
     const int64_t end = step.seq_lens[tile.row] - (step.query_start[tile.row + 1] - int64_t(tile.first)) + tile.count;
     const int64_t begin = heads.window ? std::max<int64_t>(0, end - tile.count + 1 - heads.window) : 0;
-    if (tile.part < 0) return {tile.row, begin, end};
+    if (tile.parts == 1) return {tile.row, begin, end};
     const int64_t start = (begin / PART + tile.part) * PART;
     return {tile.row, std::max(begin, start), std::min(end, start + PART)};
 }
@@ -447,10 +447,11 @@ void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_hea
         std::memcpy(s.q.data() + row * heads.key_dim, q + token_of(row) * q_stride + head_of(row) * heads.key_dim,
                     sizeof(T) * heads.key_dim);
     const Span span = keys_of(step, heads, tile);
-    if (tile.part >= 0) {
+    if (tile.parts > 1) {
         attend_part(step, heads, first_head, num_heads, tile, span, next, caches, s);
         for (int64_t row = 0; row < rows; ++row) {
-            float* partial = partials + (tile.partial * heads.queries + head_of(row)) * heads.partial_size();
+            const int64_t at = tile.partial + (token_of(row) - tile.first) * tile.parts + tile.part;
+            float* partial = partials + (at * heads.queries + head_of(row)) * heads.partial_size();
             std::memcpy(partial, s.part.data() + row * dim, sizeof(float) * dim);
             partial[dim] = s.highest[row];
             partial[dim + 1] = s.sums[row];
@@ -474,7 +475,7 @@ void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_hea
                    out + token_of(row) * out_stride + head_of(row) * heads.value_dim);
 }
 
-// Merges the results of a decode's parts, for one query head.
+// Merges the results of a query's parts, for one query head.
 template <class T>
 void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const float* partials, T* out,
                  int64_t out_stride, Scratch<T>& s) {
@@ -482,7 +483,7 @@ void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const 
     s.fit(1, 1, heads);
     std::fill_n(s.total.begin(), dim, 0.0f);
     float most = NONE, sum = 0;
-    for (int64_t part = 0; part < tile.part; ++part) {
+    for (int64_t part = 0; part < tile.parts; ++part) {
         const float* partial = partials + ((tile.partial + part) * heads.queries + head) * heads.partial_size();
         merge(s.total.data(), most, sum, partial, partial[dim], partial[dim + 1], dim);
     }
@@ -497,18 +498,19 @@ Attention plan(const AttentionMetadata& step, const Heads& heads) {
     for (int32_t row = 0; row < step.num_rows; ++row) {
         const int32_t begin = step.query_start[row], end = step.query_start[row + 1];
         const int64_t context = step.seq_lens[row];
-        if (end - begin == 1) {
-            const int64_t lowest = heads.window ? std::max<int64_t>(0, context - heads.window) : 0;
+        const int32_t count = end - begin;
+        if (count > 0 && count <= most) {
+            const int64_t lowest = heads.window ? std::max<int64_t>(0, context - count + 1 - heads.window) : 0;
             const int32_t parts = int32_t((context - 1) / PART - lowest / PART + 1);
-            if (parts > 1) {
-                done.merges.push_back({row, begin, 1, parts, done.partials});
-                for (int32_t part = 0; part < parts; ++part)
-                    done.tiles.push_back({row, begin, 1, part, done.partials++});
-                continue;
-            }
+            for (int32_t part = 0; part < parts; ++part)
+                done.tiles.push_back({row, begin, count, part, parts, done.partials});
+            if (parts == 1) continue;
+            for (int32_t i = 0; i < count; ++i, done.partials += parts)
+                done.merges.push_back({row, begin + i, 1, 0, parts, done.partials});
+            continue;
         }
         for (int32_t first = begin; first < end; first += most)
-            done.tiles.push_back({row, first, std::min(most, end - first), -1, 0});
+            done.tiles.push_back({row, first, std::min(most, end - first), 0, 1, 0});
     }
     return done;
 }

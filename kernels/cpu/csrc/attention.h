@@ -42,24 +42,25 @@ struct Heads {
     int64_t partial_size() const { return padded_value_dim() + 2; }
 };
 
-// Consecutive queries of a row, which attend to part number `part` of its keys, or to all keys if `part` is negative.
+// Consecutive queries of a row, which attend to part number `part` of its keys, or to all keys if `parts` is 1.
 struct QueryTile {
     int32_t row;
     int32_t first;  // query token of the step
     int32_t count;
     int32_t part;
-    int64_t partial;  // index of the result of its first part
+    int32_t parts;    // into which the keys of the row are divided
+    int64_t partial;  // index of the first query's result of the first part; the results of a query lie side by side
 };
 
 // The work of one step, as `plan` divides it.
 struct Attention {
     std::vector<QueryTile> tiles;
-    std::vector<QueryTile> merges;  // one entry per decode whose keys were divided; `part` is the number of parts
+    std::vector<QueryTile> merges;  // one entry per query token whose keys were divided
     int64_t partials = 0;           // results of parts, per query head
 };
 
-// Divides the queries of a step into tiles, and the keys of a long decode into parts. If the step isolates, each tile
-// has one query, so that no query is multiplied with later keys.
+// Divides the queries of a step into tiles, and the long keys of a tile that has its row for itself, such as a decode
+// with drafts, into parts. If the step isolates, each tile has one query, so that no query is multiplied with later keys.
 Attention plan(const AttentionMetadata& step, const Heads& heads);
 
 // Writes a key to its cell of a group; `group` is that of one head.

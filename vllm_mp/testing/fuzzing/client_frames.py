@@ -21,7 +21,7 @@ from vllm_mp.requests.structured_outputs import Constraint
 from vllm_mp.testing.fuzzing.mutation import UNENCODABLE, HostileMessage, Mutator
 from vllm_mp.testing.sampling_cases import CASES, random_params
 
-_DIGESTS: Final = (bytes(IMAGE_DIGEST_BYTES), bytes([255]) * IMAGE_DIGEST_BYTES)
+_DIGESTS = (bytes(IMAGE_DIGEST_BYTES), bytes([255]) * IMAGE_DIGEST_BYTES)
 _CONSTRAINTS = (
     Constraint("regex", "[a-c]+"),
     Constraint("choice", '["a","b"]'),

@@ -15,12 +15,16 @@ def measured_pace(num_rows, cost, num_steps=60):
     return pace
 
 
-def test_first_step_of_a_size_has_no_drafts():
+def test_first_steps_of_a_size_have_no_drafts_and_the_fastest_counts():
     pace = DraftPace()
-    assert pace.least_chance(4) == LOOKS
-    pace.observe(4, 0, 0.01)
-    assert pace.least_chance(4) < 1
+    for seconds in (0.05, 0.01, 0.02):  # the first is cold
+        assert pace.least_chance(4) == LOOKS
+        pace.observe(4, 0, seconds)
+    before = pace.least_chance(4)
+    assert before < 1
     assert pace.least_chance(50) == LOOKS
+    pace.observe(4, 4, 0.012)  # a draft costs 0.2 of a token, less than was assumed, beside the fastest only
+    assert 0.28 < pace.least_chance(4) < before
 
 
 def test_requests_that_accept_get_more_drafts_and_requests_that_reject_get_none():
