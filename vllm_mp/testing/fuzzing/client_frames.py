@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from vllm_mp import wire
-from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.images import IMAGE_DIGEST_BYTES, ImageArray, PlacedImage, ProcessedImage
+from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.prompt_embeds import PromptEmbeds
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.requests.structured_outputs import Constraint
