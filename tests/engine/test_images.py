@@ -106,5 +106,6 @@ def test_kill_of_the_core_loses_nothing(served):
             return undisturbed * 2, await asyncio.gather(*running), await llm.core_status()
 
     undisturbed, killed, status = asyncio.run(run())
+    assert status["restarts"] == 1
     assert status["num_recomputed_tokens"] <= 16 * len(killed)
     assert [each.outputs[0].token_ids for each in killed] == [each.outputs[0].token_ids for each in undisturbed]
