@@ -3,11 +3,12 @@
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Final
 
 from vllm_mp.requests.images import ImageArray, ImageDigest, PlacedImage, ProcessedImage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FRESH_BYTES: Final = 2**30
 """Images of so many bytes are kept in any case, so that those of a request are there when the request arrives."""
@@ -34,7 +35,7 @@ class StoredImage:
         self.num_bytes = size + num_tokens * token_bytes + _NAME_BYTES
         """Bytes of arrays and embeddings together, which are not there at the same time for long."""
 
-    def embeddings(self, encode: Callable[[ProcessedImage], Tensor]) -> Tensor:
+    def embeddings(self, encode: "Callable[[ProcessedImage], Tensor]") -> "Tensor":
         """Return the embeddings [num_tokens, hidden_size] on the host, computed by `encode` if they are not known."""
         if self._embeddings is None:
             assert self._image is not None

@@ -12,6 +12,7 @@ from vllm_mp.core.lora.adapter import WEIGHTS_FILE, read_adapter
 from vllm_mp.core.lora.peft_config import CONFIG_FILE
 from vllm_mp.core.lora.targets import num_bytes, projections
 from vllm_mp.model_config.families.registry import NATIVE_MODELS, read_architecture
+from vllm_mp.model_config.families.with_images import read_with_images
 from vllm_mp.testing.adapters import adapter_tensors, save_adapter
 from vllm_mp.testing.random_models import CONFIGS
 
@@ -28,7 +29,10 @@ def read(folder, arch=ARCH, dtype=torch.float32, max_rank=16):
 @pytest.mark.parametrize("name", [name for name, entry in NATIVE_MODELS.items() if "bert" not in entry.model])
 def test_every_native_decoder_can_have_adapters(name):
     config = CONFIGS["gpt2" if name == "GPT2LMHeadModel" else "llama"]
-    arch = read_architecture(config.to_dict() | {"architectures": [name]})
+    fields = config.to_dict()
+    if NATIVE_MODELS[name].read is read_with_images:
+        fields = {"text_config": fields}
+    arch = read_architecture(fields | {"architectures": [name]})
     # Layers with experts have adapters of their attention only.
     num_with_experts = 0 if arch.experts is None else sum(arch.experts.layers)
     assert len(projections(arch)) == 4 * arch.num_layers - 2 * num_with_experts

@@ -1,0 +1,60 @@
+"""Configurations of models of texts and images."""
+
+import msgspec
+import pytest
+
+from vllm_mp.model_config.families.registry import read_architecture
+from vllm_mp.model_config.images import read_image_config
+from vllm_mp.testing.random_models import CONFIGS
+
+NAMES = {
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+}
+
+
+def fields(family, text="llama", **changes):
+    vision = {"image_size": 32, "patch_size": 8}
+    return {
+        "architectures": [NAMES[family]],
+        "model_type": family,
+        "text_config": CONFIGS[text].to_dict(),
+        "vision_config": vision,
+    } | changes
+
+
+@pytest.mark.parametrize("text", ["llama", "llama-tied", "mistral-windowed", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", NAMES)
+def test_text_part_is_read_as_a_model_of_its_own(family, text):
+    own = CONFIGS[text].to_dict() | {"architectures": None}
+    read = read_architecture(fields(family, text))
+    is_tied = CONFIGS[text].tie_word_embeddings and family == "llava"
+    assert read == msgspec.structs.replace(read_architecture(own), name=NAMES[family], tie_word_embeddings=is_tied)
+    assert read_architecture(fields(family, text, tie_word_embeddings=True)).tie_word_embeddings
+
+
+def test_size_of_an_image_follows_from_its_patches():
+    assert read_image_config(fields("idefics3")).tile_tokens == 4
+    assert read_image_config(fields("smolvlm", scale_factor=1)).tile_tokens == 16
+    assert read_image_config(fields("llava")).tile_tokens == 16
+    assert read_image_config(fields("llava", vision_feature_select_strategy="full")).tile_tokens == 17
+    assert read_image_config({"model_type": "llava"}).tile_tokens == 576
+    assert read_image_config({"model_type": "llava", "image_token_index": 7}).token_id == 7
+    assert read_image_config(CONFIGS["llama"].to_dict()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"text_config": {"model_type": "opt"}}, "'text_config.model_type' is 'opt'; supported are llama"),
+        ({"text_config": [1]}, "'text_config' is"),
+        ({"vision_config": [1]}, "'vision_config' is"),
+        ({"vision_config": {"image_size": 8, "patch_size": 16}}, "'patch_size' is 16"),
+        ({"scale_factor": 3}, "'scale_factor' is 3; it must divide the 4 patches"),
+        ({"image_token_id": "x"}, "'image_token_id' is 'x'"),
+    ],
+)
+def test_contradictions_are_named(changes, error):
+    with pytest.raises(ValueError, match=error):
+        read_architecture(fields("smolvlm", **changes))
