@@ -109,6 +109,8 @@ class EngineCore:
             speculation=config.speculative_config,
             draft_model=runner.draft,
         )
+        if self._scheduler.drafting is not None:
+            self._scheduler.drafting.outside = self._outside
         logs_activity = handler.is_shared and not config.observability_config.disable_log_stats
         self._activity = ActivityLog(self._scheduler, logs_activity)
         self._sampler = Sampler(self._batch, device, processors)

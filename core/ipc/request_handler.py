@@ -345,6 +345,8 @@ class RequestHandler:
                 self.processors.enter(request)
             request.owner = self._clients.owner_of(client)
             request.isolate_until_num_tokens = isolate_until
+            if isolate_until:
+                request.max_drafts = 0  # a draft model may be what has ended the cores
             if request.constrained is not None and isinstance(message, wire.AddRequest):
                 self._begin_to_constrain(request, request.constrained, message.is_replay)
             scheduler.add(request)

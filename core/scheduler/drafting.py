@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_mp.config import SpeculativeConfig
+from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Counts, Rows
 from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.request import Request
@@ -21,6 +22,7 @@ from vllm_mp.core.speculation.draft_pace import DraftPace, RequestPace, kind_of
 from vllm_mp.core.speculation.drafts import Drafts, spread
 from vllm_mp.core.speculation.methods import make_proposer
 from vllm_mp.core.speculation.request_drafts import RequestDrafts
+from vllm_mp.core_link.core_status import OutsideTask
 
 _MAX_PROPOSALS = 64
 """Number of rows that may have drafts in a step; with more rows drafts do not pay, and all wait for the proposals."""
@@ -136,6 +138,8 @@ class Drafting:
         """Time that the draft model took for the latest step; None: it also computed tokens of long prompts."""
         self._pace = DraftPace()
         self._stops = frozenset(batch.eos_token_ids.tolist())
+        self.outside: OutsideWork | None = None
+        """Where the requests are published for which the draft model computes; None: nowhere."""
         self._turn = 0
 
     def choose(self, decodes: Rows, budget: int) -> tuple[Rows, DraftedRows]:
@@ -287,9 +291,20 @@ class Drafting:
                 return len(candidate.drafts) < candidate.most and best >= least_chance
             return False
 
-        is_behind = model.propose(batch, np.array([candidate.row for candidate in candidates], np.int64), takes)
+        rows = np.array([candidate.row for candidate in candidates], np.int64)
+        work = None if self.outside is None else self.outside.begin(self._tasks(rows))
+        is_behind = model.propose(batch, rows, takes)
+        if self.outside is not None and work is not None:
+            self.outside.end(work)  # not after an error, which ends the core: then the page names the requests
         self._model_seconds = None if is_behind else self._clock() - started
         return {i: candidate.drafts for i, candidate in asked.items() if candidate.drafts}
+
+    def _tasks(self, rows: Rows) -> list[OutsideTask]:
+        """Return the requests of `rows` [n] as the status page names them."""
+        batch = self._batch
+        num_output_tokens = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
+        columns = batch.client[rows], batch.slot[rows], num_output_tokens
+        return [OutsideTask(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
 
     def _takes(self, candidate: Candidate, token: int, kind: int, least_chance: float) -> bool:
         """Return whether `token` becomes the next draft of a row; if so, write it behind the tokens of the row."""

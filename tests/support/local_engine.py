@@ -102,6 +102,7 @@ class LocalEngine:
         output=(),
         num_prompt_logprobs=-1,
         bad_words=(),
+        priority=0,
         **params,
     ):
         """Add a request that continues after `output`, and whose output is `constrained`.
@@ -124,7 +125,7 @@ class LocalEngine:
                 tokens,
                 len(prompt),
                 len(prompt) + max_tokens,
-                self.scheduler.order_of(0),
+                self.scheduler.order_of(priority),
                 hashes=[root_hash("")],
                 num_logprobs=num_logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,

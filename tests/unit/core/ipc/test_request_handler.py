@@ -719,6 +719,21 @@ def test_owner_of_a_private_core_isolates_what_it_wants(config, tmp_path):
     core.close()
 
 
+def test_suspect_gets_no_drafts(config, tmp_path):
+    model = config.model_config.path
+    drafting = AsyncEngineArgs(model=model, max_model_len=64, spec_method="ngram").create_engine_config()
+    core = Core(f"ipc://{tmp_path}/drafts.sock", drafting, is_shared=False)
+    client = core.connect()
+    for slot in (3, 4):
+        message = request(slot)
+        message.isolate_until_num_tokens = 5 * (slot == 3)
+        client.send(wire.encode(message))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 2)
+    most = {request.slot: request.max_drafts for request in core.engine.scheduler._requests.values()}
+    assert most == {3: 0, 4: drafting.speculative_config.num_speculative_tokens}
+    core.close()
+
+
 def test_suspects_of_earlier_deaths_stay_known_with_their_furthest_progress():
     earlier = [(TOKENS[0], 3, 12), (TOKENS[0], 8, -5), (TOKENS[0], 4, -7)]
     launched = msgspec.structs.replace(PREDECESSOR, in_earlier_steps=earlier)

@@ -72,6 +72,21 @@ def test_preempted_requests_answer_the_same(folder):
     assert num_accepted > 10
 
 
+def test_requests_that_a_higher_priority_preempts_answer_the_same(folder):
+    block_bytes = 4 * LocalEngine(folder, **LONGER).runner.memory.token_bytes()
+    options = {**TIGHT, "kv_cache_memory_bytes": 26 * block_bytes, "scheduling_policy": "priority"}
+    expected = answers(LocalEngine(folder, **LONGER), num_tokens=24, **SAMPLED)
+    engine = LocalEngine(folder, **LONGER, **DRAFTS, **options)
+    draft_known_answers(engine.scheduler, zip(PROMPTS, (tokens for tokens, _ in expected), strict=True), 3)
+    for slot, prompt in enumerate(PROMPTS):  # each arrives while those before run, and goes before them
+        engine.add(slot, prompt, 24, num_logprobs=2, priority=-slot, **SAMPLED)
+        engine.step()
+    engine.run()
+    assert [(engine.tokens[slot], engine.logprobs[slot]) for slot in range(len(PROMPTS))] == expected
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.drafting.counters.num_accepted_tokens > 10
+
+
 def test_blocks_that_drafts_have_filled_are_found_by_later_requests(folder):
     plain = LocalEngine(folder, **LONGER)
     expected = play(plain)

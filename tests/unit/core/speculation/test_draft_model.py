@@ -9,6 +9,7 @@ from support.drafts import EagerPace
 from support.local_engine import LocalEngine
 
 from vllm_mp.core.lora.adapter import read_adapter
+from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.testing.adapters import adapter_tensors, save_adapter
 from vllm_mp.testing.random_models import CONFIGS, save_config
 
@@ -142,6 +143,39 @@ def test_blocks_that_the_draft_model_has_filled_serve_later_requests(folder):
     assert sum(computed) < 24 < len(prompt), "the draft model has not read the prompt again"
     accepted, total = (now - then for now, then in zip(figures(engine), before, strict=True))
     assert 5 < total == accepted
+
+
+def test_requests_are_named_while_the_draft_model_computes_for_them(folder):
+    class Page:
+        tasks = ()
+
+        def note_outside(self, tasks):
+            self.tasks = tasks
+
+    page, seen = Page(), []
+    engine = drafted(folder, folder)
+    engine.scheduler.drafting.outside = OutsideWork(page)
+    memory = engine.runner.draft.memory
+
+    def note(_):
+        seen.append({task.id: task.progress for task in page.tasks})
+
+    memory.wrap_model(lambda model: Watched(model, note))
+    engine.add(3, PROMPTS[0], 8)
+    engine.add(5, PROMPTS[1], 8)
+    engine.run()
+    assert seen[0] == {3: 1}
+    assert any(each.keys() == {3, 5} for each in seen)
+    assert not page.tasks
+
+    def fail(_):
+        raise RuntimeError("the draft model fails")
+
+    memory.wrap_model(lambda model: Watched(model, fail))
+    engine.add(7, PROMPTS[2], 8)
+    with pytest.raises(RuntimeError, match="the draft model fails"):
+        engine.run()
+    assert [(task.id, task.progress) for task in page.tasks] == [(7, 1)]
 
 
 def test_other_tokens_in_a_block_are_computed_again(folder):
