@@ -15,7 +15,7 @@ import zmq
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.activity_log import ActivityLog
-from vllm_mp.core.images.image_store import ImageStore
+from vllm_mp.core.images.image_store import ImageStore, TileSize
 from vllm_mp.core.ipc.call_handler import Operation, OperatorCall, StepFailedError
 from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.lora.adapter_cache import AdapterCache
@@ -43,6 +43,7 @@ from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.core.worker.worker import Worker
 from vllm_mp.core_link.core_status import NOT_SUSPENDED, StepRequests, Suspension
 from vllm_mp.core_link.status_page import StatusPage
+from vllm_mp.machine.host_memory import host_memory
 from vllm_mp.model_store.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 from vllm_mp.requests.lora_request import AdapterRecord
 
@@ -164,7 +165,8 @@ class EngineCore:
         }
         if runner.images is not None:
             limit = int(config.multimodal_config.mm_processor_cache_gb * 2**30)
-            handler.images = ImageStore(runner.images.num_tokens, runner.hidden_bytes, limit)
+            tile = TileSize(runner.images.tile_tokens, runner.hidden_bytes)
+            handler.images = ImageStore(runner.images.count_tiles, tile, min(limit, host_memory().total // 8))
             calls["reset_mm_cache"] = OperatorCall(handler.images.clear)
         handler.adapters = self._adapters
         handler.grammars = self._grammars
@@ -215,7 +217,7 @@ class EngineCore:
             "rank_pids": [os.getpid(), *([] if self._followers is None else self._followers.pids)],
             "rank_nodes": [rank // self._parallel.ranks_per_node for rank in range(self._parallel.world_size)],
             "node_names": [gethostname(), *([] if self._followers is None else self._followers.machines)],
-            **({} if self._runner.images is None else {"num_encoded_images": self._runner.num_encoded_images}),
+            **({} if self._runner.images is None else {"num_encoded_tiles": self._runner.num_encoded_tiles}),
             **({} if self._scheduler.drafting is None else self._scheduler.drafting.counters.figures()),
         }
 

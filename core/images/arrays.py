@@ -12,8 +12,8 @@ _REMEDY: Final = "send what the model's processor makes of one image"
 _PIXELS, _MASK = "pixel_values", "pixel_attention_mask"
 
 
-def count_tokens(image: ProcessedImage, config: ImageConfig) -> int:
-    """Return the number of embeddings of an image.
+def count_tiles(image: ProcessedImage, config: ImageConfig) -> int:
+    """Return the number of tiles of an image.
 
     Raises ValueError, naming the array, if the arrays are not those that the model's encoder takes: of other names,
     dtypes or shapes, with values that are not finite, or with a tile that is padding.
@@ -41,7 +41,7 @@ def count_tokens(image: ProcessedImage, config: ImageConfig) -> int:
             raise _wrong(mask, f"int64 or bool [tiles, {size}, {size}]")
         if math.prod(mask.shape[:-2]) != num_tiles or not _values(mask).reshape(num_tiles, size, size)[:, 0, 0].all():
             raise ValueError(f"pixel_attention_mask must begin with an image in each of {num_tiles} tiles; {_REMEDY}")
-    return num_tiles * config.tile_tokens
+    return num_tiles
 
 
 def _values(array: ImageArray) -> np.ndarray:

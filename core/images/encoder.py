@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mp.config import ModelConfig
-from vllm_mp.core.images.arrays import count_tokens
+from vllm_mp.core.images.arrays import count_tiles
 from vllm_mp.core.models.text_part import is_of_images
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, count_parameters, listed
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
@@ -19,7 +19,6 @@ from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.requests.images import ImageArray, ProcessedImage
 
 _TEXT_PARTS: Final = ("text_model", "language_model")
-_TILES_AT_A_TIME: Final = 4
 
 
 class ImageEncoder:
@@ -38,40 +37,48 @@ class ImageEncoder:
         self.module: nn.Module = _make_module(config, dtype, device)
         self.num_parameters: int = count_parameters(self.module)
 
-    def num_tokens(self, image: ProcessedImage) -> int:
-        """Return the number of embeddings of an image. Raises ValueError as `arrays.count_tokens` does."""
-        return count_tokens(image, self._config)
+    @property
+    def tile_tokens(self) -> int:
+        """Number of embeddings of a tile."""
+        return self._config.tile_tokens
+
+    def count_tiles(self, image: ProcessedImage) -> int:
+        """Return the number of tiles of an image. Raises ValueError as `arrays.count_tiles` does."""
+        return count_tiles(image, self._config)
 
     @torch.inference_mode()
-    def encode(self, image: ProcessedImage, beat: Callable[[], None] = lambda: None) -> Tensor:
-        """Return the embeddings [num_tokens, hidden_size] of an image whose `num_tokens` are known.
+    def encode(
+        self, image: ProcessedImage, first_tile: int, last_tile: int, beat: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """Return the embeddings [num_tokens, hidden_size] of the tiles [first_tile, last_tile) of an image.
 
-        `beat` is called after each few tiles.
+        Its tiles must have been counted. `beat` is called after each.
         """
-        arrays = {array.name: _tensor(array, self._device) for array in image.arrays}
-        tiles = arrays["pixel_values"].flatten(0, -4).to(self._dtype)
+        arrays = {array.name: array for array in image.arrays}
         masks = arrays.get("pixel_attention_mask")
         module: Any = self.module
         parts = []
-        for first in range(0, len(tiles), _TILES_AT_A_TIME):
-            some = slice(first, first + _TILES_AT_A_TIME)
+        # One by one, so that a tile has the same embeddings whichever others a step needs.
+        for number in range(first_tile, last_tile):
+            pixels = _tile(arrays["pixel_values"], 3, number, self._device).to(self._dtype)
             if self._config.family == "llava":
                 output = module.get_image_features(
-                    pixel_values=tiles[some],
+                    pixel_values=pixels[None],
                     vision_feature_layer=module.config.vision_feature_layer,
                     vision_feature_select_strategy=module.config.vision_feature_select_strategy,
                 )
             else:
-                mask = None if masks is None else masks.flatten(0, -3)[None, some].bool()
-                output = module.get_image_features(pixel_values=tiles[None, some], pixel_attention_mask=mask)
+                mask = None if masks is None else _tile(masks, 2, number, self._device).bool()[None, None]
+                output = module.get_image_features(pixel_values=pixels[None, None], pixel_attention_mask=mask)
             parts += [each.flatten(0, -2) for each in output.pooler_output]
             beat()
         return torch.cat(parts)
 
 
-def _tensor(array: ImageArray, device: torch.device) -> Tensor:
-    values = np.frombuffer(array.data, array.dtype).reshape(array.shape)
-    return torch.from_numpy(values.copy()).to(device)
+def _tile(array: ImageArray, num_dims: int, number: int, device: torch.device) -> Tensor:
+    """Return what `array` has of the tile `number`, in `num_dims` dimensions."""
+    values = np.frombuffer(array.data, array.dtype).reshape(-1, *array.shape[len(array.shape) - num_dims :])
+    return torch.from_numpy(values[number].copy()).to(device)
 
 
 def _make_module(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:

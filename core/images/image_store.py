@@ -3,7 +3,7 @@
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm_mp.requests.images import ImageArray, ImageDigest, PlacedImage, ProcessedImage
 
@@ -16,32 +16,60 @@ _NAME_BYTES: Final = 2**10
 """Bytes that an image takes beside its arrays and embeddings."""
 
 
+Encode = Callable[[ProcessedImage, int, int], "Tensor"]
+"""Returns the embeddings [num_tokens, hidden_size] of the tiles [first, last) of an image."""
+
+
+class TileSize(NamedTuple):
+    """What a tile of an image becomes."""
+
+    num_tokens: int
+    """Number of its embeddings."""
+    token_bytes: int
+    """Bytes of an embedding."""
+
+
 class StoredImage:
     """An image that a client has sent. Requests that name it hold it as long as they live."""
 
-    __slots__ = ("_embeddings", "_image", "error", "key", "num_bytes", "num_tokens")
+    __slots__ = ("_image", "_tile_tokens", "_tiles", "error", "key", "num_bytes", "num_tokens")
 
-    def __init__(self, image: ProcessedImage, num_tokens: int, token_bytes: int, error: str = "") -> None:
-        """`num_tokens` embeddings of `token_bytes` bytes will be made of it; `error`: none, as its arrays are wrong."""
+    def __init__(self, image: ProcessedImage, num_tiles: int, tile: TileSize, error: str = "") -> None:
+        """`num_tiles` tiles of it will be encoded; `error`: none, as its arrays are wrong."""
         self._image: ProcessedImage | None = None if error else image
-        self._embeddings: Tensor | None = None
-        self.num_tokens = num_tokens
+        self._tile_tokens = tile.num_tokens
+        self._tiles: list[Tensor | None] = [None] * num_tiles
+        """The embeddings [num_tokens of a tile, hidden_size] of each tile that was encoded, on the host."""
+        self.num_tokens = num_tiles * tile.num_tokens
         self.error = error
         """Why requests with the image are refused; empty: they are not."""
         self.key = _key(image.arrays)
         """A digest of the arrays. The digest that a client gives need not be true, and other clients' requests find
         blocks of the KV cache by this one."""
         size = 0 if error else sum(len(array.data) for array in image.arrays)
-        self.num_bytes = size + num_tokens * token_bytes + _NAME_BYTES
+        self.num_bytes = size + self.num_tokens * tile.token_bytes + _NAME_BYTES
         """Bytes of arrays and embeddings together, which are not there at the same time for long."""
 
-    def embeddings(self, encode: "Callable[[ProcessedImage], Tensor]") -> "Tensor":
-        """Return the embeddings [num_tokens, hidden_size] on the host, computed by `encode` if they are not known."""
-        if self._embeddings is None:
+    def embeddings(self, first: int, last: int, encode: Encode) -> "list[Tensor]":
+        """Return the embeddings [first, last) of the image, in parts [n, hidden_size] on the host.
+
+        Tiles that they are in, and that no call before needed, are encoded now.
+        """
+        size = self._tile_tokens
+        begin, end = first // size, -(-last // size)
+        missing = [number for number in range(begin, end) if self._tiles[number] is None]
+        if missing:
             assert self._image is not None
-            self._embeddings = encode(self._image).cpu()
-            self._image = None
-        return self._embeddings
+            encoded = encode(self._image, missing[0], missing[-1] + 1).cpu()
+            self._tiles[missing[0] : missing[-1] + 1] = encoded.split(size)  # type: ignore[no-untyped-call]
+            if None not in self._tiles:
+                self._image = None
+        parts = []
+        for number in range(begin, end):
+            tile = self._tiles[number]
+            assert tile is not None
+            parts.append(tile[max(0, first - number * size) : last - number * size])
+        return parts
 
 
 class ImageStore:
@@ -50,14 +78,13 @@ class ImageStore:
     If there is no room, the client that has most loses the one that it used least recently.
     """
 
-    def __init__(self, count_tokens: Callable[[ProcessedImage], int], token_bytes: int, limit: int) -> None:
-        """`count_tokens` returns the number of an image's embeddings, of `token_bytes` bytes each.
+    def __init__(self, count_tiles: Callable[[ProcessedImage], int], tile: TileSize, limit: int) -> None:
+        """`count_tiles` returns the number of an image's tiles; ValueError: the model's encoder takes no such arrays.
 
-        It raises ValueError for arrays that the model's encoder does not take. `limit` is the bound in bytes; 0: an
-        image is kept until the first request with it arrives.
+        `limit` is the bound in bytes; 0: an image is kept until the first request with it arrives.
         """
-        self._count_tokens = count_tokens
-        self._token_bytes = token_bytes
+        self._count_tiles = count_tiles
+        self._tile = tile
         self._keeps_used = limit > 0
         self._limit = max(limit, _FRESH_BYTES)
         self._images: dict[int, OrderedDict[ImageDigest, StoredImage]] = {}
@@ -75,9 +102,9 @@ class ImageStore:
             self._images[client].move_to_end(image.digest)
             return
         try:
-            stored = StoredImage(image, self._count_tokens(image), self._token_bytes)
+            stored = StoredImage(image, self._count_tiles(image), self._tile)
         except ValueError as error:
-            stored = StoredImage(image, 0, 0, str(error))
+            stored = StoredImage(image, 0, self._tile, str(error))
         self._images.setdefault(client, OrderedDict())[image.digest] = stored
         self._num_bytes[client] = self._num_bytes.get(client, 0) + stored.num_bytes
         while sum(self._num_bytes.values()) > self._limit and self.num_images > 1:

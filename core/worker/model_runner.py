@@ -143,7 +143,8 @@ class ModelRunner:
         if config.model_config.images is not None and self._all_ranks.rank == 0:
             held_encoder = None if loaded is None else loaded.encoder
             self.images = held_encoder or ImageEncoder(config.model_config, dtype, device)
-        self.num_encoded_images = 0
+        self.num_encoded_tiles = 0
+        """Number of tiles of images that were encoded."""
         self.digest = model_digest(config.model_config) if loaded is None else loaded.digest
         times.end("weights")
         graph_bytes = self._profile() if device.type == "cuda" else 0
@@ -230,11 +231,11 @@ class ModelRunner:
             hidden = self._compute(step, batch, embeds, isolates=True)
         return self._output(batch, sampler, announced, step, firsts, hidden)
 
-    def _encode(self, image: ProcessedImage) -> Tensor:
-        """Return the embeddings [num_tokens, hidden_size] of an image."""
+    def _encode(self, image: ProcessedImage, first_tile: int, last_tile: int) -> Tensor:
+        """Return the embeddings [num_tokens, hidden_size] of some tiles of an image."""
         assert self.images is not None
-        self.num_encoded_images += 1
-        return self.images.encode(image, self._beat)
+        self.num_encoded_tiles += last_tile - first_tile
+        return self.images.encode(image, first_tile, last_tile, self._beat)
 
     def _launch_stage(
         self, staged: StagedSteps, step: ScheduledStep, batch: Batch, sampler: Sampler, embeds: StepEmbeds | None

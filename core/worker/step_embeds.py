@@ -8,14 +8,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vllm_mp.core.images.image_store import Encode
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ScheduledStep
-from vllm_mp.requests.images import ProcessedImage
 
 ToDevice = Callable[[npt.NDArray[Any]], Tensor]
-Encode = Callable[[ProcessedImage], Tensor]
-"""Returns the embeddings [num_tokens, hidden_size] of an image."""
 
 
 class StepEmbeds(NamedTuple):
@@ -32,7 +30,7 @@ def step_embeds(
 ) -> StepEmbeds | None:
     """Return the embeddings of `step` that are not looked up; None if it has no such tokens.
 
-    `encode` is called for images that no step before has needed; None: there are no images.
+    `encode` is called for tiles of images that no step before has needed; None: there are no images.
     """
     rows = step.rows
     if not batch.has_embeds[rows].any():
@@ -63,8 +61,8 @@ def _given(
     elif request.images is not None:
         assert encode is not None
         for part in request.images.parts(first, last):
-            embeddings = part.image.embeddings(encode)
-            yield part.position, embeddings[part.offset : part.offset + part.num_tokens].to(dtype)
+            chunks = part.image.embeddings(part.offset, part.offset + part.num_tokens, encode)
+            yield part.position, torch.cat(chunks).to(dtype)
 
 
 def _on_device(values: Tensor, to_device: ToDevice) -> Tensor:

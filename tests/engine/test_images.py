@@ -42,6 +42,13 @@ class Served:
             kv_cache_memory_bytes=2**24,
         )
 
+    def num_tiles(self, images):
+        """Return the number of tiles that the images have together."""
+        if self.family == "llava":
+            return len(images)
+        processor = transformers.Idefics3ImageProcessorPil(**TILED)
+        return sum(processor([image], return_tensors="np")["pixel_values"].shape[1] for image in images)
+
     def expected(self, token_ids, images, num_tokens):
         """Return the token ids that transformers' model generates greedily."""
         inputs = {}
@@ -77,17 +84,17 @@ def test_answers_are_those_of_transformers_and_images_are_read_once(served):
     async def run():
         async with await AsyncLLM.start(served.args) as llm:
             outputs = await asyncio.gather(*(answer(llm, *each) for each in PROMPTS))
-            first = (await llm.core_status())["num_encoded_images"]
+            first = (await llm.core_status())["num_encoded_tiles"]
             again = [await answer(llm, *each) for each in PROMPTS]
             longer = await answer(llm, PROMPTS[0][0] + " And why?", PROMPTS[0][1])
-            second = (await llm.core_status())["num_encoded_images"]
+            second = (await llm.core_status())["num_encoded_tiles"]
             return outputs, again, longer, first, second
 
     outputs, again, longer, first, second = asyncio.run(run())
     for output, repeated, (_, images) in zip(outputs, again, PROMPTS, strict=True):
         assert repeated.outputs[0].token_ids == output.outputs[0].token_ids
         assert output.outputs[0].token_ids == served.expected(output.prompt_token_ids, images, 12)
-    assert first == second == 4
+    assert first == second == served.num_tiles([*IMAGES, PROMPTS[1][1][0]])
     # All full blocks of the prompt but the last, in which the questions differ.
     assert longer.num_cached_tokens >= len(outputs[0].prompt_token_ids) // 16 * 16 - 16 > 0
     assert longer.outputs[0].token_ids == served.expected(longer.prompt_token_ids, PROMPTS[0][1], 12)

@@ -8,7 +8,7 @@ import torch
 
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.core.images.encoder import ImageEncoder
-from vllm_mp.core.images.image_store import ImageStore
+from vllm_mp.core.images.image_store import ImageStore, TileSize
 from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError
@@ -32,9 +32,11 @@ def test_embeddings_are_those_of_transformers(saved):
     for num_tiles in (1, 6) if encoder._config.has_many_tiles else (1,):
         image, tensors = image_arrays(encoder._config, num_tiles, seed=num_tiles)
         expected = torch.cat(list(hub_model.model.get_image_features(**tensors).pooler_output))
-        got = encoder.encode(image)
-        assert got.shape == (encoder.num_tokens(image), 48)
+        assert encoder.count_tiles(image) == num_tiles
+        got = encoder.encode(image, 0, num_tiles)
+        assert got.shape == (num_tiles * encoder.tile_tokens, 48)
         torch.testing.assert_close(got, expected.flatten(0, -2), atol=1e-5, rtol=1e-4)
+        assert torch.equal(encoder.encode(image, num_tiles - 1, num_tiles), got[-encoder.tile_tokens :])
 
 
 def test_text_part_answers_as_transformers(saved):
@@ -96,7 +98,7 @@ def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smolvlm")
     save_image_model("smolvlm", folder)
     encoder = encoder_of(AsyncEngineArgs(model=str(folder), dtype="float32", skip_tokenizer_init=True))
-    return encoder, ImageStore(encoder.num_tokens, 48 * 4, 2**20)
+    return encoder, ImageStore(encoder.count_tiles, TileSize(4, 48 * 4), 2**20)
 
 
 @pytest.mark.parametrize("case", WRONG)

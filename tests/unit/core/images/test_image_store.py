@@ -1,8 +1,9 @@
 """The images that a core keeps for its clients, and where they stand in requests."""
 
 import pytest
+import torch
 
-from vllm_mp.core.images.image_store import _FRESH_BYTES, ImageStore
+from vllm_mp.core.images.image_store import _FRESH_BYTES, ImageStore, StoredImage, TileSize
 from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
 
@@ -17,8 +18,8 @@ def placed(number, *spans):
 
 
 def make_store(limit=2 * _FRESH_BYTES, token_bytes=2**27):
-    """Return a store whose images have two tokens, and so take 256 MiB each."""
-    return ImageStore(lambda _: 2, token_bytes, limit)
+    """Return a store whose images have two tiles of a token each, and so take 256 MiB."""
+    return ImageStore(lambda _: 2, TileSize(1, token_bytes), limit)
 
 
 def test_client_that_has_most_loses_the_image_that_it_used_least_recently():
@@ -57,6 +58,20 @@ def test_image_larger_than_all_limits_is_kept_for_its_request():
     store.put(1, image(1))
     assert store.find(1, [placed(1, (0, 2))])[0]
     assert store.num_images == 1
+
+
+def test_tiles_are_encoded_once_and_when_they_are_needed():
+    encoded = []
+
+    def encode(_, first, last):
+        encoded.append((first, last))
+        return torch.arange(3 * first, 3 * last)[:, None].float()
+
+    stored = StoredImage(image(0), 4, TileSize(3, 4))
+    for first, last in ((4, 5), (0, 4), (2, 11), (0, 12), (3, 7)):
+        parts = stored.embeddings(first, last, encode)
+        assert torch.cat(parts).flatten().tolist() == list(range(first, last))
+    assert encoded == [(1, 2), (0, 1), (2, 4)]
 
 
 def request_images(*each, num_tokens=20, contents=(0, 1, 2)):
