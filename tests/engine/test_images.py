@@ -1,6 +1,7 @@
 """Prompts with images are answered as by transformers, read once, and survive the death of the core."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 
@@ -116,3 +117,21 @@ def test_kill_of_the_core_loses_nothing(served):
     assert status["restarts"] == 1
     assert status["num_recomputed_tokens"] <= 16 * len(killed)
     assert [each.outputs[0].token_ids for each in killed] == [each.outputs[0].token_ids for each in undisturbed]
+
+
+def test_several_cores_ranks_and_small_caches_answer_the_same(tmp_path):
+    served = Served("smolvlm", tmp_path)
+
+    async def run(**options):
+        async with await AsyncLLM.start(dataclasses.replace(served.args, **options)) as llm:
+            outputs = await asyncio.gather(*(answer(llm, *each) for each in PROMPTS * 2))
+            return [output.outputs[0].token_ids for output in outputs]
+
+    expected = asyncio.run(run())
+    for options in (
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"mm_processor_cache_gb": 0, "enable_prefix_caching": False},
+    ):
+        assert asyncio.run(run(**options)) == expected, options
