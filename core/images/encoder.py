@@ -32,6 +32,7 @@ class ImageEncoder:
         images = config.images
         assert images is not None
         self._config = images
+        self._hidden_size = config.architecture.hidden_size
         self._dtype = dtype
         self._device = device
         self.module: nn.Module = _make_module(config, dtype, device)
@@ -52,7 +53,8 @@ class ImageEncoder:
     ) -> Tensor:
         """Return the embeddings [num_tokens, hidden_size] of the tiles [first_tile, last_tile) of an image.
 
-        Its tiles must have been counted. `beat` is called after each.
+        Its tiles must have been counted. `beat` is called after each. The embeddings of a tile that no processor makes,
+        with values that are not finite or with zeros only, are NaN, so that its request fails alone.
         """
         arrays = {array.name: array for array in image.arrays}
         masks = arrays.get("pixel_attention_mask")
@@ -60,7 +62,11 @@ class ImageEncoder:
         parts = []
         # One by one, so that a tile has the same embeddings whichever others a step needs.
         for number in range(first_tile, last_tile):
-            pixels = _tile(arrays["pixel_values"], 3, number, self._device).to(self._dtype)
+            pixels = _tile(arrays["pixel_values"], 3, number, self._device)
+            if not pixels.sum(dtype=torch.float64).isfinite() or not pixels.any():
+                parts.append(torch.full((self.tile_tokens, self._hidden_size), torch.nan, dtype=self._dtype))
+                continue
+            pixels = pixels.to(self._dtype)
             if self._config.family == "llava":
                 output = module.get_image_features(
                     pixel_values=pixels[None],
@@ -72,7 +78,7 @@ class ImageEncoder:
                 output = module.get_image_features(pixel_values=pixels[None, None], pixel_attention_mask=mask)
             parts += [each.flatten(0, -2) for each in output.pooler_output]
             beat()
-        return torch.cat(parts)
+        return torch.cat([part.to(self._device) for part in parts])
 
 
 def _tile(array: ImageArray, num_dims: int, number: int, device: torch.device) -> Tensor:

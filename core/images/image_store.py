@@ -32,7 +32,7 @@ class TileSize(NamedTuple):
 class StoredImage:
     """An image that a client has sent. Requests that name it hold it as long as they live."""
 
-    __slots__ = ("_image", "_tile_tokens", "_tiles", "error", "key", "num_bytes", "num_tokens")
+    __slots__ = ("_image", "_keys", "_tile_tokens", "_tiles", "error", "num_bytes", "num_tokens")
 
     def __init__(self, image: ProcessedImage, num_tiles: int, tile: TileSize, error: str = "") -> None:
         """`num_tiles` tiles of it will be encoded; `error`: none, as its arrays are wrong."""
@@ -43,12 +43,24 @@ class StoredImage:
         self.num_tokens = num_tiles * tile.num_tokens
         self.error = error
         """Why requests with the image are refused; empty: they are not."""
-        self.key = _key(image.arrays)
-        """A digest of the arrays. The digest that a client gives need not be true, and other clients' requests find
-        blocks of the KV cache by this one."""
+        self._keys: list[bytes] = [b""] * num_tiles
+        """Of the tiles; empty: not computed yet, because that takes time."""
         size = 0 if error else sum(len(array.data) for array in image.arrays)
         self.num_bytes = size + self.num_tokens * tile.token_bytes + _NAME_BYTES
         """Bytes of arrays and embeddings together, which are not there at the same time for long."""
+
+    def keys(self, first: int, last: int) -> bytes:
+        """Return digests of the tiles in which the embeddings [first, last) are.
+
+        The digest that a client gives need not be true, and other clients' requests find blocks of the KV cache by
+        these.
+        """
+        numbers = range(first // self._tile_tokens, -(-last // self._tile_tokens))
+        for number in numbers:
+            if not self._keys[number]:
+                assert self._image is not None
+                self._keys[number] = _key(self._image.arrays, number, len(self._tiles))
+        return b"".join(self._keys[number] for number in numbers)
 
     def embeddings(self, first: int, last: int, encode: Encode) -> "list[Tensor]":
         """Return the embeddings [first, last) of the image, in parts [n, hidden_size] on the host.
@@ -63,6 +75,7 @@ class StoredImage:
             encoded = encode(self._image, missing[0], missing[-1] + 1).cpu()
             self._tiles[missing[0] : missing[-1] + 1] = encoded.split(size)  # type: ignore[no-untyped-call]
             if None not in self._tiles:
+                self.keys(0, self.num_tokens)
                 self._image = None
         parts = []
         for number in range(begin, end):
@@ -142,9 +155,11 @@ class ImageStore:
                 self.drop_client(client)
 
 
-def _key(arrays: Sequence[ImageArray]) -> bytes:
+def _key(arrays: Sequence[ImageArray], tile: int, num_tiles: int) -> bytes:
+    """Return a digest of what `arrays`, which have as much of each of `num_tiles` tiles, have of one of them."""
     digest = hashlib.sha256()
     for array in arrays:
-        digest.update(repr((array.name, array.dtype, array.shape, len(array.data))).encode())
-        digest.update(array.data)
+        size = len(array.data) // num_tiles
+        digest.update(repr((array.name, array.dtype, size)).encode())
+        digest.update(memoryview(array.data)[tile * size : (tile + 1) * size])
     return digest.digest()

@@ -67,6 +67,7 @@ class RequestImages:
     def content(self, first: int, last: int) -> bytes:
         """Return what the tokens [first, last) have of images, for their hash; empty if they have nothing."""
         return b"".join(
-            part.image.key + struct.pack("<3q", part.position - first, part.offset, part.num_tokens)
+            part.image.keys(part.offset, part.offset + part.num_tokens)
+            + struct.pack("<3q", part.position - first, part.offset, part.num_tokens)
             for part in self.parts(first, last)
         )

@@ -60,6 +60,16 @@ def test_image_larger_than_all_limits_is_kept_for_its_request():
     assert store.num_images == 1
 
 
+def test_keys_are_those_of_the_tiles_that_are_asked_for():
+    array = ImageArray("pixel_values", "uint8", [3, 2], bytes([1, 2, 1, 2, 3, 4]))
+    stored = StoredImage(ProcessedImage(bytes(32), [array]), 3, TileSize(2, 4))
+    assert stored.keys(1, 2) == stored.keys(2, 4) == stored.keys(3, 4) != stored.keys(4, 6)
+    assert stored.keys(1, 5) == stored.keys(0, 1) + stored.keys(2, 3) + stored.keys(4, 5)
+    before = stored.keys(0, 6)
+    stored.embeddings(0, 6, lambda *_: torch.zeros(6, 1))
+    assert stored.keys(0, 6) == before
+
+
 def test_tiles_are_encoded_once_and_when_they_are_needed():
     encoded = []
 
