@@ -420,6 +420,7 @@ class AsyncLLM(EngineClient):
         Images that messages name by URL are fetched, as far as `allowed_media_domains` allows. Raises ChatMessageError,
         a ValueError that names the part of the message, for an image that cannot be had.
         """
+        self._engine.check_process()
         if not messages or not isinstance(messages, list | tuple):
             return messages, []
         taken, found = take_images(messages)
