@@ -124,7 +124,7 @@ def test_core_whose_rank_host_hangs_is_placed_again(cluster, small_model):
         await eventually(is_replaced, timeout=120)
         assert await all_tokens(engine, 20) == expected
 
-    limits = {"engine_iteration_timeout_s": 3.0, "start_timeout_s": 25.0}
+    limits = {"engine_iteration_timeout_s": 3.0, "start_timeout_s": 60.0}
     with on_ray(small_model, worker_use_ray=True, nnodes=2, tensor_parallel_size=2, **limits) as engine:
         asyncio.run(run())
 

@@ -113,7 +113,7 @@ async def rest(stream: AsyncIterator[RequestOutput]) -> CompletionOutput:
     return last.outputs[0]
 
 
-async def eventually(condition: Callable[[], Awaitable[object]], timeout: float = 30.0) -> None:
+async def eventually(condition: Callable[[], Awaitable[object]], timeout: float = 120.0) -> None:
     """Return as soon as `await condition()` is true; raise AssertionError after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not await condition():
