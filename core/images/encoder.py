@@ -62,11 +62,10 @@ class ImageEncoder:
         parts = []
         # One by one, so that a tile has the same embeddings whichever others a step needs.
         for number in range(first_tile, last_tile):
-            pixels = _tile(arrays["pixel_values"], 3, number, self._device)
+            pixels = _tile(arrays["pixel_values"], 3, number, self._device).to(self._dtype)
             if not pixels.sum(dtype=torch.float64).isfinite() or not pixels.any():
                 parts.append(torch.full((self.tile_tokens, self._hidden_size), torch.nan, dtype=self._dtype))
                 continue
-            pixels = pixels.to(self._dtype)
             if self._config.family == "llava":
                 output = module.get_image_features(
                     pixel_values=pixels[None],
