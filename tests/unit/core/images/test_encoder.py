@@ -120,3 +120,16 @@ def test_tile_that_no_processor_makes_is_not_a_number_and_changes_no_other(value
     right, got = (encoder.encode(each, 0, 3).view(3, encoder.tile_tokens, -1) for each in (image, wrong))
     assert got[1].isnan().all()
     assert torch.equal(got[[0, 2]], right[[0, 2]])
+
+
+def test_tile_that_is_zero_in_the_dtype_of_the_model_alone_is_not_a_number(tmp_path):
+    """transformers drops such a tile of Idefics3 as padding."""
+    save_image_model("idefics3", tmp_path)
+    config = AsyncEngineArgs(model=str(tmp_path), skip_tokenizer_init=True).create_engine_config().model_config
+    encoder = ImageEncoder(config, torch.bfloat16, torch.device("cpu"))
+    image, _ = image_arrays(encoder._config, 2, seed=1)
+    pixels = np.frombuffer(image.arrays[0].data, np.float32).reshape(2, -1).copy()
+    pixels[0] = 1e-41
+    got = encoder.encode(changed(image, "pixel_values", data=pixels.tobytes()), 0, 2).view(2, encoder.tile_tokens, -1)
+    assert got[0].isnan().all()
+    assert got[1].isfinite().all()
