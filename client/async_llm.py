@@ -37,7 +37,7 @@ from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompts.chat_images import take_images
 from vllm_mp.client.prompts.chat_messages import ChatMessageError
 from vllm_mp.client.prompts.chat_template import ChatTemplate
-from vllm_mp.client.prompts.prompt import PromptType, TextPrompt
+from vllm_mp.client.prompts.prompt import PromptType, text_prompt
 from vllm_mp.client.prompts.request import CallerRequest, checked_request_id, checked_tenant
 from vllm_mp.client.stat_loggers import StatLoggerArgument
 from vllm_mp.client.stats import CoreReading
@@ -396,14 +396,9 @@ class AsyncLLM(EngineClient):
                 variables=chat_template_kwargs,
                 has_images=bool(images),
             )
-            prompt: PromptType = text
-            if images:
-                prompt = TextPrompt(
-                    prompt=text, multi_modal_data={"image": images}, mm_processor_kwargs=mm_processor_kwargs or {}
-                )
             return await self.add_request(
                 request_id,
-                prompt,
+                text_prompt(text, images, mm_processor_kwargs),
                 sampling_params,
                 lora_request=lora_request,
                 trace_headers=trace_headers,

@@ -66,6 +66,17 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 
 
+def text_prompt(
+    text: str, images: Sequence[Any], mm_processor_kwargs: dict[str, Any] | None, cache_salt: str = ""
+) -> TextPrompt:
+    """Return a text with the `images` for its placeholders as a prompt."""
+    prompt = TextPrompt(prompt=text, cache_salt=cache_salt)
+    if images:
+        prompt["multi_modal_data"] = {"image": images}
+        prompt["mm_processor_kwargs"] = mm_processor_kwargs or {}
+    return prompt
+
+
 class ParsedPrompt(NamedTuple):
     """Text to tokenize, or token ids, or embeddings. Text beside one of these is only repeated in the outputs."""
 

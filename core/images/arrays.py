@@ -26,27 +26,28 @@ def count_tiles(image: ProcessedImage, config: ImageConfig) -> int:
     size = config.tile_size
     pixels = arrays[_PIXELS]
     num_tiles = math.prod(pixels.shape[:-3])
-    if pixels.dtype != "float32" or pixels.shape[-3:] != [3, size, size] or not num_tiles >= 1 or len(pixels.shape) > 5:
+    if pixels.dtype != "float32" or pixels.shape[-3:] != [3, size, size] or num_tiles < 1 or len(pixels.shape) > 5:
         raise _wrong(pixels, f"float32 [tiles, 3, {size}, {size}]")
     if num_tiles > 1 and not config.has_many_tiles:
         raise ValueError(f"pixel_values must have 1 tile, got {num_tiles}; {_REMEDY}")
-    _values(pixels)
+    _check_length(pixels)
     if (mask := arrays.get(_MASK)) is not None:
         if mask.dtype not in ("int64", "bool") or mask.shape[-2:] != [size, size]:
             raise _wrong(mask, f"int64 or bool [tiles, {size}, {size}]")
-        if math.prod(mask.shape[:-2]) != num_tiles or not _values(mask).reshape(num_tiles, size, size)[:, 0, 0].all():
+        _check_length(mask)
+        begins = np.frombuffer(mask.data, mask.dtype)[:: size * size]
+        if math.prod(mask.shape[:-2]) != num_tiles or not begins.all():
             raise ValueError(f"pixel_attention_mask must begin with an image in each of {num_tiles} tiles; {_REMEDY}")
     return num_tiles
 
 
-def _values(array: ImageArray) -> np.ndarray:
-    """Return the values of an array. Raises ValueError if their number is not that of its shape."""
+def _check_length(array: ImageArray) -> None:
+    """Raise ValueError if the number of values is not that of the shape."""
     width = IMAGE_DTYPES.get(array.dtype, 0)
     if len(array.data) != width * math.prod(array.shape):
         raise ValueError(
             f"{array.name} must have {math.prod(array.shape)} values of {array.dtype}, got {len(array.data)} bytes"
         )
-    return np.frombuffer(array.data, array.dtype).reshape(array.shape)
 
 
 def _wrong(array: ImageArray, expected: str) -> ValueError:

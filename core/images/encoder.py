@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.images.arrays import count_tiles
 from vllm_mp.core.models.text_part import is_of_images
-from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, count_parameters, listed
+from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, listed
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.requests.images import ImageArray, ProcessedImage
@@ -36,7 +36,6 @@ class ImageEncoder:
         self._dtype = dtype
         self._device = device
         self.module: nn.Module = _make_module(config, dtype, device)
-        self.num_parameters: int = count_parameters(self.module)
 
     @property
     def tile_tokens(self) -> int:
@@ -64,7 +63,7 @@ class ImageEncoder:
         for number in range(first_tile, last_tile):
             pixels = _tile(arrays["pixel_values"], 3, number, self._device).to(self._dtype)
             if not pixels.sum(dtype=torch.float64).isfinite() or not pixels.any():
-                parts.append(torch.full((self.tile_tokens, self._hidden_size), torch.nan, dtype=self._dtype))
+                parts.append(pixels.new_full((self.tile_tokens, self._hidden_size), torch.nan))
                 continue
             if self._config.family == "llava":
                 output = module.get_image_features(
@@ -77,7 +76,7 @@ class ImageEncoder:
                 output = module.get_image_features(pixel_values=pixels[None, None], pixel_attention_mask=mask)
             parts += [each.flatten(0, -2) for each in output.pooler_output]
             beat()
-        return torch.cat([part.to(self._device) for part in parts])
+        return torch.cat(parts)
 
 
 def _tile(array: ImageArray, num_dims: int, number: int, device: torch.device) -> Tensor:

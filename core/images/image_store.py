@@ -131,10 +131,10 @@ class ImageStore:
             return [], missing
         found = [own[each.digest] for each in placed]
         for each in placed:
-            if not self._keeps_used:
-                self._remove(client, each.digest)
-            elif client in self._images:
+            if self._keeps_used:
                 self._images[client].move_to_end(each.digest)
+            else:
+                self._remove(client, each.digest)
         return found, []
 
     def clear(self) -> None:

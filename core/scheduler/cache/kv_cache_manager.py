@@ -255,12 +255,15 @@ class KVCacheManager:
         table.note_full(blocks[start // size : num_full], request.hashes[start // size + 1 : num_full + 1])
         indices = np.arange(start // size, -(-end // size))
         counts = np.minimum(end - indices * size, size)
-        # Only the hash of a full block describes embeddings.
-        is_embedded = np.array([self._is_embedded(request, index) for index in indices.tolist()])
-        tokens = np.where(is_embedded[positions // size - indices[0]], NO_TOKEN, batch.token_ids[row, start:end])
+        tokens = batch.token_ids[row, start:end]
+        if batch.has_embeds[row]:
+            # Only the hash of a full block describes embeddings.
+            is_embedded = np.array([self._is_embedded(request, index) for index in indices.tolist()])
+            tokens = np.where(is_embedded[positions // size - indices[0]], NO_TOKEN, tokens)
+            is_sealed = ~is_embedded | (counts == size)
+            indices, counts = indices[is_sealed], counts[is_sealed]
         table.note_tokens(blocks[positions // size], positions % size, tokens)
-        is_sealed = ~is_embedded | (counts == size)
-        table.seal(blocks[indices[is_sealed]], counts[is_sealed])
+        table.seal(blocks[indices], counts)
 
     def _hashes_of(self, rows: Rows, counts: Rows) -> list[bytes]:
         """Return the hashes of the first `counts` [n] blocks of `rows` [n], 0 blocks having the root hash."""

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from vllm_mp.client.prompts.chat_messages import ChatMessageError
 from vllm_mp.client.prompts.chat_template import ChatTemplateError
-from vllm_mp.client.prompts.prompt import TextPrompt
+from vllm_mp.client.prompts.prompt import TextPrompt, text_prompt
 from vllm_mp.server.http.endpoint import Call
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.openai.chat_messages import ChatMessage
@@ -20,11 +20,7 @@ class RenderedChat(NamedTuple):
 
     def prompt(self, cache_salt: str, mm_processor_kwargs: dict[str, Any] | None = None) -> TextPrompt:
         """Return what the engine takes."""
-        prompt = TextPrompt(prompt=self.text, cache_salt=cache_salt)
-        if self.images:
-            prompt["multi_modal_data"] = {"image": self.images}
-            prompt["mm_processor_kwargs"] = mm_processor_kwargs or {}
-        return prompt
+        return text_prompt(self.text, self.images, mm_processor_kwargs, cache_salt)
 
 
 async def chat_prompt(
@@ -66,9 +62,9 @@ async def chat_prompt(
         raise ApiError(400, str(error), param="messages", code="chat_template_failed") from error
 
 
-def check_without_images(rendered: RenderedChat, field: str) -> None:
-    """Raise ApiError, naming `field`, for a conversation with images where only its tokens are asked for."""
-    if rendered.images:
+def check_without_images(images: object, field: str) -> None:
+    """Raise ApiError, naming `field`, for a conversation with `images` where only its tokens are asked for."""
+    if images:
         message = f"{field} has images, which become tokens only in a request for an answer; leave them out here"
         raise ApiError(400, message, param=field, code="unsupported_field")
 

@@ -8,8 +8,9 @@ from starlette.responses import Response
 
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.server.http.endpoint import Call, post
-from vllm_mp.server.http.errors import ApiError, as_refusal
+from vllm_mp.server.http.errors import as_refusal
 from vllm_mp.server.openai.chat import ChatBody, chat_request
+from vllm_mp.server.openai.chat_prompt import check_without_images
 from vllm_mp.server.openai.completions import CompletionBody, completion_params, completion_prompts
 from vllm_mp.server.openai.generation import GenerationBody
 from vllm_mp.server.openai.models import check_model
@@ -32,9 +33,7 @@ class RenderedRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 async def render_chat(call: Call, body: ChatBody) -> Response:
     """Return a conversation as the tokens that the model reads, without an answer."""
     request = await chat_request(call, body)
-    if request.prompt.get("multi_modal_data"):
-        message = "messages has images, which become tokens only in a request for an answer; leave them out here"
-        raise ApiError(400, message, param="messages", code="unsupported_field")
+    check_without_images(request.prompt.get("multi_modal_data"), "messages")
     tokens = await _tokens(call, request.prompt["prompt"], bool(body.add_special_tokens))
     rendered = _rendered(f"chatcmpl-{call.request_id}", request.model.name, tokens, request.params, body)
     return Response(msgspec.json.encode(rendered), media_type="application/json")

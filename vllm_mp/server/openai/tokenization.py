@@ -80,7 +80,7 @@ async def tokenize(call: Call, body: TokenizeBody) -> Response:
             chat_template_kwargs=body.chat_template_kwargs,
             tools=template_tools([tool.function for tool in body.tools]) if body.tools else None,
         )
-        check_without_images(rendered, "messages")
+        check_without_images(rendered.images, "messages")
         text = rendered.text
     else:
         raise ApiError(400, "give either prompt or messages", param="prompt")

@@ -110,7 +110,7 @@ async def count_input_tokens(call: Call, body: ResponseBody) -> Response:
     params = _params(body, call.server.engine.model_config.default_sampling_params)
     template = call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
     rendered = await _prompt(call, body, _tools(body, call.server, params, template))
-    check_without_images(rendered, "input")
+    check_without_images(rendered.images, "input")
     try:
         tokens = await call.server.engine.tokenize(rendered.text, add_special_tokens=False)
     except ValueError as error:
