@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Generic, NamedTuple, TypeVar
 
 from vllm_mp.client.blocking.progress_bar import ProgressBar
 from vllm_mp.client.threads.loop_thread import LoopThread
-from vllm_mp.errors import BatchDeadError, EngineDeadError
+from vllm_mp.errors import BatchDeadError, EngineDeadError, NoRoomError
 from vllm_mp.outputs import PoolingRequestOutput, RequestFailure, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class Batch(Generic[Output]):
     """Requests that run in the loop of another thread, for one blocking caller.
 
     Requests are taken from their iterable, in the caller's thread, while the live ones have fewer than `max_live`
-    completions. So the batch needs memory for these and for the outputs, however many requests there are.
+    completions. So the batch needs memory for these and for the outputs, however many requests there are. A request for
+    which the core has no room, because of the others, starts again when one of them has ended.
     """
 
     def __init__(self, thread: LoopThread, max_live: int, bar: ProgressBar, total: int | None) -> None:
@@ -55,6 +57,8 @@ class Batch(Generic[Output]):
         self._ended: SimpleQueue[_Ended[Output]] = SimpleQueue()
         self._num_live = 0
         """Completions of live requests; only the caller's thread uses this and the fields below."""
+        self._refused: deque[BatchRequest[Output]] = deque()
+        """Requests that there was no room for."""
         self._outputs: dict[int, Output | RequestFailure] = {}
         self._death: EngineDeadError | None = None
 
@@ -66,15 +70,14 @@ class Batch(Generic[Output]):
         """
         try:
             for request in requests:
-                while self._num_live and self._num_live + request.num_completions > self._max_live:
-                    self._take()
+                self._launch(request)
                 if self._death is not None:
-                    self._outputs[request.prompt_index] = RequestFailure(request.request_id, self._death)
                     break
-                self._thread.call_soon(self._start, request)
-                self._num_live += request.num_completions
-            while self._num_live:
-                self._take()
+            while self._num_live or self._refused:
+                if self._refused:
+                    self._launch(self._refused.popleft())
+                else:
+                    self._take()
         except BaseException as error:
             if self._thread.close.alive:
                 self._thread.run(self._abort())
@@ -88,6 +91,16 @@ class Batch(Generic[Output]):
             self._bar.close()
         return self._result()
 
+    def _launch(self, request: BatchRequest[Output]) -> None:
+        """Start a request as soon as few enough are live; it fails if the engine has ended."""
+        while self._num_live and self._num_live + request.num_completions > self._max_live:
+            self._take()
+        if self._death is not None:
+            self._outputs[request.prompt_index] = RequestFailure(request.request_id, self._death)
+            return
+        self._thread.call_soon(self._start, request)
+        self._num_live += request.num_completions
+
     def _take(self) -> None:
         """Wait for the end of a request, and keep its output; return without one if it takes long."""
         try:
@@ -96,6 +109,10 @@ class Batch(Generic[Output]):
             self._thread.check()
             return
         self._num_live -= ended.request.num_completions
+        if self._num_live and isinstance(ended.output, RequestFailure) and isinstance(ended.output.error, NoRoomError):
+            self._max_live = min(self._max_live, self._num_live)
+            self._refused.append(ended.request)
+            return
         self._outputs[ended.request.prompt_index] = ended.output
         if isinstance(ended.output, RequestFailure) and isinstance(ended.output.error, EngineDeadError):
             self._death = ended.output.error
