@@ -15,7 +15,7 @@ import zmq
 
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.activity_log import ActivityLog
-from vllm_mp.core.images.image_store import ImageStore, TileSize
+from vllm_mp.core.images.image_store import ImageStore
 from vllm_mp.core.ipc.call_handler import Operation, OperatorCall, StepFailedError
 from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.lora.adapter_cache import AdapterCache
@@ -93,7 +93,13 @@ class EngineCore:
         """
         scheduler_config, cache = config.scheduler_config, config.cache_config
         model = config.model_config
-        self._batch = Batch(scheduler_config.max_num_seqs, model.max_model_len, cache.block_size, model.eos_token_ids)
+        self._batch = Batch(
+            scheduler_config.max_num_seqs,
+            model.max_model_len,
+            cache.block_size,
+            model.eos_token_ids,
+            model.architecture.has_rope_positions,
+        )
         table, file = runner.seal_table(), runner.prefix_reader()
         self._cache = KVCacheManager(self._batch, cache.num_blocks, cache.block_size, table, file)
         if num_found := self._cache.pool.num_found:
@@ -165,8 +171,8 @@ class EngineCore:
         }
         if runner.images is not None:
             limit = int(config.multimodal_config.mm_processor_cache_gb * 2**30)
-            tile = TileSize(runner.images.tile_tokens, runner.hidden_bytes)
-            handler.images = ImageStore(runner.images.count_tiles, tile, min(limit, host_memory().total // 8))
+            limit = min(limit, host_memory().total // 8)
+            handler.images = ImageStore(runner.images.shape_of, runner.hidden_bytes, limit)
             calls["reset_mm_cache"] = OperatorCall(handler.images.clear)
         handler.adapters = self._adapters
         handler.grammars = self._grammars

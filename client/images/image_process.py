@@ -24,6 +24,8 @@ from vllm_mp.requests.images import IMAGE_DTYPES, MAX_IMAGE_BYTES, ImageArray
 _MAX_MEMORY_BYTES: Final = 4 * 2**30
 """Bound on the address space of the process."""
 _HIDDEN: Final = ("torch", "torchvision", "tensorflow", "jax")
+_MODULES: Final = {"Qwen2VL": "qwen2_vl"}
+"""The modules of processors whose names differ from those of their classes by more than case."""
 _SPLIT_SIZES: Final = ("rows", "cols")
 """What a processor says of the tiles of an image, beside its arrays."""
 
@@ -68,7 +70,8 @@ def _answer_jobs(processor: Any, requests: IO[bytes], answers: IO[bytes]) -> Non
 
 def _load_processor(settings: ProcessorSettings) -> Any:
     """Return the image processor. Raises what transformers raises."""
-    name = settings.processor.partition("ImageProcessor")[0].lower()
+    name = settings.processor.partition("ImageProcessor")[0]
+    name = _MODULES.get(name, name.lower())
     # The class by its module: some versions of transformers say at the top that it needs torch, which it does not.
     module = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
     return getattr(module, settings.processor)(**json.loads(settings.settings))
@@ -96,6 +99,8 @@ def process(processor: Any, job: ImageJob) -> ImageResult:
         raise ValueError(
             f"the model's image processor refuses it: {str(error) or repr(error):.300}; {remedy}"
         ) from None
+    if "image_grid_thw" in made:
+        made["pixel_values"] = _one_frame(made["pixel_values"], processor.temporal_patch_size, options)
     rows, columns = (int(made.pop(name)[0][0]) if name in made else 0 for name in _SPLIT_SIZES)
     arrays = [_array(name, value) for name, value in made.items()]
     num_bytes = sum(len(array.data) for array in arrays)
@@ -105,6 +110,13 @@ def process(processor: Any, job: ImageJob) -> ImageResult:
             "size in mm_processor_kwargs"
         )
     return ImageResult(digest.digest(), arrays, rows, columns)
+
+
+def _one_frame(patches: Any, num_frames: int, options: dict[str, Any]) -> Any:
+    """Return patches [n, 3 * size * size] of an image, which a processor of videos repeats for each frame."""
+    num_frames = options.get("temporal_patch_size", num_frames)
+    frames = patches.reshape(len(patches), 3, num_frames, -1)
+    return frames[:, :, 0].reshape(len(patches), -1)
 
 
 def _identity(processor: Any, options: dict[str, Any], size: tuple[int, int]) -> bytes:

@@ -1,21 +1,31 @@
 """The image processor of a model: its settings, and the text that stands for an image in a prompt."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from vllm_mp.client.images.messages import ImageResult, ProcessorSettings
 from vllm_mp.model_config.images import ImageConfig
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_store.tokenizer_files import PROCESSOR_FILES
+from vllm_mp.requests.images import MAX_IMAGE_BYTES
 
 _PROCESSORS: Final = {
     "idefics3": ("Idefics3ImageProcessor", "SmolVLMImageProcessor"),
     "smolvlm": ("SmolVLMImageProcessor", "Idefics3ImageProcessor"),
     "llava": ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor"),
+    "qwen2_vl": ("Qwen2VLImageProcessor",),
+    "qwen2_5_vl": ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor"),
 }
 """The image processors that a model of each family may have; the first is that of a folder which names none."""
+_PIXEL_LIMITS: Final = ("min_pixels", "max_pixels", "size")
+_DEFAULT_SIZE: Final = {"shortest_edge": 56 * 56, "longest_edge": 1280 * 28 * 28}
+"""Least and most pixels of an image of Qwen2-VL if the folder does not say, as in transformers."""
+_GRID_BYTES: Final = 24
 _DEFAULT_TOKENS_PER_TILE: Final = 169
 """Image tokens of a tile if the folder of an Idefics3 or SmolVLM model does not say, as in transformers."""
 
@@ -57,6 +67,9 @@ def model_processor(
             + " or ".join(known)
         )
     chosen = ProcessorSettings(f"{name}Pil", json.dumps(settings).encode())
+    if images.merge_size:
+        chosen = ProcessorSettings("Qwen2VLImageProcessorPil", json.dumps(_bounded(settings, images)).encode())
+        return ModelProcessor(chosen, _grid_text(image_token, images.merge_size))
     if images.family == "llava":
         return ModelProcessor(chosen, _llava_text(image_token, whole, hf_config))
     num_tokens = whole.get("image_seq_len", _DEFAULT_TOKENS_PER_TILE)
@@ -76,6 +89,31 @@ def _tiled_text(image_token: str, num_tokens: int) -> Callable[[ImageResult], st
             for row in range(image.rows)
         ]
         return f"{''.join(lines)}\n{whole}"
+
+    return text_of
+
+
+def _bounded(settings: dict[str, Any], images: ImageConfig) -> dict[str, Any]:
+    """Return settings by which an image has no more pixels than its arrays may have bytes."""
+    limit = (MAX_IMAGE_BYTES - _GRID_BYTES) // 12  # 3 colours in float32
+    limit -= limit % (images.patch_size * images.merge_size) ** 2
+    given = settings.get("size")
+    size = dict(given) if isinstance(given, dict) else dict(_DEFAULT_SIZE)
+    for name, old_name in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        value = settings.get(old_name, size.pop(old_name, size.get(name)))
+        if value is not None:
+            size[name] = min(_integer(old_name, value, 1, 2**31), limit)
+    return {**{name: value for name, value in settings.items() if name not in _PIXEL_LIMITS}, "size": size}
+
+
+def _grid_text(image_token: str, merge_size: int) -> Callable[[ImageResult], str]:
+    """Return `text_of` of Qwen2-VL and Qwen2.5-VL: an image token for each square of patches."""
+
+    def text_of(image: ImageResult) -> str:
+        [grid] = [array for array in image.arrays if array.name == "image_grid_thw"]
+        num_patches = math.prod(np.frombuffer(grid.data, np.int64).tolist())
+        num_tokens: int = num_patches // merge_size**2
+        return image_token * num_tokens
 
     return text_of
 
@@ -101,10 +139,10 @@ def _llava_text(image_token: str, settings: dict[str, Any], hf_config: dict[str,
     return text_of
 
 
-def _integer(name: str, value: Any, low: int) -> int:
-    """Return `value`. Raises ValueError unless it is an integer from `low` to 65,536."""
-    if type(value) is not int or not low <= value <= 65_536:
+def _integer(name: str, value: Any, low: int, high: int = 65_536) -> int:
+    """Return `value`. Raises ValueError unless it is an integer from `low` to `high`."""
+    if type(value) is not int or not low <= value <= high:
         raise ValueError(
-            f"processor_config.json: {name} must be an integer from {low} to 65536, got {value!r:.99}; correct it"
+            f"processor_config.json: {name} must be an integer from {low} to {high}, got {value!r:.99}; correct it"
         )
     return value

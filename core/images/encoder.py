@@ -4,14 +4,14 @@ They are transformers' own modules, which is imported only for models that take 
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vllm_mp.config import ModelConfig
-from vllm_mp.core.images.arrays import count_tiles
+from vllm_mp.core.images.arrays import ImageShape, image_shape
 from vllm_mp.core.models.text_part import is_of_images
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, listed
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
@@ -36,15 +36,16 @@ class ImageEncoder:
         self._dtype = dtype
         self._device = device
         self.module: nn.Module = _make_module(config, dtype, device)
+        self._num_frames = int(getattr(cast("Any", self.module).config.vision_config, "temporal_patch_size", 1))
+        """Frames of a video that a patch has."""
+        self._beat: Callable[[], None] = lambda: None
+        for part in self.module.modules():
+            for layer in part if isinstance(part, nn.ModuleList) else ():
+                layer.register_forward_hook(lambda *_: self._beat())
 
-    @property
-    def tile_tokens(self) -> int:
-        """Number of embeddings of a tile."""
-        return self._config.tile_tokens
-
-    def count_tiles(self, image: ProcessedImage) -> int:
-        """Return the number of tiles of an image. Raises ValueError as `arrays.count_tiles` does."""
-        return count_tiles(image, self._config)
+    def shape_of(self, image: ProcessedImage) -> ImageShape:
+        """Return what an image becomes. Raises ValueError as `arrays.image_shape` does."""
+        return image_shape(image, self._config)
 
     @torch.inference_mode()
     def encode(
@@ -52,18 +53,24 @@ class ImageEncoder:
     ) -> Tensor:
         """Return the embeddings [num_tokens, hidden_size] of the tiles [first_tile, last_tile) of an image.
 
-        Its tiles must have been counted. `beat` is called after each. The embeddings of a tile that no processor makes,
-        with values that are not finite or with zeros only, are NaN, so that its request fails alone.
+        Its shape must have been checked. `beat` is called after each layer. The embeddings of a tile that no processor
+        makes, with values that are not finite or, of several tiles, with zeros only, are NaN, so that its request fails
+        alone.
         """
+        self._beat = beat
         arrays = {array.name: array for array in image.arrays}
+        if self._config.merge_size:
+            return self._encode_grid(arrays)
         masks = arrays.get("pixel_attention_mask")
         module: Any = self.module
         parts = []
         # One by one, so that a tile has the same embeddings whichever others a step needs.
         for number in range(first_tile, last_tile):
             pixels = _tile(arrays["pixel_values"], 3, number, self._device).to(self._dtype)
-            if not pixels.sum(dtype=torch.float64).isfinite() or not pixels.any():
-                parts.append(pixels.new_full((self.tile_tokens, self._hidden_size), torch.nan))
+            # transformers leaves tiles of zeros out, as padding.
+            is_left_out = self._config.has_many_tiles and not pixels.any()
+            if is_left_out or not pixels.sum(dtype=torch.float64).isfinite():
+                parts.append(pixels.new_full((self._config.tile_tokens, self._hidden_size), torch.nan))
                 continue
             if self._config.family == "llava":
                 output = module.get_image_features(
@@ -75,8 +82,23 @@ class ImageEncoder:
                 mask = None if masks is None else _tile(masks, 2, number, self._device).bool()[None, None]
                 output = module.get_image_features(pixel_values=pixels[None, None], pixel_attention_mask=mask)
             parts += [each.flatten(0, -2) for each in output.pooler_output]
-            beat()
         return torch.cat(parts)
+
+    def _encode_grid(self, arrays: dict[str, ImageArray]) -> Tensor:
+        """Return the embeddings [num_tokens, hidden_size] of an image that is a grid of patches."""
+        pixels, module = arrays["pixel_values"], cast("Any", self.module)
+        size = self._config.patch_size**2
+        values = np.frombuffer(pixels.data, np.float32).reshape(-1, 3, 1, size).copy()
+        patches = torch.from_numpy(values).to(self._device).to(self._dtype)
+        grid = torch.frombuffer(bytearray(arrays["image_grid_thw"].data), dtype=torch.int64)[None].to(self._device)
+        if not patches.sum(dtype=torch.float64).isfinite():
+            num_tokens = len(patches) // self._config.merge_size**2
+            return patches.new_full((num_tokens, self._hidden_size), torch.nan)
+        # An image is a frame that stands still.
+        frames = patches.expand(-1, -1, self._num_frames, -1).flatten(1)
+        output = module.get_image_features(pixel_values=frames, image_grid_thw=grid)
+        embeddings: Tensor = output.pooler_output[0]
+        return embeddings
 
 
 def _tile(array: ImageArray, num_dims: int, number: int, device: torch.device) -> Tensor:
@@ -102,6 +124,9 @@ def _make_module(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
             setattr(module, part, nn.Identity())
     module = module.to_empty(device=device).requires_grad_(False)
     for buffer_name, buffer in module.named_buffers():
+        if buffer_name.endswith("inv_freq"):
+            _fill_frequencies(buffer)
+            continue
         if not buffer_name.endswith("position_ids"):
             raise ValueError(f"{name!r} cannot run here: its {buffer_name} is not in the weights")
         buffer.copy_(torch.arange(buffer.shape[-1]).expand(buffer.shape))
@@ -110,6 +135,12 @@ def _make_module(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     else:
         _load(module, config)
     return module
+
+
+def _fill_frequencies(buffer: Tensor) -> None:
+    """Set the radians per patch of each rotated pair, of rows and of columns: [head_dim / 4]."""
+    exponents = torch.arange(0, 2 * len(buffer), 2, dtype=torch.float32) / (2 * len(buffer))
+    buffer.copy_(1.0 / 10_000.0**exponents)
 
 
 @torch.no_grad()

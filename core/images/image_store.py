@@ -3,8 +3,10 @@
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
+from vllm_mp.core.images.arrays import ImageShape
 from vllm_mp.requests.images import ImageArray, ImageDigest, PlacedImage, ProcessedImage
 
 if TYPE_CHECKING:
@@ -20,34 +22,45 @@ Encode = Callable[[ProcessedImage, int, int], "Tensor"]
 """Returns the embeddings [num_tokens, hidden_size] of the tiles [first, last) of an image."""
 
 
-class TileSize(NamedTuple):
-    """What a tile of an image becomes."""
-
-    num_tokens: int
-    """Number of its embeddings."""
-    token_bytes: int
-    """Bytes of an embedding."""
-
-
 class StoredImage:
     """An image that a client has sent. Requests that name it hold it as long as they live."""
 
-    __slots__ = ("_image", "_keys", "_tile_tokens", "_tiles", "error", "num_bytes", "num_tokens")
+    __slots__ = (
+        "__weakref__",
+        "_image",
+        "_keys",
+        "_tiles",
+        "_token_bytes",
+        "error",
+        "num_bytes",
+        "num_tokens",
+        "shape",
+    )
 
-    def __init__(self, image: ProcessedImage, num_tiles: int, tile: TileSize, error: str = "") -> None:
-        """`num_tiles` tiles of it will be encoded; `error`: none, as its arrays are wrong."""
+    def __init__(self, image: ProcessedImage, shape: ImageShape, token_bytes: int, error: str = "") -> None:
+        """It becomes an image of `shape`, an embedding of which takes `token_bytes`.
+
+        `error`: nothing is made of it, because its arrays are wrong.
+        """
         self._image: ProcessedImage | None = None if error else image
-        self._tile_tokens = tile.num_tokens
+        num_tiles = shape.num_tiles
         self._tiles: list[Tensor | None] = [None] * num_tiles
         """The embeddings [num_tokens of a tile, hidden_size] of each tile that was encoded, on the host."""
-        self.num_tokens = num_tiles * tile.num_tokens
+        self.shape = shape
+        self._token_bytes = token_bytes
+        self.num_tokens = num_tiles * shape.tile_tokens
         self.error = error
         """Why requests with the image are refused; empty: they are not."""
         self._keys: list[bytes] = [b""] * num_tiles
         """Of the tiles; empty: not computed yet, because that takes time."""
         size = 0 if error else sum(len(array.data) for array in image.arrays)
-        self.num_bytes = size + self.num_tokens * tile.token_bytes + _NAME_BYTES
+        self.num_bytes = size + self.num_tokens * token_bytes + _NAME_BYTES
         """Bytes of arrays and embeddings together, which are not there at the same time for long."""
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes of the image as it is now; when all of its tiles are encoded, its arrays are gone."""
+        return self.num_bytes if self._image is not None else self.num_tokens * self._token_bytes + _NAME_BYTES
 
     def keys(self, first: int, last: int) -> bytes:
         """Return digests of the tiles in which the embeddings [first, last) are.
@@ -55,7 +68,7 @@ class StoredImage:
         The digest that a client gives need not be true, and other clients' requests find blocks of the KV cache by
         these.
         """
-        numbers = range(first // self._tile_tokens, -(-last // self._tile_tokens))
+        numbers = range(first // self.shape.tile_tokens, -(-last // self.shape.tile_tokens))
         for number in numbers:
             if not self._keys[number]:
                 assert self._image is not None
@@ -67,7 +80,7 @@ class StoredImage:
 
         Tiles that they are in, and that no call before needed, are encoded now.
         """
-        size = self._tile_tokens
+        size = self.shape.tile_tokens
         begin, end = first // size, -(-last // size)
         missing = [number for number in range(begin, end) if self._tiles[number] is None]
         if missing:
@@ -91,16 +104,19 @@ class ImageStore:
     If there is no room, the client that has most loses the one that it used least recently.
     """
 
-    def __init__(self, count_tiles: Callable[[ProcessedImage], int], tile: TileSize, limit: int) -> None:
-        """`count_tiles` returns the number of an image's tiles; ValueError: the model's encoder takes no such arrays.
+    def __init__(self, shape_of: Callable[[ProcessedImage], ImageShape], token_bytes: int, limit: int) -> None:
+        """`shape_of` returns an image's shape; ValueError: the model's encoder takes no such arrays.
 
-        `limit` is the bound in bytes; 0: an image is kept until the first request with it arrives.
+        `token_bytes` are those of an embedding. `limit` is the bound in bytes; 0: an image is kept until the first
+        request with it arrives, and as long as requests hold it.
         """
-        self._count_tiles = count_tiles
-        self._tile = tile
+        self._shape_of = shape_of
+        self._token_bytes = token_bytes
         self._keeps_used = limit > 0
         self._limit = max(limit, _FRESH_BYTES)
         self._images: dict[int, OrderedDict[ImageDigest, StoredImage]] = {}
+        self._held: dict[int, WeakValueDictionary[ImageDigest, StoredImage]] = {}
+        """Those of each client that are kept, or that live requests hold."""
         self._num_bytes: dict[int, int] = {}
         """Of the images of each client."""
 
@@ -114,10 +130,13 @@ class ImageStore:
         if image.digest in self._images.get(client, ()):
             self._images[client].move_to_end(image.digest)
             return
-        try:
-            stored = StoredImage(image, self._count_tiles(image), self._tile)
-        except ValueError as error:
-            stored = StoredImage(image, 0, self._tile, str(error))
+        held = self._held.setdefault(client, WeakValueDictionary())
+        if (stored := held.get(image.digest)) is None:
+            try:
+                stored = StoredImage(image, self._shape_of(image), self._token_bytes)
+            except ValueError as error:
+                stored = StoredImage(image, ImageShape(0, 1), self._token_bytes, str(error))
+            held[image.digest] = stored
         self._images.setdefault(client, OrderedDict())[image.digest] = stored
         self._num_bytes[client] = self._num_bytes.get(client, 0) + stored.num_bytes
         while sum(self._num_bytes.values()) > self._limit and self.num_images > 1:
@@ -126,25 +145,28 @@ class ImageStore:
 
     def find(self, client: int, placed: Sequence[PlacedImage]) -> tuple[list[StoredImage], list[ImageDigest]]:
         """Return the images that a request of `client` names, or the digests of those that are not here."""
-        own: Mapping[ImageDigest, StoredImage] = self._images.get(client, {})
-        if missing := [digest for digest in dict.fromkeys(each.digest for each in placed) if digest not in own]:
+        held: Mapping[ImageDigest, StoredImage] = self._held.get(client, {})
+        images = {digest: held.get(digest) for digest in dict.fromkeys(each.digest for each in placed)}
+        if missing := [digest for digest, image in images.items() if image is None]:
             return [], missing
-        found = [own[each.digest] for each in placed]
-        for each in placed:
+        kept: Mapping[ImageDigest, StoredImage] = self._images.get(client, {})
+        for digest in [digest for digest in images if digest in kept]:
             if self._keeps_used:
-                self._images[client].move_to_end(each.digest)
+                self._images[client].move_to_end(digest)
             else:
-                self._remove(client, each.digest)
-        return found, []
+                self._remove(client, digest)
+        return [image for each in placed if (image := images[each.digest]) is not None], []
 
     def clear(self) -> None:
         """Forget all images; live requests keep those that they name."""
         self._images.clear()
+        self._held.clear()
         self._num_bytes.clear()
 
     def drop_client(self, client: int) -> None:
         """Forget the images of a client that is gone."""
         self._images.pop(client, None)
+        self._held.pop(client, None)
         self._num_bytes.pop(client, None)
 
     def _remove(self, client: int, digest: ImageDigest) -> None:
@@ -152,7 +174,7 @@ class ImageStore:
         if stored is not None:
             self._num_bytes[client] -= stored.num_bytes
             if not self._images[client]:
-                self.drop_client(client)
+                del self._images[client], self._num_bytes[client]
 
 
 def _key(arrays: Sequence[ImageArray], tile: int, num_tiles: int) -> bytes:

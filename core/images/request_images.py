@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_mp.core.images.image_store import StoredImage
 from vllm_mp.requests.images import PlacedImage
@@ -35,6 +36,10 @@ class RequestImages:
             if image.error:
                 raise ValueError(image.error)
             offset = 0
+            if image.shape.columns and len(each.spans) != 1:
+                raise ValueError(
+                    f"an image of this model must stand at consecutive tokens of the prompt, got {len(each.spans)} runs"
+                )
             for first, count in each.spans:
                 if first < end or first + count > num_prompt_tokens:
                     raise ValueError(
@@ -49,8 +54,8 @@ class RequestImages:
                 )
         self._parts = parts
         self._ends = np.array([part.position + part.num_tokens for part in parts], np.int64)
-        unique = {id(image): image for image in images}
-        self.num_bytes = sum(image.num_bytes for image in unique.values())
+        self.images = list({id(image): image for image in images}.values())
+        """The images, each once."""
 
     def parts(self, first: int, last: int) -> Iterator[ImagePart]:
         """Yield what the tokens [first, last) have of images."""
@@ -59,6 +64,26 @@ class RequestImages:
             if begin >= end:
                 return
             yield ImagePart(begin, part.image, part.offset + begin - part.position, end - begin)
+
+    def rope_positions(self, num_tokens: int) -> npt.NDArray[np.int32]:
+        """Return the positions in time, rows and columns of the first `num_tokens` tokens: [3, num_tokens].
+
+        The tokens of an image have a position for each of its rows and columns; the token behind it follows on the
+        largest of them.
+        """
+        positions = np.empty((3, num_tokens), np.int32)
+        end, shift = 0, 0
+        for part in self._parts:
+            first, columns = part.position, part.image.shape.columns
+            positions[:, end:first] = np.arange(end, first) + shift
+            end = first + part.num_tokens
+            rows, columns_of = np.divmod(np.arange(part.num_tokens), columns)
+            positions[:, first:end] = first + shift
+            positions[1, first:end] += rows.astype(np.int32)
+            positions[2, first:end] += columns_of.astype(np.int32)
+            shift += max(part.num_tokens // columns, columns) - part.num_tokens
+        positions[:, end:] = np.arange(end, num_tokens) + shift
+        return positions
 
     def overlaps(self, first: int, last: int) -> bool:
         """Return whether any of the tokens [first, last) stands for an embedding."""

@@ -46,7 +46,6 @@ def new_request(
     request.adapter = adapter
     if images is not None:
         request.images = images
-        request.num_bytes += images.num_bytes
     return request
 
 

@@ -36,7 +36,8 @@ class CausalLM(Protocol):
     ) -> Tensor:
         """Return the final hidden states, normalised: [num_tokens, hidden_size].
 
-        `input_ids` and `positions` int64 [num_tokens]; `kv_caches` holds each layer's pair of
+        `input_ids` and `positions` int64 [num_tokens] (with `Rope.sections`, `positions` may be [3, num_tokens]);
+        `kv_caches` holds each layer's pair of
         [num_blocks, block_size, heads, dim] (see `kv_shapes`), into which the new tokens are written. `inputs_embeds`
         [num_tokens, hidden_size] replaces `embed_input_ids(input_ids)`, and may be overwritten. In a
         pipeline, later stages get the result of the stage before in `inputs_embeds`, all but the last return hidden

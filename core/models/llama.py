@@ -18,7 +18,7 @@ from vllm_mp.core.models.attention_layer import AttentionLayer
 from vllm_mp.core.models.experts import ExpertMLP, mixture_name, separate_experts
 from vllm_mp.core.models.linear import Linear, make_adapter_stacks, pack_projections
 from vllm_mp.core.models.mlp import MLP
-from vllm_mp.core.models.rotary import cos_sin_cache
+from vllm_mp.core.models.rotary import cos_sin_cache, cos_sin_of_sections
 from vllm_mp.core.models.text_part import is_of_images, name_in_text_part
 from vllm_mp.core.models.vocabulary import VocabularyHead, shared_embedding
 from vllm_mp.core.weights.block_matrix import destination_of, vocabulary_matrix
@@ -357,7 +357,12 @@ class LlamaForCausalLM(RankModule):
         x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         if self.is_first and self.arch.input_multiplier != 1.0:
             x = x * self.arch.input_multiplier
-        hidden: Tensor = self.decoder(x, positions, self.cos_sin, kv_caches, metadata)
+        cos_sin = self.cos_sin
+        if positions.dim() > 1:
+            assert self.arch.rope is not None
+            cos_sin = cos_sin_of_sections(cos_sin, positions, self.arch.rope.sections)
+            positions = torch.arange(positions.shape[1], device=positions.device)
+        hidden: Tensor = self.decoder(x, positions, cos_sin, kv_caches, metadata)
         return hidden
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:

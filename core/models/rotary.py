@@ -4,6 +4,7 @@ The arithmetic is float32, in the order of transformers, so that the tables agre
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +41,17 @@ def cos_sin_cache(rope: Rope, head_dim: int, max_position: int, dtype: torch.dty
     table[:, : len(frequencies)] = angles.cos().mul_(rope.attention_factor)
     table[:, len(frequencies) :] = angles.sin().mul_(rope.attention_factor)
     return table
+
+
+def cos_sin_of_sections(cos_sin: Tensor, positions: Tensor, sections: Sequence[int]) -> Tensor:
+    """Return the table for `ops.rotary` of tokens with several positions: [1, num_tokens, rotary_dim] (M-RoPE).
+
+    `cos_sin` [1, max_position, rotary_dim] is that of `cos_sin_cache`. Section i, the next `sections[i]` frequencies,
+    rotates by `positions[i]`, int64 [num_sections, num_tokens].
+    """
+    halves = cos_sin[0].view(cos_sin.shape[1], 2, -1)
+    parts = torch.split(halves, list(sections), -1)
+    return torch.cat([part[at] for part, at in zip(parts, positions, strict=True)], -1).flatten(1)[None]
 
 
 def _llama3(rope: Rope, base: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import re
 from typing import Final
 
 _TEXT_PART: Final = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?")
-_IMAGE_PARTS: Final = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|vision_model|connector)\.")
+_IMAGE_PARTS: Final = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|vision_model|connector|visual)\.")
 
 
 def name_in_text_part(name: str) -> str:

@@ -32,7 +32,8 @@ class Follower:
         self._reply = reply
         self._profiler = Profiler(device)
         scheduler, model, cache = config.scheduler_config, config.model_config, config.cache_config
-        self._rows = RowMirror(scheduler.max_num_seqs, model.max_model_len, cache.block_size)
+        has_rope_positions = model.architecture.has_rope_positions
+        self._rows = RowMirror(scheduler.max_num_seqs, model.max_model_len, cache.block_size, has_rope_positions)
         self._hidden = torch.empty(0)
         """Hidden states of the latest step; in a pipeline, those from the last stage."""
         self._has_head = config.parallel_config.tensor_parallel_size > rank

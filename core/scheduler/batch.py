@@ -31,11 +31,20 @@ class Batch:
     and the sampler only read.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, eos_token_ids: list[int]) -> None:
-        """`block_size` is in tokens."""
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        eos_token_ids: list[int],
+        has_rope_positions: bool = False,
+    ) -> None:
+        """`block_size` is in tokens; `has_rope_positions` is for models with `Rope.sections`."""
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
-        # Pages of these two arrays that no request has reached take no memory.
+        self.rope_positions = np.zeros((3, max_num_seqs, max_model_len), np.int32) if has_rope_positions else None
+        """The positions in time, rows and columns by which each token is rotated; None: all are its index."""
+        # Pages of these arrays that no request has reached take no memory.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
@@ -101,6 +110,9 @@ class Batch:
         row = self._free_rows.pop()
         count = len(request.tokens)
         self.token_ids[row, :count] = request.tokens
+        if self.rope_positions is not None:
+            total, images = request.max_total_tokens, request.images
+            self.rope_positions[:, row, :total] = np.arange(total) if images is None else images.rope_positions(total)
         self.block_table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
         self.tenancy[row] += 1

@@ -71,6 +71,8 @@ def _check_requests(scheduler: Scheduler) -> None:
     counted, used = scheduler.memory._used, Counter[Line]()
     for request in scheduler._requests.values():
         used[request.line] += request.num_bytes
+    for line, images in scheduler.memory._images.items():
+        used[line] += sum(held.num_bytes for held in images.values())
     _require("the bytes of each client are counted", [line for line in used | counted if used[line] != counted[line]])
     _require("only a paused scheduler holds requests back", [] if scheduler.is_paused else held)
     _require("no request has a row while the scheduler sleeps", running if scheduler._is_asleep else [])

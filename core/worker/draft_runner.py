@@ -48,6 +48,7 @@ class _DraftRows:
     num_computed_tokens: Counts
     adapter_slot: npt.NDArray[np.int32]
     second_text_at: npt.NDArray[np.int64]
+    rope_positions: npt.NDArray[np.int32] | None = None
 
 
 class DraftRunner:

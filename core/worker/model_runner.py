@@ -352,7 +352,8 @@ class ModelRunner:
         if embeds is not None:
             embeds = embeds._replace(values=self._group.broadcast(embeds.values))
         graphs = self.memory.graphs
-        if graphs is not None and embeds is None and not isolates and (shape := graphs.shape_of(step)) is not None:
+        is_plain = embeds is None and positions.dim() == 1 and not isolates
+        if graphs is not None and is_plain and (shape := graphs.shape_of(step)) is not None:
             hidden = graphs.run(shape, input_ids, positions, metadata, self._latest)
             if hidden is not None:
                 return hidden

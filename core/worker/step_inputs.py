@@ -8,7 +8,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from vllm_mp.core.lora.cached_adapter import NO_SLOT
-from vllm_mp.core.scheduler.batch import Counts
+from vllm_mp.core.scheduler.batch import Counts, Rows
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.kernels.ops import AttentionMetadata
 
@@ -21,6 +21,7 @@ class StepRows(Protocol):
     num_computed_tokens: Counts
     adapter_slot: npt.NDArray[np.int32]
     second_text_at: npt.NDArray[np.int64]
+    rope_positions: npt.NDArray[np.int32] | None
 
 
 ToDevice = Callable[[Sequence[npt.NDArray[Any]]], Sequence[Tensor]]
@@ -32,6 +33,7 @@ def step_inputs(
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
     """Return token ids and positions, int64 [num_tokens] each, and what attention reads, on the device.
 
+    The positions are [3, num_tokens] (`Batch.rope_positions`) if a token has several.
     A token that the step awaits (`step.awaits`) has the id -1 - its index in `step.awaited`, for `ops.fill_awaited`.
     """
     rows, counts = step.rows, step.counts
@@ -51,7 +53,7 @@ def step_inputs(
     max_seq_len = int(seq_lens.max())
     columns: list[npt.NDArray[Any]] = [
         input_ids,
-        positions,
+        _rope_positions(batch, row_of, positions),
         cells,
         np.concatenate([[0], ends]).astype(np.int32),
         seq_lens.astype(np.int32),
@@ -73,6 +75,14 @@ def step_inputs(
         adapter_slots=adapter_slots[0] if adapter_slots else None,
     )
     return of_tokens, of_positions, metadata
+
+
+def _rope_positions(batch: StepRows, rows: Rows, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the positions of tokens by their rows and their `indices` [num_tokens] in these."""
+    if batch.rope_positions is None:
+        return indices
+    positions = batch.rope_positions[:, rows, indices].astype(np.int64, order="C")
+    return positions if (positions != positions[0]).any() else positions[0]
 
 
 def token_types(step: ScheduledStep, batch: StepRows, to_device: Callable[[npt.NDArray[Any]], Tensor]) -> Tensor | None:

@@ -1,8 +1,9 @@
 """A scheduled step as the core sends it to the other ranks, and the rows of the batch as these keep them.
 
 A message holds what `step_inputs` reads of the batch: for each row the tokens of the step, how many were computed
-before, the adapter slot, the position of a second text, and the blocks that the row got since it was last sent. It also
-says how many tokens are chosen for the row: one, and one more for each draft.
+before, their rotary positions if these are not their indices, the adapter slot, the position of a second text, and the
+blocks that the row got since it was last sent. It also says how many tokens are chosen for the row: one, and one more
+for each draft.
 """
 
 from typing import Final, NamedTuple
@@ -45,8 +46,11 @@ class MessageError(ValueError):
 class RowMirror:
     """The columns of a core's batch that `step_inputs` reads, as far as steps have needed them."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, has_rope_positions: bool = False
+    ) -> None:
         """`block_size` is in tokens."""
+        self.rope_positions = np.zeros((3, max_num_seqs, max_model_len), np.int32) if has_rope_positions else None
         # Pages that no request has reached take no memory.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
@@ -80,7 +84,8 @@ class StepEncoder:
         num_blocks = last_blocks - first_blocks
         self._tenancy[rows], self._num_sent[rows] = tenancy, last_blocks
         first_tokens = batch.num_computed_tokens[rows]
-        tokens = batch.token_ids[_cells(rows, first_tokens, counts)]
+        cells = _cells(rows, first_tokens, counts)
+        tokens = batch.token_ids[cells]
         blocks = batch.block_table[_cells(rows, first_blocks, num_blocks)]
         indices = np.zeros(0, np.int64) if embeds is None else embeds
         flags = sampling | isolates << 2 | returns_all << 3
@@ -89,13 +94,17 @@ class StepEncoder:
         num_choices = step.samples if step.drafts is None else step.samples * (step.drafts.counts + 1)
         columns = (rows, counts, first_tokens, *of_rows, first_blocks, num_blocks, num_choices)
         wide = np.concatenate((head, *columns, step.awaits, step.awaited, indices), dtype=_INT64, casting="unsafe")
-        return [wide.tobytes(), tokens.tobytes(), blocks.tobytes()]
+        parts = [wide.tobytes(), tokens.tobytes(), blocks.tobytes()]
+        if batch.rope_positions is not None:
+            parts.append(batch.rope_positions[:, *cells].tobytes())
+        return parts
 
 
 def message_bytes(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> int:
     """Return the most bytes that a step can take, whose rows have up to `max_blocks` blocks."""
+    # A token has up to 3 rotary positions beside its id.
     return 8 * (7 + 10 * max_num_seqs + max_num_batched_tokens) + 4 * (
-        max_num_batched_tokens + max_num_seqs * max_blocks
+        4 * max_num_batched_tokens + max_num_seqs * max_blocks
     )
 
 
@@ -114,7 +123,11 @@ def decode_step(data: memoryview, mirror: RowMirror) -> StepMessage:
         columns = wide[: 8 * num_rows].reshape(8, num_rows)
         rows, counts, first_tokens, adapter_slot, second_text_at, first_blocks, block_counts, num_choices = columns
         awaits, awaited, indices = np.split(wide[8 * num_rows :], [num_awaits, 2 * num_awaits])
-        mirror.token_ids[_cells(rows, first_tokens, counts)] = tokens
+        cells = _cells(rows, first_tokens, counts)
+        mirror.token_ids[cells] = tokens
+        if mirror.rope_positions is not None:
+            rope = np.frombuffer(data, _INT32, 3 * num_tokens, at + tokens.nbytes + blocks.nbytes)
+            mirror.rope_positions[:, *cells] = rope.reshape(3, -1)
         mirror.block_table[_cells(rows, first_blocks, block_counts)] = blocks
         mirror.num_computed_tokens[rows] = first_tokens
         mirror.adapter_slot[rows] = adapter_slot

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 import transformers
-from support.image_models import CROPPED, IMAGE_TOKEN, TILED, image_tokenizer, picture, save_processor
+from support.image_models import CROPPED, GRID, IMAGE_TOKEN, TILED, image_tokenizer, picture, save_processor
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
 from vllm_mp.testing.image_models import save_image_model
@@ -33,8 +33,12 @@ class Served:
         size = -(-len(tokenizer) // 8) * 8
         sizes = {"vocab_size": size, "max_position_embeddings": 1024}
         self.hub_model = save_image_model(family, folder, self.token_id, **sizes)
+        self.hub_model.generation_config.eos_token_id = None
         save_processor(folder, family)
         self.family = family
+        # transformers takes images of Qwen2-VL side by side for one.
+        between = " " if family.startswith("qwen") else ""
+        self.prompts = [(text.replace("><", f">{between}<"), images) for text, images in PROMPTS]
         self.args = AsyncEngineArgs(
             model=str(folder),
             dtype="float32",
@@ -45,7 +49,7 @@ class Served:
 
     def num_tiles(self, images):
         """Return the number of tiles that the images have together."""
-        if self.family == "llava":
+        if self.family in ("llava", "qwen2_vl", "qwen2_5_vl"):
             return len(images)
         processor = transformers.Idefics3ImageProcessorPil(**TILED)
         return sum(processor([image], return_tensors="np")["pixel_values"].shape[1] for image in images)
@@ -56,16 +60,19 @@ class Served:
         if images and self.family == "llava":
             made = transformers.CLIPImageProcessorPil(**CROPPED)(images, return_tensors="pt")
             inputs = {"pixel_values": made["pixel_values"]}
+        elif images and self.family.startswith("qwen"):
+            made = transformers.Qwen2VLImageProcessorPil(**GRID)(images, return_tensors="pt")
+            inputs = dict(made) | {"mm_token_type_ids": torch.tensor([[int(i == self.token_id) for i in token_ids]])}
         elif images:
             made = transformers.Idefics3ImageProcessorPil(**TILED)([images], return_tensors="pt")
             inputs = {name: made[name] for name in ("pixel_values", "pixel_attention_mask")}
         ids = torch.tensor([token_ids])
-        options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
+        options = {"max_new_tokens": num_tokens, "do_sample": False}
         made = self.hub_model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs, **options)
         return made[0, len(token_ids) :].tolist()
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "llava"])
+@pytest.fixture(scope="module", params=["smolvlm", "llava", "qwen2_vl", "qwen2_5_vl"])
 def served(request, tmp_path_factory):
     return Served(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -84,31 +91,32 @@ async def answer(llm, text, images, **params):
 def test_answers_are_those_of_transformers_and_images_are_read_once(served):
     async def run():
         async with await AsyncLLM.start(served.args) as llm:
-            outputs = await asyncio.gather(*(answer(llm, *each) for each in PROMPTS))
+            outputs = await asyncio.gather(*(answer(llm, *each) for each in served.prompts))
             first = (await llm.core_status())["num_encoded_tiles"]
-            again = [await answer(llm, *each) for each in PROMPTS]
-            longer = await answer(llm, PROMPTS[0][0] + " And why?", PROMPTS[0][1])
+            again = [await answer(llm, *each) for each in served.prompts]
+            longer = await answer(llm, served.prompts[0][0] + " And why?", served.prompts[0][1])
             second = (await llm.core_status())["num_encoded_tiles"]
             return outputs, again, longer, first, second
 
     outputs, again, longer, first, second = asyncio.run(run())
-    for output, repeated, (_, images) in zip(outputs, again, PROMPTS, strict=True):
+    for output, repeated, (_, images) in zip(outputs, again, served.prompts, strict=True):
         assert repeated.outputs[0].token_ids == output.outputs[0].token_ids
         assert output.outputs[0].token_ids == served.expected(output.prompt_token_ids, images, 12)
-    assert first == second == served.num_tiles([*IMAGES, PROMPTS[1][1][0]])
+    assert first == second == served.num_tiles([*IMAGES, served.prompts[1][1][0]])
     # All full blocks of the prompt but the last, in which the questions differ.
     assert longer.num_cached_tokens >= len(outputs[0].prompt_token_ids) // 16 * 16 - 16 > 0
-    assert longer.outputs[0].token_ids == served.expected(longer.prompt_token_ids, PROMPTS[0][1], 12)
+    assert longer.outputs[0].token_ids == served.expected(longer.prompt_token_ids, served.prompts[0][1], 12)
 
 
+@pytest.mark.parametrize("served", ["smolvlm", "qwen2_vl"], indirect=True)
 def test_kill_of_the_core_loses_nothing(served):
     async def run():
         async with await AsyncLLM.start(served.args) as llm:
-            undisturbed = [await answer(llm, *each, max_tokens=60) for each in PROMPTS]
+            undisturbed = [await answer(llm, *each, max_tokens=60) for each in served.prompts]
             await llm.reset_mm_cache()
             pid = (await llm.core_status())["pid"]
-            running = [asyncio.create_task(answer(llm, *each, max_tokens=60)) for each in PROMPTS * 2]
-            async for _ in llm.generate(prompt(*PROMPTS[1]), SamplingParams(max_tokens=3)):
+            running = [asyncio.create_task(answer(llm, *each, max_tokens=60)) for each in served.prompts * 2]
+            async for _ in llm.generate(prompt(*served.prompts[1]), SamplingParams(max_tokens=3)):
                 pass
             os.kill(pid, signal.SIGKILL)
             return undisturbed * 2, await asyncio.gather(*running), await llm.core_status()
@@ -119,19 +127,29 @@ def test_kill_of_the_core_loses_nothing(served):
     assert [each.outputs[0].token_ids for each in killed] == [each.outputs[0].token_ids for each in undisturbed]
 
 
-def test_several_cores_ranks_and_small_caches_answer_the_same(tmp_path):
-    served = Served("smolvlm", tmp_path)
+@pytest.mark.parametrize(
+    ("served", "others"),
+    [
+        ("smolvlm", [{"data_parallel_size": 2}, {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}]),
+        (
+            "qwen2_vl",
+            [
+                {"tensor_parallel_size": 2},
+                {"pipeline_parallel_size": 2},
+                {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+            ],
+        ),
+    ],
+    ids=["cores and a small cache", "ranks, stages and drafts"],
+    indirect=["served"],
+)
+def test_other_engines_answer_the_same(served, others):
 
     async def run(**options):
         async with await AsyncLLM.start(dataclasses.replace(served.args, **options)) as llm:
-            outputs = await asyncio.gather(*(answer(llm, *each) for each in PROMPTS * 2))
+            outputs = await asyncio.gather(*(answer(llm, *each) for each in served.prompts * 2))
             return [output.outputs[0].token_ids for output in outputs]
 
     expected = asyncio.run(run())
-    for options in (
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"data_parallel_size": 2},
-        {"mm_processor_cache_gb": 0, "enable_prefix_caching": False},
-    ):
+    for options in others:
         assert asyncio.run(run(**options)) == expected, options

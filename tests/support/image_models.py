@@ -20,6 +20,8 @@ TILED = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 """Settings of an image processor of SmolVLM or Idefics3 with tiles of 32 x 32 pixels."""
 CROPPED = {"size": {"shortest_edge": 30}, "crop_size": {"height": 30, "width": 30}}
 """Settings of an image processor of LLaVA with images of 30 x 30 pixels."""
+GRID = {"size": {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}, "patch_size": 4}
+"""Settings of an image processor of Qwen2-VL with patches of 4 x 4 pixels."""
 TOKENS_PER_TILE = 4
 PATCH_SIZE = 10
 PARTS_TEMPLATE = (
@@ -42,6 +44,8 @@ def image_tokenizer() -> PreTrainedTokenizerFast:
 def image_fields(family: str) -> dict[str, Any]:
     """Return the fields of a `config.json` that say what a small model of a family takes as images."""
     token_id = image_tokenizer().convert_tokens_to_ids(IMAGE_TOKEN)
+    if family.startswith("qwen"):
+        return {"model_type": family, "image_token_id": token_id, "vision_config": {"patch_size": 4}}
     vision = {"image_size": 30, "patch_size": PATCH_SIZE} if family == "llava" else {"image_size": 32, "patch_size": 8}
     return {"model_type": family, "image_token_id": token_id, "vision_config": vision}
 
@@ -57,6 +61,8 @@ def processor_files(family: str) -> dict[str, dict[str, Any]]:
                 "vision_feature_select_strategy": "default",
             },
         }
+    if family.startswith("qwen"):
+        return {"preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor", **GRID}}
     name = "SmolVLMImageProcessor" if family == "smolvlm" else "Idefics3ImageProcessor"
     return {
         "preprocessor_config.json": {"image_processor_type": name, **TILED},

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,11 @@ from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.prompts.request import GenerationRequest
 from vllm_mp.client.stats import EngineStats
+from vllm_mp.core.images.arrays import ImageShape
+from vllm_mp.core.images.image_store import StoredImage
+from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.core.scheduler.waiting.memory_quota import MAX_BYTES, MemoryQuota
+from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
 from vllm_mp.requests.prompt_embeds import MAX_EMBEDS_BYTES, PromptEmbeds
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.testing.fuzzing import ClientFrames, CoreFrames, slots_named
@@ -148,6 +153,7 @@ class Taker(NamedTuple):
     owner: str
     line: tuple[int, int]
     num_bytes: int = 2**20
+    images: RequestImages | None = None
 
 
 def fits(memory, taker):
@@ -184,3 +190,21 @@ def test_memory_quota_leaves_room_for_the_client_of_another_owner_than_that_of_t
         fill(memory, Taker("process 1", (client, 0)))
     assert not fits(memory, Taker("process 1", (5000, 0)))
     assert fill(memory, Taker("process 2", (5001, 0))) > 100
+
+
+def test_memory_quota_counts_an_image_once_and_as_large_as_it_is():
+    array = ImageArray("pixel_values", "uint8", [2**28], bytes(2**28))
+    image = StoredImage(ProcessedImage(bytes(32), [array]), ImageShape(1, 4), token_bytes=4)
+    taker = Taker("process 1", (0, 0), 1024, RequestImages([PlacedImage(bytes(32), [(0, 4)])], [image], 4))
+    other = Taker("process 1", (0, 0), 2**29)
+    memory = MemoryQuota()
+    for _ in range(100):
+        memory.check(taker)
+        memory.take(taker)
+    assert not fits(memory, other)
+    image.embeddings(0, 4, lambda *_: torch.zeros(4, 1))
+    memory.check(taker)  # which looks at the images of the line again
+    assert fits(memory, other)
+    for _ in range(100):
+        memory.give_back(taker)
+    assert memory._total == 0

@@ -40,6 +40,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     is_encoder: bool = False
     """True: every token sees the whole prompt, the model has no KV cache, and it generates no text."""
 
+    @property
+    def has_rope_positions(self) -> bool:
+        """True: a token may be rotated by several positions (`Rope.sections`)."""
+        return False
+
 
 class NativeArchitecture(Architecture, frozen=True, kw_only=True):
     """A model that has a native module: its family, sizes and variations.
@@ -102,6 +107,10 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
     """The share of the model that these sizes are of; None: they are of the whole model."""
     stage: "Stage | None" = None
     """The layers that these lists and `num_layers` are of; None: all layers."""
+
+    @property
+    def has_rope_positions(self) -> bool:
+        return self.rope is not None and bool(self.rope.sections)
 
     @property
     def first_layer(self) -> int:

@@ -41,6 +41,9 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     """LongRoPE: the divisor of each frequency in a longer context."""
     partial_factor: float = 1.0
     """The fraction of a head that is rotated, from its first element on."""
+    sections: tuple[int, ...] = ()
+    """M-RoPE (Wang et al. 2024): how many pairs rotate by a token's position in time, by its row, and by its column.
+    Empty: all rotate by one position. Tokens that stand for no image have three equal positions."""
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of elements of a head of `head_dim` that are rotated."""

@@ -13,6 +13,10 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
@@ -50,12 +54,19 @@ _CLIP: Final = {
     "image_size": 30,
     "patch_size": 10,
 }
-IMAGE_MODELS: Final = ("idefics3", "smolvlm", "llava", "llava-full")
+_OF_QWEN: Final[dict[str, Any]] = {
+    "use_sliding_window": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 2, 1]},
+}
+_PATCHES: Final[dict[str, Any]] = {"depth": 3, "num_heads": 4, "patch_size": 4, "in_channels": 3}
+IMAGE_MODELS: Final = ("idefics3", "smolvlm", "llava", "llava-full", "qwen2_vl", "qwen2_5_vl")
 
 
 def make_image_model(name: str, token_id: int = IMAGE_TOKEN, **text: Any) -> PreTrainedModel:
     """Return a model named in `IMAGE_MODELS`, whose placeholder is `token_id`; `text` changes its text part."""
     torch.manual_seed(0)
+    if name.startswith("qwen"):
+        return _make_qwen(name, token_id, {**_TEXT, "model_type": f"{name}_text", **_OF_QWEN, **text})
     fields = {"text_config": {**_TEXT, **text}}
     if name == "idefics3":
         return Idefics3ForConditionalGeneration(
@@ -72,6 +83,23 @@ def make_image_model(name: str, token_id: int = IMAGE_TOKEN, **text: Any) -> Pre
     return LlavaForConditionalGeneration(config)
 
 
+def _make_qwen(name: str, token_id: int, text: dict[str, Any]) -> PreTrainedModel:
+    ids = {"image_token_id": token_id, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    size = text["hidden_size"]
+    if name == "qwen2_vl":
+        vision = {**_PATCHES, "embed_dim": 32, "mlp_ratio": 2, "hidden_size": size}
+        return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **ids))
+    vision = {
+        **_PATCHES,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "out_hidden_size": size,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
+
+
 def save_image_model(name: str, folder: Path, token_id: int = IMAGE_TOKEN, **text: Any) -> PreTrainedModel:
     """Save what `make_image_model` returns in `folder`, and return it, ready to compute."""
     model = make_image_model(name, token_id, **text).eval()
@@ -80,8 +108,21 @@ def save_image_model(name: str, folder: Path, token_id: int = IMAGE_TOKEN, **tex
 
 
 def image_arrays(config: ImageConfig, num_tiles: int, seed: int) -> tuple[ProcessedImage, dict[str, Tensor]]:
-    """Return a random image of some tiles, as clients send it and as transformers' model takes it."""
+    """Return a random image of some tiles, as clients send it and as transformers' model takes it.
+
+    Where an image is a grid of patches, it has 4 rows and 2 * `num_tiles` columns of squares that are merged.
+    """
     generator = np.random.default_rng(seed)
+    if config.merge_size:
+        rows, columns = 4 * config.merge_size, 2 * num_tiles * config.merge_size
+        patches = generator.standard_normal((rows * columns, 3, 1, config.patch_size**2), np.float32)
+        grid = np.array([[1, rows, columns]])
+        sent = _sent({"pixel_values": patches.reshape(len(patches), -1), "image_grid_thw": grid})
+        tensors = {
+            "pixel_values": torch.from_numpy(patches).expand(-1, -1, 2, -1).flatten(1),
+            "image_grid_thw": torch.from_numpy(grid),
+        }
+        return ProcessedImage(seed.to_bytes(IMAGE_DIGEST_BYTES, "little"), sent), tensors
     size = config.tile_size
     shape = (1, num_tiles, 3, size, size) if config.has_many_tiles else (1, 3, size, size)
     arrays: dict[str, npt.NDArray[Any]] = {"pixel_values": generator.standard_normal(shape, np.float32)}
@@ -89,6 +130,9 @@ def image_arrays(config: ImageConfig, num_tiles: int, seed: int) -> tuple[Proces
         mask = np.ones((1, num_tiles, size, size), np.int64)
         mask[:, -1, :, size // 2 :] = 0  # the right half of the last tile is padding
         arrays["pixel_attention_mask"] = mask
-    sent = [ImageArray(name, str(each.dtype), list(each.shape), each.tobytes()) for name, each in arrays.items()]
     digest = seed.to_bytes(IMAGE_DIGEST_BYTES, "little")
-    return ProcessedImage(digest, sent), {name: torch.from_numpy(each) for name, each in arrays.items()}
+    return ProcessedImage(digest, _sent(arrays)), {name: torch.from_numpy(each) for name, each in arrays.items()}
+
+
+def _sent(arrays: dict[str, npt.NDArray[Any]]) -> list[ImageArray]:
+    return [ImageArray(name, str(each.dtype), list(each.shape), each.tobytes()) for name, each in arrays.items()]

@@ -27,7 +27,7 @@ from vllm_mp.model_config.families.llama import (
 )
 from vllm_mp.model_config.families.mixtures import read_granite_moe, read_mixtral, read_qwen2_moe, read_qwen3_moe
 from vllm_mp.model_config.families.other_decoder import read_other_decoder
-from vllm_mp.model_config.families.with_images import read_with_images
+from vllm_mp.model_config.families.with_images import read_qwen_vl, read_with_images
 from vllm_mp.model_config.linear_layers import FamilyLayers
 from vllm_mp.model_config.quantization import read_four_bits, read_fp8_scales, stated_quantization
 
@@ -69,6 +69,10 @@ NATIVE_MODELS: Final[dict[str, NativeEntry]] = {
     "Idefics3ForConditionalGeneration": NativeEntry(read_with_images, "llama:LlamaForCausalLM", "idefics3"),
     "SmolVLMForConditionalGeneration": NativeEntry(read_with_images, "llama:LlamaForCausalLM", "smolvlm"),
     "LlavaForConditionalGeneration": NativeEntry(read_with_images, "llama:LlamaForCausalLM", "llava"),
+    "Qwen2VLForConditionalGeneration": NativeEntry(read_qwen_vl, "llama:LlamaForCausalLM", "qwen2_vl", has_fp8=True),
+    "Qwen2_5_VLForConditionalGeneration": NativeEntry(
+        read_qwen_vl, "llama:LlamaForCausalLM", "qwen2_5_vl", has_fp8=True
+    ),
     "GPT2LMHeadModel": NativeEntry(read_gpt2, "gpt2:GPT2LMHeadModel", "gpt2"),
     "BertModel": NativeEntry(read_bert, "bert:BertModel", "bert"),
     "BertForMaskedLM": NativeEntry(read_bert, "bert:BertModel"),

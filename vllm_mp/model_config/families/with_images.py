@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.config_json import Config, flag, shorten
 from vllm_mp.model_config.families.llama import read_llama, read_mistral, read_qwen2, read_qwen3
@@ -15,6 +17,9 @@ _TEXT_PARTS: Final[dict[str, Callable[[str, Config], NativeArchitecture]]] = {
     "qwen3": read_qwen3,
 }
 """The readers of the text parts that are served, by `model_type`."""
+
+
+_ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling")
 
 
 def read_with_images(name: str, config: Config) -> NativeArchitecture:
@@ -34,3 +39,35 @@ def read_with_images(name: str, config: Config) -> NativeArchitecture:
     of_all: Config = {field: config[field] for field in ("dtype", "torch_dtype") if field in config}
     norm: Config = {} if is_llava else {"rms_norm_eps": 1e-5}
     return _TEXT_PARTS[kind](name, {**norm, **of_all, **text, "tie_word_embeddings": is_tied})
+
+
+def read_qwen_vl(name: str, config: Config) -> NativeArchitecture:
+    """Read the text part of Qwen2-VL and Qwen2.5-VL, whose fields older files have at the top."""
+    text = config if config.get("text_config") is None else config["text_config"]
+    if not isinstance(text, dict):
+        raise ValueError(f"config field 'text_config' is {shorten(text)}; it must be an object")
+    read_image_config(config)
+    of_all: Config = {field: config[field] for field in ("dtype", "torch_dtype") if field in config}
+    is_tied = flag(config, "tie_word_embeddings", False) or flag(text, "tie_word_embeddings", False)
+    fields = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, **of_all, **text, "tie_word_embeddings": is_tied}
+    sections: object = None
+    for field in _ROPE_FIELDS:
+        given = fields.get(field)
+        if isinstance(given, dict):
+            sections = given.get("mrope_section", sections)
+            kind = given.get("rope_type", given.get("type", "default"))
+            fields[field] = {**given, "rope_type": "default" if kind == "mrope" else kind}
+    arch = read_qwen2(name, fields)
+    sections = [16, 24, 24] if sections is None else sections
+    if (
+        not isinstance(sections, list | tuple)
+        or len(sections) != 3
+        or not all(type(size) is int and size >= 0 for size in sections)
+        or 2 * sum(sections) != arch.head_dim
+    ):
+        raise ValueError(
+            f"config field 'mrope_section' is {shorten(sections)}; it must be 3 numbers whose sum is half of head_dim: "
+            f"{arch.head_dim // 2}"
+        )
+    assert arch.rope is not None
+    return msgspec.structs.replace(arch, rope=msgspec.structs.replace(arch.rope, sections=tuple(sections)))

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import transformers
 from support.image_models import (
     CROPPED,
+    GRID,
     IMAGE_TOKEN,
     PATCH_SIZE,
     TILED,
@@ -21,20 +23,21 @@ from support.image_models import processor_files as files_of
 from transformers.models.smolvlm import processing_smolvlm
 
 from vllm_mp.client.engine.prompt_images import PromptImages
+from vllm_mp.client.images.processor import model_processor
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 from vllm_mp.config import MultiModalConfig
-from vllm_mp.model_config.images import read_image_config
+from vllm_mp.model_config.images import ImageConfig, read_image_config
 
 pytestmark = pytest.mark.extended
 IMAGES = [picture(50, 40), picture(33, 64, 1), picture(1, 1, 2)]
 TEXT = f"A {IMAGE_TOKEN} and {IMAGE_TOKEN}, then\n{IMAGE_TOKEN}?"
-FAMILIES = ["idefics3", "smolvlm", "llava"]
+FAMILIES = ["idefics3", "smolvlm", "llava", "qwen2_vl"]
 
 
 class Prompts:
     """The images of prompts to a small model."""
 
-    def __init__(self, family, **options):
+    def __init__(self, family, files=None, **options):
         self.tokenizer = image_tokenizer()
         self.token_id = self.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         model = SimpleNamespace(
@@ -43,7 +46,7 @@ class Prompts:
             hf_config={},
         )
         config = SimpleNamespace(model_config=model, multimodal_config=MultiModalConfig(**options))
-        self.images = PromptImages(config, PromptTokenizer(self.tokenizer), lambda: files_of(family))
+        self.images = PromptImages(config, PromptTokenizer(self.tokenizer), lambda: files or files_of(family))
 
     def prompt(self, images, text=None, token_ids=None, **options):
         return asyncio.run(self.images.prompt(images, options, text, token_ids, {}, None))
@@ -70,6 +73,16 @@ def reference(prompts):
         )
         made = processor(images=IMAGES, text=TEXT)
         return made["input_ids"][0], [np.asarray(pixels)[None] for pixels in made["pixel_values"]]
+    if prompts.family == "qwen2_vl":
+        processor = transformers.Qwen2VLImageProcessorPil(**GRID)
+        text, pixels = TEXT, []
+        for image in IMAGES:
+            made = processor([image], return_tensors="np")
+            text = text.replace(IMAGE_TOKEN, "[image]" * (int(made["image_grid_thw"].prod()) // 4), 1)
+            frames = made["pixel_values"].reshape(-1, 3, 2, 16)
+            assert np.array_equal(frames[:, :, 0], frames[:, :, 1])
+            pixels.append(frames[:, :, 0].reshape(len(frames), -1))
+        return tokenizer(text.replace("[image]", IMAGE_TOKEN)).input_ids, pixels
     image_processor = transformers.Idefics3ImageProcessorPil(**TILED)
     pixels = [image_processor([image], return_tensors="np")["pixel_values"] for image in IMAGES]
     if prompts.family == "idefics3":
@@ -119,6 +132,35 @@ def test_images_are_refused_where_they_cannot_be_used(prompts):
         prompts.prompt(IMAGES[:1], IMAGE_TOKEN, crop=1)
     with pytest.raises(ValueError, match=r"has 1 image tokens .'<image>'. and no image"):
         prompts.images.check_without_images([5, prompts.token_id])
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "num_tokens"),
+    [
+        ({"max_pixels": 32 * 32}, {}, 16),
+        ({"size": {"shortest_edge": 64, "longest_edge": 32 * 32}}, {}, 16),
+        ({}, {"max_pixels": 16 * 16}, 4),
+        ({"size": {"shortest_edge": 64 * 64, "longest_edge": 12_845_056}}, {}, 64),
+    ],
+)
+def test_pixels_of_an_image_are_bounded_by_settings_and_options(settings, options, num_tokens):
+    files = files_of("qwen2_vl")
+    files["preprocessor_config.json"] |= {"size": None} | settings
+    prompts = Prompts("qwen2_vl", files)
+    try:
+        [placed] = prompts.prompt([picture(50, 50)], IMAGE_TOKEN, **options).placed
+    finally:
+        prompts.images.close()
+    assert placed.spans == [(0, num_tokens)]
+
+
+def test_image_of_more_pixels_than_a_message_holds_is_scaled_down():
+    files = {"preprocessor_config.json": {"size": {"shortest_edge": 3136, "longest_edge": 12_845_056}}}
+    images = ImageConfig(
+        family="qwen2_vl", token_id=0, tile_size=0, tile_tokens=0, has_many_tiles=False, patch_size=14, merge_size=2
+    )
+    settings = json.loads(model_processor(images, IMAGE_TOKEN, files, {}).image_processor.settings)
+    assert settings["size"] == {"shortest_edge": 3136, "longest_edge": 6241 * 28 * 28}
 
 
 def test_options_that_leave_no_token_of_an_image_are_refused():

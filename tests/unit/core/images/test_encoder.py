@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from vllm_mp import AsyncEngineArgs
+from vllm_mp.core.images.arrays import image_shape
 from vllm_mp.core.images.encoder import ImageEncoder
-from vllm_mp.core.images.image_store import ImageStore, TileSize
+from vllm_mp.core.images.image_store import ImageStore
 from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError
+from vllm_mp.model_config.images import read_image_config
 from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
 from vllm_mp.testing.image_models import IMAGE_MODELS, image_arrays, save_image_model
 
@@ -32,11 +34,12 @@ def test_embeddings_are_those_of_transformers(saved):
     for num_tiles in (1, 6) if encoder._config.has_many_tiles else (1,):
         image, tensors = image_arrays(encoder._config, num_tiles, seed=num_tiles)
         expected = torch.cat(list(hub_model.model.get_image_features(**tensors).pooler_output))
-        assert encoder.count_tiles(image) == num_tiles
+        shape = encoder.shape_of(image)
+        assert shape.num_tiles == num_tiles
         got = encoder.encode(image, 0, num_tiles)
-        assert got.shape == (num_tiles * encoder.tile_tokens, 48)
+        assert got.shape == (num_tiles * shape.tile_tokens, 48)
         torch.testing.assert_close(got, expected.flatten(0, -2), atol=1e-5, rtol=1e-4)
-        assert torch.equal(encoder.encode(image, num_tiles - 1, num_tiles), got[-encoder.tile_tokens :])
+        assert torch.equal(encoder.encode(image, num_tiles - 1, num_tiles), got[-shape.tile_tokens :])
 
 
 def test_text_part_answers_as_transformers(saved):
@@ -88,12 +91,23 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("grid", [(2, 4, 4), (1, 3, 4), (1, 0, 4), (1, 4, 6), (1, -4, -4), (1, 2**40, 2)])
+def test_grid_that_is_not_that_of_the_patches_is_refused(grid):
+    config = read_image_config({"model_type": "qwen2_vl", "vision_config": {"patch_size": 4}})
+    image, _ = image_arrays(config, 1, seed=1)
+    assert image_shape(image, config) == (1, 8, 2)
+    with pytest.raises(ValueError, match=r"image_grid_thw must be|pixel_values must be float32"):
+        image_shape(changed(image, "image_grid_thw", data=np.array(grid).tobytes()), config)
+    with pytest.raises(ValueError, match="must have image_grid_thw"):
+        image_shape(changed(image, "image_grid_thw", shape=[3]), config)
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smolvlm")
     save_image_model("smolvlm", folder)
     encoder = encoder_of(AsyncEngineArgs(model=str(folder), dtype="float32", skip_tokenizer_init=True))
-    return encoder, ImageStore(encoder.count_tiles, TileSize(4, 48 * 4), 2**20)
+    return encoder, ImageStore(encoder.shape_of, 48 * 4, 2**20)
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -116,8 +130,8 @@ def test_tile_that_no_processor_makes_is_not_a_number_and_changes_no_other(value
     pixels = np.frombuffer(image.arrays[0].data, np.float32).reshape(3, -1).copy()
     pixels[1] = value
     wrong = changed(image, "pixel_values", data=pixels.tobytes())
-    assert encoder.count_tiles(wrong) == 3
-    right, got = (encoder.encode(each, 0, 3).view(3, encoder.tile_tokens, -1) for each in (image, wrong))
+    assert encoder.shape_of(wrong) == (3, 4, 0)
+    right, got = (encoder.encode(each, 0, 3).view(3, 4, -1) for each in (image, wrong))
     assert got[1].isnan().all()
     assert torch.equal(got[[0, 2]], right[[0, 2]])
 
@@ -130,6 +144,6 @@ def test_tile_that_is_zero_in_the_dtype_of_the_model_alone_is_not_a_number(tmp_p
     image, _ = image_arrays(encoder._config, 2, seed=1)
     pixels = np.frombuffer(image.arrays[0].data, np.float32).reshape(2, -1).copy()
     pixels[0] = 1e-41
-    got = encoder.encode(changed(image, "pixel_values", data=pixels.tobytes()), 0, 2).view(2, encoder.tile_tokens, -1)
+    got = encoder.encode(changed(image, "pixel_values", data=pixels.tobytes()), 0, 2).view(2, 4, -1)
     assert got[0].isnan().all()
     assert got[1].isfinite().all()

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from vllm_mp.core.images.image_store import _FRESH_BYTES, ImageStore, StoredImage, TileSize
+from vllm_mp.core.images.arrays import ImageShape
+from vllm_mp.core.images.image_store import _FRESH_BYTES, ImageStore, StoredImage
 from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
+from vllm_mp.testing.image_models import IMAGE_TOKEN, make_image_model
 
 
 def image(number, content=None):
@@ -19,7 +21,7 @@ def placed(number, *spans):
 
 def make_store(limit=2 * _FRESH_BYTES, token_bytes=2**27):
     """Return a store whose images have two tiles of a token each, and so take 256 MiB."""
-    return ImageStore(lambda _: 2, TileSize(1, token_bytes), limit)
+    return ImageStore(lambda _: ImageShape(2, 1), token_bytes, limit)
 
 
 def test_client_that_has_most_loses_the_image_that_it_used_least_recently():
@@ -43,13 +45,26 @@ def test_other_clients_do_not_find_an_image_by_its_digest():
     assert store.num_images == 0
 
 
-def test_without_a_limit_an_image_is_kept_for_one_request():
+def test_without_a_limit_an_image_is_kept_as_long_as_requests_hold_it():
     store = make_store(limit=0)
     store.put(1, image(0))
     request = [placed(0, (0, 2)), placed(0, (2, 2))]
     [first, second], _ = store.find(1, request)
     assert first is second
+    [third, _], _ = store.find(1, request)
+    assert third is first
+    assert store.num_images == 0
+    del first, second, third
     assert store.find(1, request)[1] == [image(0).digest]
+
+
+def test_reset_forgets_images_that_requests_hold():
+    store = make_store()
+    store.put(1, image(0))
+    held, _ = store.find(1, [placed(0, (0, 2))])
+    store.clear()
+    assert store.find(1, [placed(0, (0, 2))])[1] == [image(0).digest]
+    assert held[0].num_tokens == 2
 
 
 def test_image_larger_than_all_limits_is_kept_for_its_request():
@@ -62,7 +77,7 @@ def test_image_larger_than_all_limits_is_kept_for_its_request():
 
 def test_keys_are_those_of_the_tiles_that_are_asked_for():
     array = ImageArray("pixel_values", "uint8", [3, 2], bytes([1, 2, 1, 2, 3, 4]))
-    stored = StoredImage(ProcessedImage(bytes(32), [array]), 3, TileSize(2, 4))
+    stored = StoredImage(ProcessedImage(bytes(32), [array]), ImageShape(3, 2), 4)
     assert stored.keys(1, 2) == stored.keys(2, 4) == stored.keys(3, 4) != stored.keys(4, 6)
     assert stored.keys(1, 5) == stored.keys(0, 1) + stored.keys(2, 3) + stored.keys(4, 5)
     before = stored.keys(0, 6)
@@ -77,7 +92,7 @@ def test_tiles_are_encoded_once_and_when_they_are_needed():
         encoded.append((first, last))
         return torch.arange(3 * first, 3 * last)[:, None].float()
 
-    stored = StoredImage(image(0), 4, TileSize(3, 4))
+    stored = StoredImage(image(0), ImageShape(4, 3), 4)
     for first, last in ((4, 5), (0, 4), (2, 11), (0, 12), (3, 7)):
         parts = stored.embeddings(first, last, encode)
         assert torch.cat(parts).flatten().tolist() == list(range(first, last))
@@ -123,3 +138,24 @@ def test_content_differs_with_image_and_place_and_not_with_the_digest_that_a_cli
 def test_places_that_do_not_fit_are_refused(each, error):
     with pytest.raises(ValueError, match=error):
         request_images(*each)
+
+
+def test_positions_of_tokens_are_those_of_transformers():
+    token_ids = [5, *[IMAGE_TOKEN] * 30, 7, 8, *[IMAGE_TOKEN] * 8, 3, 4]
+    grids = [(6, 5), (2, 4)]
+    images = [StoredImage(image(0), ImageShape(1, rows * columns, columns), 4) for rows, columns in grids]
+    request = RequestImages([placed(0, (1, 30)), placed(1, (33, 8))], images, len(token_ids))
+    expected, _ = make_image_model("qwen2_vl").model.get_rope_index(
+        torch.tensor([token_ids]),
+        torch.tensor([[int(token_id == IMAGE_TOKEN) for token_id in token_ids]]),
+        torch.tensor([(1, 2 * rows, 2 * columns) for rows, columns in grids]),
+    )
+    positions = torch.from_numpy(request.rope_positions(len(token_ids) + 2))
+    assert torch.equal(positions[:, : len(token_ids)].long(), expected[:, 0])
+    assert (positions[:, -3:] == positions[0, -4] + torch.tensor([1, 2, 3])).all()
+
+
+def test_image_whose_tokens_have_rows_and_columns_is_not_divided():
+    stored = StoredImage(image(0), ImageShape(1, 8, 4), 4)
+    with pytest.raises(ValueError, match="consecutive tokens of the prompt, got 2 runs"):
+        RequestImages([placed(0, (0, 4), (5, 4))], [stored], 10)

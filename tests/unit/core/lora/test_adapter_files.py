@@ -12,7 +12,7 @@ from vllm_mp.core.lora.adapter import WEIGHTS_FILE, read_adapter
 from vllm_mp.core.lora.peft_config import CONFIG_FILE
 from vllm_mp.core.lora.targets import num_bytes, projections
 from vllm_mp.model_config.families.registry import NATIVE_MODELS, read_architecture
-from vllm_mp.model_config.families.with_images import read_with_images
+from vllm_mp.model_config.families.with_images import read_qwen_vl, read_with_images
 from vllm_mp.testing.adapters import adapter_tensors, save_adapter
 from vllm_mp.testing.random_models import CONFIGS
 
@@ -30,7 +30,9 @@ def read(folder, arch=ARCH, dtype=torch.float32, max_rank=16):
 def test_every_native_decoder_can_have_adapters(name):
     config = CONFIGS["gpt2" if name == "GPT2LMHeadModel" else "llama"]
     fields = config.to_dict()
-    if NATIVE_MODELS[name].read is read_with_images:
+    if NATIVE_MODELS[name].read is read_qwen_vl:
+        fields |= {"rope_parameters": {"rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}}
+    if NATIVE_MODELS[name].read in (read_qwen_vl, read_with_images):
         fields = {"text_config": fields}
     arch = read_architecture(fields | {"architectures": [name]})
     # Layers with experts have adapters of their attention only.

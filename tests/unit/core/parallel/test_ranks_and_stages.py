@@ -16,7 +16,7 @@ from transformers import AutoModel
 from vllm_mp.core.lora.adapter import read_adapter
 from vllm_mp.core.parallel.followers import GroupMemory
 from vllm_mp.model_config.families.registry import NATIVE_MODELS, read_architecture
-from vllm_mp.model_config.families.with_images import read_with_images
+from vllm_mp.model_config.families.with_images import read_qwen_vl, read_with_images
 from vllm_mp.model_config.pipeline_parallel import stage_of
 from vllm_mp.model_config.tensor_parallel import shard_of
 from vllm_mp.testing.adapters import adapter_tensors, save_adapter
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 READERS = {
     entry.read: entry.model_type
     for entry in NATIVE_MODELS.values()
-    if not entry.model.startswith("bert:") and entry.read is not read_with_images
+    if not entry.model.startswith("bert:") and entry.read not in (read_qwen_vl, read_with_images)
 }
 """A `model_type` of each family of decoders, by the function that reads its configuration; a model of texts and images
 is split as its text part."""

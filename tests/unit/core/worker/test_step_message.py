@@ -32,6 +32,8 @@ def add_request(batch, chance):
     request = Request(0, 0, "request", SamplingParams(), tokens, count, MODEL_LEN, (0, batch.tenancy.sum()))
     blocks = np.array([chance.randrange(1, 10_000) for _ in range(-(-count // BLOCK))], np.int32)
     row = batch.add(request, blocks)
+    if batch.rope_positions is not None and chance.random() < 0.5:
+        batch.rope_positions[:, row] = np.array([chance.choices(range(MODEL_LEN), k=MODEL_LEN) for _ in range(3)])
     batch.adapter_slot[row], batch.second_text_at[row] = chance.randrange(-1, 3), chance.randrange(0, 3)
 
 
@@ -66,10 +68,11 @@ def on_cpu(arrays):
     return all_to_device(arrays, torch.device("cpu"))
 
 
-def test_other_ranks_lay_out_the_same_inputs_in_random_runs():
+@pytest.mark.parametrize("has_rope_positions", [False, True])
+def test_other_ranks_lay_out_the_same_inputs_in_random_runs(has_rope_positions):
     chance = random.Random(0)
-    batch = Batch(SEQS, MODEL_LEN, BLOCK, [])
-    encoder, mirror = StepEncoder(SEQS), RowMirror(SEQS, MODEL_LEN, BLOCK)
+    batch = Batch(SEQS, MODEL_LEN, BLOCK, [], has_rope_positions)
+    encoder, mirror = StepEncoder(SEQS), RowMirror(SEQS, MODEL_LEN, BLOCK, has_rope_positions)
     largest = 0
     for step_number in range(400):
         while not len(batch) or (not batch.is_full and chance.random() < 0.5):
