@@ -126,7 +126,9 @@ class EngineCore:
         self._followers = followers
         self._parallel = config.parallel_config
         self._profiler = Profiler(device) if followers is None else GroupProfiler(device, followers)
-        memory = runner.released_memory if followers is None else GroupMemory(runner.memory, followers)
+        memory = runner.released_memory
+        if followers is not None:
+            memory = GroupMemory(memory, followers)
         self._sleep = Sleep(self._scheduler, memory, handler.send_ends, record.note_sleep)
         self._pause.enter(suspension.pause, suspension.num_draining)
         self._sleep.enter(suspension.sleep)

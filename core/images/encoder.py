@@ -3,6 +3,7 @@
 They are transformers' own modules, which is imported only for models that take images.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -16,7 +17,7 @@ from vllm_mp.core.models.text_part import is_of_images
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, listed
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
-from vllm_mp.requests.images import ImageArray, ProcessedImage
+from vllm_mp.requests.images import MAX_IMAGE_BYTES, ImageArray, ProcessedImage
 
 _TEXT_PARTS: Final = ("text_model", "language_model")
 
@@ -32,16 +33,28 @@ class ImageEncoder:
         images = config.images
         assert images is not None
         self._config = images
+        self._model_config = config
         self._hidden_size = config.architecture.hidden_size
         self._dtype = dtype
         self._device = device
-        self.module: nn.Module = _make_module(config, dtype, device)
+        self._beat: Callable[[], None] = lambda: None
+        self.module: nn.Module = nn.Module()
+        self.load_weights()
         self._num_frames = int(getattr(cast("Any", self.module).config.vision_config, "temporal_patch_size", 1))
         """Frames of a video that a patch has."""
-        self._beat: Callable[[], None] = lambda: None
+
+    def load_weights(self) -> None:
+        """Load the weights, after `drop_weights` again; no-op if they are there. Raises ValueError as above."""
+        if self.module._modules:
+            return
+        self.module = _make_module(self._model_config, self._dtype, self._device)
         for part in self.module.modules():
             for layer in part if isinstance(part, nn.ModuleList) else ():
                 layer.register_forward_hook(lambda *_: self._beat())
+
+    def drop_weights(self) -> None:
+        """Free the weights; `encode` must not be called before `load_weights`."""
+        self.module = nn.Module()
 
     def shape_of(self, image: ProcessedImage) -> ImageShape:
         """Return what an image becomes. Raises ValueError as `arrays.image_shape` does."""
@@ -83,6 +96,19 @@ class ImageEncoder:
                 output = module.get_image_features(pixel_values=pixels[None, None], pixel_attention_mask=mask)
             parts += [each.flatten(0, -2) for each in output.pooler_output]
         return torch.cat(parts)
+
+    def encode_largest(self) -> None:
+        """Encode an image, or a tile of one, of the most pixels, so that torch records the memory that it takes."""
+        config = self._config
+        if config.merge_size:
+            max_patches = MAX_IMAGE_BYTES // (12 * config.patch_size**2)
+            side = math.isqrt(max_patches) // config.merge_size * config.merge_size
+            pixels = np.ones((side * side, 3 * config.patch_size**2), np.float32)
+            arrays = {"pixel_values": pixels, "image_grid_thw": np.array([[1, side, side]])}
+        else:
+            arrays = {"pixel_values": np.ones((1, 3, config.tile_size, config.tile_size), np.float32)}
+        sent = [ImageArray(name, str(each.dtype), list(each.shape), each.tobytes()) for name, each in arrays.items()]
+        self.encode(ProcessedImage(b"", sent), 0, 1)
 
     def _encode_grid(self, arrays: dict[str, ImageArray]) -> Tensor:
         """Return the embeddings [num_tokens, hidden_size] of an image that is a grid of patches."""

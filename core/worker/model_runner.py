@@ -27,6 +27,7 @@ from vllm_mp.core.weights.digest import model_digest
 from vllm_mp.core.worker.cuda_graphs import Capture
 from vllm_mp.core.worker.draft_runner import DraftRunner
 from vllm_mp.core.worker.leader import Leader
+from vllm_mp.core.worker.memory.encoder_memory import EncoderMemory
 from vllm_mp.core.worker.memory.kept_memory import kept_memory
 from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.model_memory import ModelMemory
@@ -140,9 +141,11 @@ class ModelRunner:
             self.draft = DraftRunner(config, attention, device, dtype, progress, beat, held)
         self.images: ImageEncoder | None = None
         """Makes embeddings of images; None if the model takes none, or another rank makes them."""
+        self._encoder_memory: EncoderMemory | None = None
         if config.model_config.images is not None and self._all_ranks.rank == 0:
             held_encoder = None if loaded is None else loaded.encoder
             self.images = held_encoder or ImageEncoder(config.model_config, dtype, device)
+            self._encoder_memory = EncoderMemory(self.images, device, beat, loaded)
         self.num_encoded_tiles = 0
         """Number of tiles of images that were encoded."""
         self.digest = model_digest(config.model_config) if loaded is None else loaded.digest
@@ -188,9 +191,12 @@ class ModelRunner:
     @property
     def released_memory(self) -> Memory:
         """The memory that this process releases in a sleep."""
-        if self.draft is None:
-            return self.memory
-        return PairedMemory(self.memory, self.draft.memory, self.draft.forget)
+        memory: Memory = self.memory
+        if self.draft is not None:
+            memory = PairedMemory(memory, self.draft.memory, "draft model", self.draft.forget)
+        if self._encoder_memory is not None:
+            memory = PairedMemory(memory, self._encoder_memory, "image encoder")
+        return memory
 
     def seal_table(self) -> SealTable | None:
         """Return the table of what the blocks of the KV cache hold; None if the cache ends with this process."""
@@ -497,6 +503,8 @@ class ModelRunner:
                 self.launch(step, batch, Sampler(batch, self._device)).wait()
             else:
                 self._profile_stage(self._pipeline, step, batch)
+        if self.images is not None:
+            self.images.encode_largest()
         self._compile_steps(None if is_encoder else step, batch)
         graph_bytes = self.memory.graph_bytes()
         self.memory.kv_caches = []

@@ -96,9 +96,14 @@ def test_answers_are_those_of_transformers_and_images_are_read_once(served):
             again = [await answer(llm, *each) for each in served.prompts]
             longer = await answer(llm, served.prompts[0][0] + " And why?", served.prompts[0][1])
             second = (await llm.core_status())["num_encoded_tiles"]
+            await llm.sleep(level=2)
+            await llm.wake_up()
+            await llm.reset_mm_cache()
+            again.append(await answer(llm, *served.prompts[0]))
             return outputs, again, longer, first, second
 
     outputs, again, longer, first, second = asyncio.run(run())
+    assert again.pop().outputs[0].token_ids == outputs[0].outputs[0].token_ids
     for output, repeated, (_, images) in zip(outputs, again, served.prompts, strict=True):
         assert repeated.outputs[0].token_ids == output.outputs[0].token_ids
         assert output.outputs[0].token_ids == served.expected(output.prompt_token_ids, images, 12)

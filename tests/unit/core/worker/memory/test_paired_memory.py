@@ -27,7 +27,7 @@ class Weights:
 
 
 def offload(target, draft):
-    PairedMemory(target, draft, lambda: None).offload_weights()
+    PairedMemory(target, draft, "draft model").offload_weights()
 
 
 def test_both_models_move_to_host_memory():
