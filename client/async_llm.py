@@ -34,7 +34,7 @@ from vllm_mp.client.outputs.detokenizer import token_bytes
 from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_iterator import OutputIterator
 from vllm_mp.client.outputs.stream import RequestStream
-from vllm_mp.client.prompts.chat_images import take_images
+from vllm_mp.client.prompts.chat_images import ChatImage, take_images
 from vllm_mp.client.prompts.chat_messages import ChatMessageError
 from vllm_mp.client.prompts.chat_template import ChatTemplate
 from vllm_mp.client.prompts.prompt import PromptType, text_prompt
@@ -398,7 +398,7 @@ class AsyncLLM(EngineClient):
             )
             return await self.add_request(
                 request_id,
-                text_prompt(text, images, mm_processor_kwargs),
+                text_prompt(text, [image.value for image in images], mm_processor_kwargs),
                 sampling_params,
                 lora_request=lora_request,
                 trace_headers=trace_headers,
@@ -409,16 +409,21 @@ class AsyncLLM(EngineClient):
 
         return OutputIterator(self._abandon, start)
 
-    async def take_images(self, messages: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
+    async def take_images(
+        self, messages: Sequence[Any], fields: Sequence[str] | None = None
+    ) -> tuple[Sequence[Any], list[ChatImage]]:
         """Return `messages` with marks for `chat_template` in place of their images, and the images in order.
 
-        Images that messages name by URL are fetched, as far as `allowed_media_domains` allows. Raises ChatMessageError,
-        a ValueError that names the part of the message, for an image that cannot be had.
+        Images that messages name by URL are fetched, as far as `allowed_media_domains` allows; the values of the result
+        are as `multi_modal_data` takes them. `fields` names each image; by default its part of the messages does.
+        Raises ChatMessageError, a ValueError that names the field, for an image that cannot be had.
         """
         self._engine.check_process()
         if not messages or not isinstance(messages, list | tuple):
             return messages, []
         taken, found = take_images(messages)
+        if fields is not None:
+            found = [ChatImage(field, image.value) for field, image in zip(fields, found, strict=True)]
         if found:
             try:
                 self._engine.images.check_count(len(found))
@@ -427,7 +432,7 @@ class AsyncLLM(EngineClient):
         images = []
         for path, value in found:
             try:
-                images.append(await self._image_sources.load(value))
+                images.append(ChatImage(path, await self._image_sources.load(value)))
             except ValueError as error:
                 raise ChatMessageError(f"{path}: {error}", path) from None
         return taken, images
@@ -922,6 +927,15 @@ class AsyncLLM(EngineClient):
         Raises ValueError for text that is not valid Unicode, and if the engine has no tokenizer.
         """
         return await self._tokenizer.tokenize(text, options)
+
+    async def prompt_tokens(self, prompt: PromptType, **options: Any) -> list[int]:
+        """Return the token ids that the model reads for `prompt`, those of its images included.
+
+        `options` are those of the tokenizer. Raises ValueError or TypeError for a prompt that no request can have,
+        however long it is, and NoRoomError if too many images wait.
+        """
+        self._engine.check_process()
+        return await self._inputs.prompt_tokens(prompt, options)
 
     async def has_room(self, text: str, num_output_tokens: int, **options: Any) -> bool:
         """Return whether the context has room for `text`, tokenized with `options`, and for that many output tokens.

@@ -148,6 +148,24 @@ class InputProcessor:
         interval = self._config.scheduler_config.stream_interval
         return GenerationStream(request, completions, interval, self._token_text(params))
 
+    async def prompt_tokens(self, prompt: Any, tokenization_kwargs: dict[str, Any]) -> list[int]:
+        """Return the token ids of `prompt` as a request has them, with those of its images, however many they are.
+
+        Raises what `generation` raises for the prompt, ValueError for embeddings too.
+        """
+        parsed = parse_prompt(prompt)
+        if parsed.embeds is not None:
+            raise ValueError("prompt_embeds have no token ids: give a text or token ids")
+        if parsed.images:
+            options = dict(parsed.mm_processor_kwargs)
+            with_images = await self._images.prompt(
+                parsed.images, options, parsed.text, parsed.token_ids, tokenization_kwargs, None
+            )
+            return with_images.token_ids
+        if parsed.token_ids is not None:
+            return parsed.token_ids
+        return await self._tokenize(parsed.text, tokenization_kwargs)
+
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         """Return what the output must match, with the engine's defaults for what the request leaves open."""
         if params.structured_outputs is None:

@@ -1,5 +1,6 @@
 """The images of a prompt as callers give them, and the jobs for image processes that they become."""
 
+import re
 import sys
 from typing import Any, Final
 
@@ -9,6 +10,8 @@ from vllm_mp.client.images.messages import MAX_FILE_BYTES, ImageJob
 from vllm_mp.client.images.pixels import check_size, rgb_of
 
 _FORMS: Final = "an image of Pillow, a NumPy array [height, width, 3] of uint8, or the bytes of a file"
+_NAMED: Final = re.compile(r"multi_modal_data\['image'\]\[(\d+)\]")
+"""How `_name` names an image."""
 
 
 def images_of(data: Any) -> list[Any]:
@@ -69,6 +72,17 @@ def image_job(image: Any, number: int, options: bytes) -> ImageJob:
         raise ValueError(f"{name} cannot be used: it needs too much memory; make it smaller") from None
     except ValueError as error:
         raise ValueError(f"{name} cannot be used: {error}") from None
+
+
+def image_number(message: str) -> int | None:
+    """Return the number of the image that an error's `message` is about, which it then begins with; else None."""
+    found = _NAMED.match(message)
+    return None if found is None else int(found[1])
+
+
+def renamed(message: str, name: str) -> str:
+    """Return a message for which `image_number` is not None, with `name` for the image."""
+    return _NAMED.sub(lambda _: name, message, count=1)
 
 
 def _name(number: int) -> str:

@@ -10,8 +10,11 @@ import msgspec
 from vllm_mp.client.images.media import is_pillow_image
 from vllm_mp.client.prompts.chat_messages import ChatMessageError
 
-_MARK: Final = f"\0image {secrets.token_hex(16)}\0"
-"""Stands for an image in the text of a message until the template is rendered. No caller can know it."""
+_MARK: Final = f"\ue000image {secrets.token_hex(16)}\ue000"
+"""Stands for an image in the text of a message until the template is rendered. No caller can know it.
+
+Its characters are the same in JSON, into which results of tools are put for templates that know no tools.
+"""
 _PART_TYPES: Final = ("image_url", "image_pil", "input_image", "image")
 _READS_PARTS: Final = re.compile(r"""\[\s*['"]type['"]\s*\]|\.type\b""")
 """How a template reads the type of a part of a content."""

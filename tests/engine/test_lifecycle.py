@@ -388,6 +388,7 @@ def test_forked_child_is_refused_at_once_and_its_end_does_not_harm_the_engine_of
                 "generate": ["Hello"], "encode": ["Hello"], "add_request": [None, "Hello"], "abort": ["x"],
                 "abort_request": ["x"], "collective_rpc": ["check_health"],
                 "tokenize": ["Hello"], "detokenize": [[1]], "ping": [1.0], "has_room": ["Hello", 1],
+                "prompt_tokens": ["Hello"],
                 "add_logger": ["x", None], "remove_logger": ["x"], "chat": [[]], "take_images": [[]],
                 "add_lora": [None], "remove_lora": [1], "pin_lora": [1],
                 "drain_core": [0], "resume_core": [0], "remove_core": [0], "give_up_core": ["x", "it died", True],

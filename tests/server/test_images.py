@@ -184,35 +184,64 @@ def test_responses_take_input_images(served):
     assert num_image_tokens(served.core.requests[-1]) == [NUM_TOKENS]
 
 
+def source(**fields):
+    return {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]} | fields
+
+
+def image_block(**fields):
+    return {"type": "image", "source": source(**fields)}
+
+
+def test_messages_of_anthropic_take_images_and_count_them(served):
+    call = {"type": "tool_use", "id": "call", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "call", "content": [{"type": "text", "text": "It:"}, image_block()]}
+    url_block = {"type": "image", "source": {"type": "url", "url": URL}}
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{"type": "text", "text": "So?"}, url_block, result]},
+    ]
+    answer = served.post("/v1/messages", {"messages": messages, "system": "Be short.", "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+    request = served.core.requests[-1]
+    assert num_image_tokens(request) == [NUM_TOKENS, NUM_TOKENS]
+    counted = served.post("/v1/messages/count_tokens", {"messages": messages, "system": "Be short."}).json()
+    assert counted == {"input_tokens": len(request.prompt) // 4}
+
+
+def test_tokens_of_conversations_with_images_are_those_of_the_request(served):
+    body = chat_body(url_part(), {"type": "text", "text": "Say."}, mm_processor_kwargs={"do_image_splitting": False})
+    assert served.post(CHAT, body).status_code == 200
+    request = served.core.requests[-1]
+    tokens = memoryview(request.prompt).cast("i").tolist()
+    assert num_image_tokens(request) == [TOKENS_PER_TILE]
+    for path, field in (("/tokenize", "tokens"), (f"{CHAT}/render", "token_ids")):
+        asked = {name: body[name] for name in ("messages", "mm_processor_kwargs")}
+        answer = served.post(path, asked)
+        assert answer.json()[field] == tokens, path
+    parts = [{"type": "input_text", "text": "Say."}, {"type": "input_image", "image_url": URL}]
+    asked = {"input": [{"role": "user", "content": parts}]}
+    answer = served.post("/v1/responses", {**asked, "max_output_tokens": 1, "truncation": "auto"})
+    num_tokens = answer.json()["usage"]["input_tokens"]
+    assert num_tokens > NUM_TOKENS
+    assert served.post("/v1/responses/input_tokens", asked).json()["input_tokens"] == num_tokens
+
+
 CHAT = "/v1/chat/completions"
 PART = "messages[0].content[0]"
+NO_IMAGE = "data:image/png;base64,eHg="
 
 
 @pytest.mark.parametrize(
     ("path", "body", "param", "said"),
     [
         (CHAT, chat_body(url_part("file:///etc/passwd")), PART, "a data URL"),
-        (
-            "/v1/chat/completions",
-            chat_body(url_part("http://127.0.0.1/")),
-            "messages[0].content[0]",
-            "not fetched from",
-        ),
+        (CHAT, chat_body(url_part("http://127.0.0.1/")), PART, "not fetched from"),
         (CHAT, chat_body(*[url_part()] * 3), PART, "at most 2 images"),
-        (
-            "/v1/chat/completions",
-            chat_body({"type": "image_url"}),
-            "messages[0].content[0].image_url",
-            "must hold a URL",
-        ),
-        (
-            "/v1/chat/completions",
-            chat_body(url_part("data:image/png;base64,eHg=")),
-            "messages",
-            "no image in the format",
-        ),
+        (CHAT, chat_body({"type": "image_url"}), f"{PART}.image_url", "must hold a URL"),
+        (CHAT, chat_body(url_part(NO_IMAGE)), PART, f"{PART} cannot be used: it is no image in the format"),
         (CHAT, chat_body({"type": "input_audio"}), f"{PART}.type", "audio"),
-        ("/tokenize", {"messages": [{"role": "user", "content": [url_part()]}]}, "messages", "leave them out here"),
+        ("/tokenize", chat_body(url_part(NO_IMAGE)), PART, "no image in the format"),
     ],
 )
 def test_server_refuses_images_by_field(served, path, body, param, said):
@@ -220,6 +249,29 @@ def test_server_refuses_images_by_field(served, path, body, param, said):
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"media_type": "text/plain"}, "content[1].source.media_type must be the type of an image"),
+        ({"media_type": "image/png;x,"}, "content[1].source.media_type must be the type of an image"),
+        ({"media_type": None}, "content[1].source.media_type is missing"),
+        ({"data": None}, "content[1].source.data is missing"),
+        ({"data": "???"}, "content[1]: the data URL holds no valid base64"),
+        ({"data": "eHg="}, "content[1] cannot be used: it is no image in the format"),
+        ({"type": "file"}, "content[1].source.type must be 'base64' or 'url'"),
+        ({"type": "url", "url": "http://127.0.0.1/"}, "content[1]: images are not fetched from"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_messages_of_anthropic_refuse_images_by_field(served, path, fields, said):
+    blocks = [{"type": "text", "text": "Say."}, image_block(**fields)]
+    messages = [{"role": "user", "content": blocks}]
+    limit = {"max_tokens": 1} if path == "/v1/messages" else {}
+    answer = served.post(path, {"system": "Be short.", "messages": messages, **limit})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert f"messages[0].{said}" in answer.json()["error"]["message"]
 
 
 def test_settings_of_the_processor_are_those_of_the_core(served):

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
+URL_SOURCE = {"type": "url", "url": "data:image/png;base64,"}
 TOOL = {
     "name": "find",
     "description": "Find a city.",
@@ -101,8 +102,16 @@ def test_turns_with_calls_results_and_thoughts_are_read(post):
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages is empty"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "images and documents are not",
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "documents are not served",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "data:,"}}]}
+                ]
+            },
+            "takes no images",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is missing"),
         ({"tool_choice": {"type": "any"}}, "needs tools"),

@@ -6,17 +6,32 @@ import msgspec
 
 from vllm_mp.server.http.body import Ignored, RequestBody, refused, unserved
 
-_TEXT_ONLY = refused(
-    "must be one of text, tool_use, tool_result, thinking, redacted_thinking: images and documents are not served yet"
+_BLOCKS = refused(
+    "must be one of text, image, tool_use, tool_result, thinking, redacted_thinking: documents are not served yet"
 )
+_SOURCES = refused("must be 'base64' or 'url': this server keeps no files")
 _OWN_TOOLS = refused("must be 'custom': tools that the server itself runs are not served")
+
+
+class ImageSource(RequestBody):
+    """Where an image is: in `data`, or at a URL on a host that the operator allows."""
+
+    type: Annotated[Literal["base64", "url"], _SOURCES]
+    media_type: str | None = None
+    """The type of the file in `data`, such as "image/png"; the file itself decides."""
+    data: str | None = None
+    """A file as base64."""
+    url: str | None = None
+    """A URL, which may be a data URL."""
 
 
 class ContentBlock(RequestBody):
     """A part of a message, or of the result of a tool."""
 
-    type: Annotated[Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"], _TEXT_ONLY]
+    type: Annotated[Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"], _BLOCKS]
     text: str | None = None
+    source: ImageSource | None = None
+    """The image of a block of the type "image"."""
     id: str | None = None
     """The id of a call."""
     name: str | None = None

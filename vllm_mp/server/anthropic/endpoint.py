@@ -7,16 +7,15 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Send
 
-from vllm_mp.client.prompts.prompt import TextPrompt
 from vllm_mp.requests.structured_outputs import StructuredOutputsParams
 from vllm_mp.server.anthropic.answer import EventEncoder, MessageObject, Usage, fill
 from vllm_mp.server.anthropic.body import MessagesBody, TokensBody
-from vllm_mp.server.anthropic.conversation import chat_messages, choice_of, continues_answer, functions
+from vllm_mp.server.anthropic.conversation import choice_of, continues_answer, conversation, functions
 from vllm_mp.server.http.endpoint import Call, post
-from vllm_mp.server.http.errors import ApiError, as_refusal
+from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.http.event_stream import EventStream
 from vllm_mp.server.openai.answer_parts import AnswerFormat, is_empty, read_answer_format
-from vllm_mp.server.openai.chat_prompt import chat_prompt
+from vllm_mp.server.openai.chat_prompt import RenderedChat, chat_prompt, prompt_tokens
 from vllm_mp.server.openai.generation import Generation, GenerationBody, start_generation
 from vllm_mp.server.openai.models import check_model
 from vllm_mp.server.openai.sampling_fields import sampling_params
@@ -44,21 +43,22 @@ async def create_message(call: Call, body: MessagesBody) -> Response | EventStre
     tools = _tools(call, body, params.structured_outputs)
     if tools is not None and tools.form is not None:
         params.structured_outputs = tools.form
-    text = await _prompt(call, body, tools)
+    rendered = await _prompt(call, body, tools)
     template = call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
     shows_thought = body.thinking is None or body.thinking.type != "disabled"
-    answer_format = read_answer_format(call.server, params, template, text, tools, shows_thought)
+    answer_format = read_answer_format(call.server, params, template, rendered.text, tools, shows_thought)
     # The template has written the special tokens.
     generation = await start_generation(
         call,
         "msg",
-        [TextPrompt(prompt=text, cache_salt=call.tenant.cache_salt(body.cache_salt))],
+        [rendered.prompt(call.tenant.cache_salt(body.cache_salt))],
         params,
         common,
         field="messages",
         add_special_tokens=False,
         lora=model.lora,
         form_field="tools" if tools is not None and tools.form is not None else _FORM,
+        image_paths=rendered.image_paths,
     )
     message = MessageObject(id=f"msg_{call.request_id}", model=model.name, usage=Usage(0, 0, 0))
     if body.stream:
@@ -73,11 +73,8 @@ async def create_message(call: Call, body: MessagesBody) -> Response | EventStre
 async def count_tokens(call: Call, body: TokensBody) -> Response:
     """Count the tokens of a conversation."""
     check_model(call.server, body.model, generates=True)
-    text = await _prompt(call, body, _tools(call, body, _form(body)))
-    try:
-        tokens = await call.server.engine.tokenize(text, add_special_tokens=False)
-    except ValueError as error:
-        raise as_refusal(error) from error
+    rendered = await _prompt(call, body, _tools(call, body, _form(body)))
+    tokens = await prompt_tokens(call, rendered.prompt(), field="messages", image_paths=rendered.image_paths)
     return Response(msgspec.json.encode(TokenCount(len(tokens))), media_type="application/json")
 
 
@@ -119,22 +116,22 @@ def _tools(call: Call, body: TokensBody, form: StructuredOutputsParams | None) -
     )
 
 
-async def _prompt(call: Call, body: TokensBody, tools: ToolUse | None) -> str:
-    """Return the conversation as the text of a prompt."""
+async def _prompt(call: Call, body: TokensBody, tools: ToolUse | None) -> RenderedChat:
+    """Return the conversation as a prompt."""
     variables: dict[str, Any] = {}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
     if body.output_config is not None and body.output_config.effort is not None:
         variables["reasoning_effort"] = body.output_config.effort
-    messages = chat_messages(body)
-    rendered = await chat_prompt(
+    messages, image_paths = conversation(body)
+    return await chat_prompt(
         call,
         messages,
         continue_final_message=continues_answer(body),
         chat_template_kwargs={**variables, **(body.chat_template_kwargs or {})} or None,
         tools=None if tools is None else tools.definitions,
+        image_paths=image_paths,
     )
-    return rendered.text  # these messages have no images
 
 
 async def _events(

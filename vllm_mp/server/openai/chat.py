@@ -139,6 +139,8 @@ class ChatRequest(NamedTuple):
     answer_format: AnswerFormat
     form_field: str | None
     """The field that demands the form of the answer; None: the field of the body that does."""
+    image_paths: list[str]
+    """The fields that have the images of the prompt."""
 
 
 async def chat_request(call: Call, body: ChatBody) -> ChatRequest:
@@ -160,12 +162,12 @@ async def chat_request(call: Call, body: ChatBody) -> ChatRequest:
     answer_format = read_answer_format(call.server, params, template, rendered.text, tools, shows_thought)
     prompt = rendered.prompt(call.tenant.cache_salt(body.cache_salt), body.mm_processor_kwargs)
     form_field = "tools" if tools is not None and tools.form is not None else None
-    return ChatRequest(model, prompt, params, answer_format, form_field)
+    return ChatRequest(model, prompt, params, answer_format, form_field, rendered.image_paths)
 
 
 async def create_chat_completion(call: Call, body: ChatBody) -> Response | EventStream:
     """Answer a conversation."""
-    model, prompt, params, answer_format, form_field = await chat_request(call, body)
+    model, prompt, params, answer_format, form_field, image_paths = await chat_request(call, body)
     generation = await start_generation(
         call,
         "chatcmpl",
@@ -176,6 +178,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         add_special_tokens=False,
         lora=model.lora,
         form_field=form_field,
+        image_paths=image_paths,
     )
     created = int(time.time())
     if body.stream:

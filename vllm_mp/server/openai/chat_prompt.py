@@ -1,13 +1,16 @@
 """The prompt of a conversation: what the endpoints that take messages share."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from vllm_mp.client.prompts.chat_images import ChatImage
 from vllm_mp.client.prompts.chat_messages import ChatMessageError
 from vllm_mp.client.prompts.chat_template import ChatTemplateError
 from vllm_mp.client.prompts.prompt import TextPrompt, text_prompt
 from vllm_mp.server.http.endpoint import Call
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.openai.chat_messages import ChatMessage
+from vllm_mp.server.openai.sampling_fields import refused_parameters
 
 
 class RenderedChat(NamedTuple):
@@ -15,12 +18,17 @@ class RenderedChat(NamedTuple):
 
     text: str
     """It holds the special tokens, and a placeholder for each image."""
-    images: list[Any]
-    """As `multi_modal_data` takes them."""
+    images: list[ChatImage]
+    """With values as `multi_modal_data` takes them."""
 
-    def prompt(self, cache_salt: str, mm_processor_kwargs: dict[str, Any] | None = None) -> TextPrompt:
+    @property
+    def image_paths(self) -> list[str]:
+        """The fields of the request that have the images."""
+        return [image.path for image in self.images]
+
+    def prompt(self, cache_salt: str = "", mm_processor_kwargs: dict[str, Any] | None = None) -> TextPrompt:
         """Return what the engine takes."""
-        return text_prompt(self.text, self.images, mm_processor_kwargs, cache_salt)
+        return text_prompt(self.text, [image.value for image in self.images], mm_processor_kwargs, cache_salt)
 
 
 async def chat_prompt(
@@ -32,19 +40,21 @@ async def chat_prompt(
     chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     tools: list[dict[str, Any]] | None = None,
+    image_paths: Sequence[str] | None = None,
 ) -> RenderedChat:
     """Return a conversation as a prompt.
 
     The keywords are fields of the request; `tools` are as the template reads them. The prompt ends where the answer
-    begins (`add_generation_prompt`), or with `continue_final_message` inside of the last message. Raises ApiError if
-    the template refuses the messages, or if the request must not contain a template.
+    begins (`add_generation_prompt`), or with `continue_final_message` inside of the last message. `image_paths` are the
+    fields that have the images, if they are not parts of `messages`. Raises ApiError if the template refuses the
+    messages, or if the request must not contain a template.
     """
     if chat_template is not None and not call.server.options.trust_request_chat_template:
         message = "chat_template is code, which this server does not run; leave it out, or start the server with "
         raise ApiError(400, message + "--trust-request-chat-template", param="chat_template")
     continues = bool(continue_final_message)
     try:
-        messages_with_marks, images = await call.server.engine.take_images(messages)
+        messages_with_marks, images = await call.server.engine.take_images(messages, image_paths)
         text = await call.server.engine.chat_template.render(
             messages_with_marks,
             template=chat_template,
@@ -62,11 +72,23 @@ async def chat_prompt(
         raise ApiError(400, str(error), param="messages", code="chat_template_failed") from error
 
 
-def check_without_images(images: object, field: str) -> None:
-    """Raise ApiError, naming `field`, for a conversation with `images` where only its tokens are asked for."""
-    if images:
-        message = f"{field} has images, which become tokens only in a request for an answer; leave them out here"
-        raise ApiError(400, message, param=field, code="unsupported_field")
+async def prompt_tokens(
+    call: Call,
+    prompt: TextPrompt,
+    *,
+    field: str,
+    image_paths: Sequence[str] = (),
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """Return the token ids of a prompt, those of its images included; `field` is the field of the prompt.
+
+    `image_paths` are the fields of its images. Raises ApiError, naming the field at fault, for a prompt that no request
+    can have.
+    """
+    try:
+        return await call.server.engine.prompt_tokens(prompt, add_special_tokens=add_special_tokens)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise refused_parameters(error, field, image_paths) from None
 
 
 def template_variables(reasoning_effort: str | None, variables: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -181,14 +181,15 @@ async def start_generation(
     add_special_tokens: bool,
     lora: LoRARequest | None = None,
     form_field: str | None = None,
+    image_paths: Sequence[str] = (),
 ) -> Generation:
     """Send a request to the engine for each prompt, once the server admits them.
 
     `kind` begins the id, as "cmpl"; the rest is the id of `call`. `field` is the field of the prompts.
     `add_special_tokens` applies if `body` does not say it. `lora` is the adapter that answers; None: the base model
-    does. `form_field` is the field that demands the form of the output; None: the field of `body` that does. The
-    requests are aborted when `call` ends. Raises ApiError, naming the field at fault, for a request that
-    cannot run.
+    does. `form_field` is the field that demands the form of the output; None: the field of `body` that does.
+    `image_paths` are the fields with the images of a single prompt. The requests are aborted when `call` ends. Raises
+    ApiError, naming the field at fault, for a request that cannot run.
     """
     if body.stream_options is not None and not body.stream:
         call.ignore("stream_options", "needs stream=true; add it, or leave them out")
@@ -216,7 +217,7 @@ async def start_generation(
                 tenant=call.tenant.number % MAX_TENANTS,
             )
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise refused_parameters(error, field if len(prompts) == 1 else f"{field}[{index}]") from None
+            raise refused_parameters(error, field if len(prompts) == 1 else f"{field}[{index}]", image_paths) from None
 
     if len(prompts) == 1:
         await add(0)

@@ -10,7 +10,7 @@ from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.server.http.endpoint import Call, post
 from vllm_mp.server.http.errors import as_refusal
 from vllm_mp.server.openai.chat import ChatBody, chat_request
-from vllm_mp.server.openai.chat_prompt import check_without_images
+from vllm_mp.server.openai.chat_prompt import prompt_tokens
 from vllm_mp.server.openai.completions import CompletionBody, completion_params, completion_prompts
 from vllm_mp.server.openai.generation import GenerationBody
 from vllm_mp.server.openai.models import check_model
@@ -33,8 +33,13 @@ class RenderedRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 async def render_chat(call: Call, body: ChatBody) -> Response:
     """Return a conversation as the tokens that the model reads, without an answer."""
     request = await chat_request(call, body)
-    check_without_images(request.prompt.get("multi_modal_data"), "messages")
-    tokens = await _tokens(call, request.prompt["prompt"], bool(body.add_special_tokens))
+    tokens = await prompt_tokens(
+        call,
+        request.prompt,
+        field="messages",
+        image_paths=request.image_paths,
+        add_special_tokens=bool(body.add_special_tokens),
+    )
     rendered = _rendered(f"chatcmpl-{call.request_id}", request.model.name, tokens, request.params, body)
     return Response(msgspec.json.encode(rendered), media_type="application/json")
 

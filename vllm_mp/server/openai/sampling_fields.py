@@ -1,10 +1,12 @@
 """The sampling parameters as fields of a request, derived from the declarations of `SamplingParams`."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from vllm_mp.arguments.parameters import Integer, Number, Parameter
+from vllm_mp.client.images.media import image_number, renamed
 from vllm_mp.requests.sampling_params import PARAMETERS, RequestOutputKind, SamplingParams
 from vllm_mp.server.http.body import Ignored, Refused, RequestBody
 from vllm_mp.server.http.errors import ApiError, as_refusal
@@ -114,8 +116,14 @@ def _given_name(name: str, body: SamplingFields) -> str:
     return next((name for name in names if getattr(body, name, None) is not None), name)
 
 
-def refused_parameters(error: Exception, prompt_path: str) -> ApiError:
-    """Return the ApiError for what the engine raised for a request's parameters, or for its prompt at `prompt_path`."""
+def refused_parameters(error: Exception, prompt_path: str, image_paths: Sequence[str] = ()) -> ApiError:
+    """Return the ApiError for what the engine raised for a request's parameters, or for its prompt at `prompt_path`.
+
+    `image_paths` are the fields with the images of the prompt, in order.
+    """
+    number = image_number(str(error))
+    if number is not None and number < len(image_paths):
+        return ApiError(400, renamed(str(error), image_paths[number]), param=image_paths[number])
     refusal = as_refusal(error, (*_FIELDS, "extra_args", "priority", "cache_salt", "request_id"))
     if refusal.param is None:
         refusal.param = prompt_path

@@ -7,13 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vllm_mp.client.prompts.prompt import TextPrompt
 from vllm_mp.client.threads.background_call import call_in_thread
 from vllm_mp.server.http.body import RequestBody
 from vllm_mp.server.http.endpoint import Call, post
 from vllm_mp.server.http.errors import ApiError, as_refusal
 from vllm_mp.server.http.state import ServerState
 from vllm_mp.server.openai.chat_messages import ChatMessage
-from vllm_mp.server.openai.chat_prompt import chat_prompt, check_without_images
+from vllm_mp.server.openai.chat_prompt import chat_prompt, prompt_tokens
 from vllm_mp.server.openai.models import check_model
 from vllm_mp.server.openai.tools import ToolDefinition, template_tools
 
@@ -38,6 +39,8 @@ class TokenizeBody(RequestBody, kw_only=True):
     model: str | None = None
     add_special_tokens: bool | None = None
     """Put the tokenizer's special tokens around the text; default: true for `prompt`, false for `messages`."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Options of the model's image processor for the images of `messages`."""
     return_token_strs: bool | None = None
     """Return the text of each token too."""
 
@@ -67,8 +70,9 @@ class DetokenizeResponse(msgspec.Struct):
 async def tokenize(call: Call, body: TokenizeBody) -> Response:
     """Return the tokens of a text or of a conversation."""
     check_model(call.server, body.model)
+    paths: list[str] = []
     if body.prompt is not None and body.messages is None:
-        text, add_special_tokens = body.prompt, True
+        prompt, add_special_tokens, field = TextPrompt(prompt=body.prompt), True, "prompt"
     elif body.messages is not None and body.prompt is None:
         add_special_tokens = False
         rendered = await chat_prompt(
@@ -80,17 +84,13 @@ async def tokenize(call: Call, body: TokenizeBody) -> Response:
             chat_template_kwargs=body.chat_template_kwargs,
             tools=template_tools([tool.function for tool in body.tools]) if body.tools else None,
         )
-        check_without_images(rendered.images, "messages")
-        text = rendered.text
+        prompt, field, paths = rendered.prompt("", body.mm_processor_kwargs), "messages", rendered.image_paths
     else:
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.add_special_tokens is not None:
         add_special_tokens = body.add_special_tokens
     engine = call.server.engine
-    try:
-        tokens = await engine.tokenize(text, add_special_tokens=add_special_tokens)
-    except ValueError as error:
-        raise as_refusal(error) from error
+    tokens = await prompt_tokens(call, prompt, field=field, image_paths=paths, add_special_tokens=add_special_tokens)
     texts: list[str] | None = None
     if body.return_token_strs:
         # The tokenizer makes one call for each token.

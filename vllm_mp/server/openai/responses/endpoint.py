@@ -15,12 +15,12 @@ from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.outputs import CompletionOutput
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.server.http.endpoint import Call, post
-from vllm_mp.server.http.errors import ApiError, as_refusal
+from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.http.event_stream import EventStream
 from vllm_mp.server.http.state import ServerState
 from vllm_mp.server.openai.answer_parts import read_answer_format
 from vllm_mp.server.openai.chat_messages import ChatMessage
-from vllm_mp.server.openai.chat_prompt import RenderedChat, chat_prompt, check_without_images, template_variables
+from vllm_mp.server.openai.chat_prompt import RenderedChat, chat_prompt, prompt_tokens, template_variables
 from vllm_mp.server.openai.generation import Generation, start_generation
 from vllm_mp.server.openai.logprobs import TokenLogprob, chat_logprobs, convert
 from vllm_mp.server.openai.models import check_model
@@ -110,11 +110,7 @@ async def count_input_tokens(call: Call, body: ResponseBody) -> Response:
     params = _params(body, call.server.engine.model_config.default_sampling_params)
     template = call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
     rendered = await _prompt(call, body, _tools(body, call.server, params, template))
-    check_without_images(rendered.images, "input")
-    try:
-        tokens = await call.server.engine.tokenize(rendered.text, add_special_tokens=False)
-    except ValueError as error:
-        raise as_refusal(error) from error
+    tokens = await prompt_tokens(call, rendered.prompt(), field="input")
     return Response(msgspec.json.encode(InputTokens(len(tokens))), media_type="application/json")
 
 
@@ -206,7 +202,10 @@ async def _rendered(call: Call, body: ResponseBody, messages: list[ChatMessage],
 
 
 async def _fits(call: Call, body: ResponseBody, rendered: RenderedChat) -> bool:
-    """Return whether the context has room for the text of the prompt and for the answer."""
+    """Return whether the context has room for the prompt and for the answer."""
+    if rendered.images:
+        num_tokens = len(await prompt_tokens(call, rendered.prompt(), field="input"))
+        return num_tokens + (body.max_output_tokens or 1) <= call.server.engine.model_config.max_model_len
     return await call.server.engine.has_room(rendered.text, body.max_output_tokens or 1, add_special_tokens=False)
 
 
