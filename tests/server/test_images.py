@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 
 import httpx
 import pytest
@@ -9,6 +10,10 @@ from support.image_core import ImageCore
 from support.image_models import IMAGE_TOKEN, TILED, TOKENS_PER_TILE, file_of, picture, save_processor
 
 from vllm_mp import AsyncLLM, PoolingParams, SamplingParams
+from vllm_mp.cli.chat.commands import run_if_command
+from vllm_mp.cli.chat.conversation import Conversation
+from vllm_mp.cli.chat.session import ChatSession
+from vllm_mp.cli.terminal.screen import Screen
 from vllm_mp.server.app import build_app
 from vllm_mp.server.http.options import ServerOptions
 
@@ -276,3 +281,59 @@ def test_messages_of_anthropic_refuse_images_by_field(served, path, fields, said
 
 def test_settings_of_the_processor_are_those_of_the_core(served):
     assert served.llm._engine.images._files()["preprocessor_config.json"]["size"] == TILED["size"]
+
+
+class Lines:
+    """Stands in for the line of a chat's user."""
+
+    def while_busy(self):
+        return contextlib.nullcontext()
+
+
+def test_chat_in_a_terminal_sends_images_with_the_next_message(served, tmp_path, capsys):
+    cat, dog = tmp_path / "my cat.png", tmp_path / "dog.jpg"
+    cat.write_bytes(file_of(CAT))
+    dog.write_bytes(file_of(DOG, "JPEG"))
+    (tmp_path / "notes.txt").write_bytes(b"my notes")
+    with asyncio.Runner() as runner:
+        chat = ChatSession(runner, served.llm, Conversation(None, {"max_tokens": 1}), Screen())
+
+        def image(path):
+            run_if_command(chat, f"/image {path}", Lines())
+
+        for path, said in (("absent.png", "No such file"), ("notes.txt", "notes.txt cannot be used: it is no image")):
+            with pytest.raises(ValueError, match=said):
+                image(tmp_path / path)
+        image(cat)
+        image(dog)
+        with pytest.raises(ValueError, match=r"at most 2 images \(limit_mm_per_prompt\), and this one has 2; /clear"):
+            image(cat)
+        chat.ask("What is different?", Lines())
+        assert num_image_tokens(served.core.requests[-1]) == [NUM_TOKENS, NUM_TOKENS]
+        before = len(served.core.requests)
+        chat.ask("Sure?", Lines())  # the images of the conversation go with it
+        chat.retry(Lines())
+        run_if_command(chat, f"/save {tmp_path / 'chat.json'}", Lines())
+        run_if_command(chat, "/clear", Lines())
+        run_if_command(chat, f"/load {tmp_path / 'chat.json'}", Lines())
+        chat.retry(Lines())
+        requests = served.core.requests[before:]
+        assert [num_image_tokens(request) for request in requests] == [[NUM_TOKENS, NUM_TOKENS]] * 3
+        assert len({request.prompt for request in requests}) == 1
+        assert chat.num_tokens() > 2 * NUM_TOKENS
+        chat.conversation.parameters["logit_bias"] = {-1: 1.0}
+        run_if_command(chat, "/clear", Lines())
+        image(cat)
+        chat.ask("Refused", Lines())
+        assert (chat.conversation.messages, len(chat.images)) == ([], 1)
+    shown = capsys.readouterr()
+    assert "1 image of the next message; /image without FILE drops them" in shown.err + shown.out
+
+
+def test_chat_with_a_model_without_images_refuses_them(replay_engine, tmp_path):
+    path = tmp_path / "cat.png"
+    path.write_bytes(file_of(CAT))
+    with asyncio.Runner() as runner:
+        chat = ChatSession(runner, replay_engine, Conversation(None, {}), Screen())
+        with pytest.raises(ValueError, match="smollm2-135m-instruct takes no images; chat with a model of"):
+            run_if_command(chat, f"/image {path}", Lines())

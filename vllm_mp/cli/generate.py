@@ -20,6 +20,7 @@ from vllm_mp.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM
+    from vllm_mp.client.prompts.prompt import TokensPrompt
 
 USAGE = "[MODEL] [PROMPT] [OPTIONS]"
 
@@ -170,7 +171,7 @@ def _piped_text() -> str:
 
 async def stream_completion(
     llm: "AsyncLLM",
-    prompt: str | list[int],
+    prompt: "str | list[int] | TokensPrompt",
     params: SamplingParams,
     lora: LoRARequest | None,
     screen: Screen,

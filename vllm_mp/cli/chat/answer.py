@@ -14,6 +14,7 @@ from vllm_mp.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mp.client.async_llm import AsyncLLM
+    from vllm_mp.client.prompts.prompt import TokensPrompt
 
 
 class Answer:
@@ -33,7 +34,11 @@ class Answer:
         self._guard = LoopGuard()
 
     async def stream(
-        self, llm: "AsyncLLM", prompt: list[int], params: SamplingParams, lora: LoRARequest | None
+        self,
+        llm: "AsyncLLM",
+        prompt: "list[int] | TokensPrompt",
+        params: SamplingParams,
+        lora: LoRARequest | None,
     ) -> None:
         """Write the answer to `prompt` as it arrives. Raises what `AsyncLLM.generate` raises.
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_mp.arguments.counted import counted
 from vllm_mp.arguments.suggestions import did_you_mean
+from vllm_mp.cli.chat.images import image_file
 from vllm_mp.cli.chat.prompt_line import PromptLine
-from vllm_mp.cli.chat_text import chat_prompt
 from vllm_mp.cli.flags.sampling import SWITCH, parameter_names, parse_parameter
 from vllm_mp.requests.sampling_params import SamplingParams
 
@@ -82,6 +82,7 @@ def _bye(_session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> 
 
 def _clear(session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> None:
     session.conversation.messages.clear()
+    session.images.clear()
     session.screen.note("(the conversation is forgotten)")
 
 
@@ -116,7 +117,6 @@ def _set(session: "ChatSession", arguments: str, prompt_line: PromptLine) -> Non
 
 def _show(session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> None:
     conversation, config = session.conversation, session.llm.model_config
-    used = len(chat_prompt(session.llm, conversation.to_send())) if conversation.messages else 0
     chosen = {name: value for name, value in sorted(conversation.parameters.items()) if value is not None}
     parameters = ", ".join(f"{name} {json.dumps(value)}" for name, value in chosen.items())
     session.screen.table(
@@ -125,7 +125,8 @@ def _show(session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> 
             ("system", conversation.system or "(the chat template's own)"),
             ("parameters", parameters or "(defaults)"),
             ("messages", str(len(conversation.messages))),
-            ("context", f"{used} of {config.max_model_len} tokens"),
+            *([("images", f"{len(session.images)} of the next message")] if session.images else []),
+            ("context", f"{session.num_tokens()} of {config.max_model_len} tokens"),
         ]
     )
 
@@ -138,9 +139,24 @@ def _save(session: "ChatSession", file: str, _prompt_line: PromptLine) -> None:
 
 def _load(session: "ChatSession", file: str, _prompt_line: PromptLine) -> None:
     path = _file(file)
-    author, model = session.conversation.load(path), session.llm.model_config.served_model_name
+    config = session.llm.model_config
+    model, takes_images = config.served_model_name, config.images is not None
+    author = session.conversation.load(path, takes_images=takes_images)
     change = "" if author == model else f"; they are of a chat with {author}, and {model} continues it"
     session.screen.note(f"(loaded {counted(len(session.conversation.messages), 'message')} from {path}{change})")
+
+
+def _image(session: "ChatSession", file: str, prompt_line: PromptLine) -> None:
+    if not file:
+        if not session.images:
+            raise ValueError("give the name of a file, as in /image cat.png")
+        session.images.clear()
+        session.screen.note("(no image goes with the next message)")
+        return
+    path = image_file(file)
+    num_tokens = session.add_image(path, prompt_line)
+    number = f", image {len(session.images)} of it" if len(session.images) > 1 else ""
+    session.screen.note(f"({path.name} goes with the next message{number}: {counted(num_tokens, 'token')})")
 
 
 def _file(file: str) -> Path:
@@ -156,6 +172,7 @@ COMMANDS = {
     "/retry": Command("", "answers the last message again", _retry),
     "/system": Command("TEXT", "sets the system message; without TEXT there is none", _system),
     "/set": Command("NAME VALUE", "sets a sampling parameter, system, or verbose (on, off)", _set),
+    "/image": Command("FILE", "adds an image to the next message; without FILE it has none", _image),
     "/show": Command("", "shows the model, the parameters, and how full the context is", _show),
     "/save": Command("FILE", "keeps the conversation in a file", _save),
     "/load": Command("FILE", "continues the conversation in a file", _load),

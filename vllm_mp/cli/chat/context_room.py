@@ -6,28 +6,32 @@ from typing import TYPE_CHECKING
 
 from vllm_mp.arguments.counted import counted
 from vllm_mp.cli.chat.conversation import Conversation
-from vllm_mp.cli.chat_text import chat_prompt
+from vllm_mp.cli.chat.images import Message
+from vllm_mp.cli.chat_text import chat_prompt, prompt_tokens
 from vllm_mp.cli.terminal.screen import Screen
 
 if TYPE_CHECKING:
+    import asyncio
+
     from vllm_mp.client.async_llm import AsyncLLM
+    from vllm_mp.client.prompts.prompt import TokensPrompt
 
 
-def fitting_prompt(llm: "AsyncLLM", conversation: Conversation, screen: Screen) -> list[int]:
-    """Return the conversation as token ids, after `make_room`; a note says how many turns were dropped."""
+def fitting_prompt(
+    llm: "AsyncLLM", conversation: Conversation, screen: Screen, runner: "asyncio.Runner"
+) -> "list[int] | TokensPrompt":
+    """Return the conversation as a prompt, after `make_room`; a note says how many turns were dropped."""
 
-    def tokenize(messages: list[dict[str, str]]) -> list[int]:
-        return chat_prompt(llm, messages)
+    def tokenize(messages: list[Message]) -> list[int]:
+        return runner.run(prompt_tokens(llm, chat_prompt(llm, messages)))
 
     if num_dropped := make_room(conversation, tokenize, llm.model_config.max_model_len):
         turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"
         screen.note(f"(the oldest {turns} dropped, so that the context has room for the answer)")
-    return tokenize(conversation.to_send())
+    return chat_prompt(llm, conversation.to_send())
 
 
-def make_room(
-    conversation: Conversation, tokenize: Callable[[list[dict[str, str]]], list[int]], max_model_len: int
-) -> int:
+def make_room(conversation: Conversation, tokenize: Callable[[list[Message]], list[int]], max_model_len: int) -> int:
     """Drop the oldest turns if the answer would have too little room, and return their number.
 
     The room is a quarter of the context, or max_tokens if that is less. A turn is a user message with what follows it

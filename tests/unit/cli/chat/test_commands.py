@@ -12,9 +12,11 @@ from vllm_mp import cli
 from vllm_mp.arguments.counted import counted
 from vllm_mp.cli.chat.commands import EndOfChat, completions, message_in, run_if_command
 from vllm_mp.cli.chat.conversation import Conversation
+from vllm_mp.cli.chat.images import content_with_images
 from vllm_mp.cli.chat.prompt_line import _is_open, _unquoted
 from vllm_mp.cli.flags import connect as connect_flags
 
+URL = "data:image/png;base64,AAAA"
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello é"}]
 
 
@@ -38,7 +40,12 @@ class Session:
             model_config=SimpleNamespace(served_model_name="some-model", max_model_len=64, images=None),
         )
         self.is_verbose = False
+        self.images = []
         self.retries = 0
+
+    def add_image(self, path, prompt_line):
+        self.images.append(str(path))
+        return 20
 
     def retry(self, prompt_line):
         self.retries += 1
@@ -103,6 +110,7 @@ def test_every_word_of_farewell_ends_the_chat(session, line):
         ("/set verbose loud", "verbose must be on or off, got 'loud'"),
         ("/clear all", "/clear takes no arguments, got 'all'"),
         ("/save", "name of a file"),
+        ("/image", "name of a file"),
         ("/load /nowhere/at/all", "cannot read /nowhere/at/all: No such file"),
         ("/save /nowhere/at/all", "cannot write /nowhere/at/all: No such file"),
     ],
@@ -140,6 +148,9 @@ def test_saved_chat_is_loaded_as_it_was(session, tmp_path):
         ({"vllm_mp_chat": 9}, "has version 9"),
         ({"parameters": {"top_p": 7}}, "top_p"),
         ({"messages": [{"role": "user"}]}, "without role or content"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "is not a saved chat"),
+        ({"messages": [{"role": "user", "content": content_with_images("Hi", ["http://host/"])}]}, "cannot be used"),
+        ({"messages": [{"role": "user", "content": content_with_images("Hi", [URL])}]}, "the model takes none"),
     ],
 )
 def test_file_that_is_no_saved_chat_is_refused_and_changes_nothing(session, tmp_path, content, words):
@@ -151,6 +162,34 @@ def test_file_that_is_no_saved_chat_is_refused_and_changes_nothing(session, tmp_
     with pytest.raises(ValueError, match=words):
         run_if_command(session, f"/load {path}", None)
     assert session.conversation.messages == MESSAGES
+
+
+@pytest.mark.parametrize("name", ["~/my cat.png", '"{home}/my cat.png"', "{home}/my\\ cat.png"])
+def test_image_goes_with_the_next_message_however_a_terminal_writes_its_path(session, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my cat.png").write_bytes(b"x")
+    for _ in range(2):
+        run_if_command(session, f"/image {name.format(home=tmp_path)}", None)
+    path = str(tmp_path / "my cat.png")
+    assert session.images == [path, path]
+    assert session.screen.notes == [
+        "(my cat.png goes with the next message: 20 tokens)",
+        "(my cat.png goes with the next message, image 2 of it: 20 tokens)",
+    ]
+    run_if_command(session, "/image", None)
+    assert session.images == []
+
+
+def test_saved_chat_has_its_images(session, tmp_path):
+    path = tmp_path / "chat.json"
+    session.conversation.messages[0]["content"] = content_with_images("Hi", [URL])
+    session.llm.model_config.images = "some"
+    run_if_command(session, f"/save {path}", None)
+    assert json.loads(path.read_text())["vllm_mp_chat"] == 2
+    other = Session()
+    other.llm.model_config.images = "some"
+    run_if_command(other, f"/load {path}", None)
+    assert other.conversation == session.conversation
 
 
 def test_save_that_fails_leaves_no_file_behind(session, tmp_path, monkeypatch):
