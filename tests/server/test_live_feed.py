@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_mp.client.stats import CoreReading, EngineStats
+from vllm_mp.config import MultiModalConfig
 from vllm_mp.server.http import live_feed
 from vllm_mp.server.http.admission import Admission
 from vllm_mp.server.http.errors import ApiError
@@ -19,7 +20,8 @@ class Engine:
 
     def __init__(self):
         self.stats = EngineStats(1000, True)
-        self.model_config = SimpleNamespace(served_model_name="a model", max_model_len=1000)
+        self.model_config = SimpleNamespace(served_model_name="a model", max_model_len=1000, images=None)
+        self.vllm_config = SimpleNamespace(multimodal_config=MultiModalConfig(limit_mm_per_prompt={"image": 2}))
         self.status = {"incarnation": 1, "state": "IDLE"}
         self.load = CoreReading(1, 3, 2, 25, 100, 0, 0, False, False)
         self.num_readings = 0
@@ -75,7 +77,7 @@ def admission():
 
 @pytest.fixture
 def feed(engine, admission):
-    return LiveFeed(engine, admission)
+    return LiveFeed(engine, admission, max_body_bytes=1000)
 
 
 def test_snapshot_says_what_runs(engine, feed):
@@ -91,6 +93,21 @@ def test_snapshot_says_what_runs(engine, feed):
         await viewer.events.aclose()
 
     asyncio.run(main())
+
+
+def test_greeting_says_which_images_the_page_may_send(engine, feed):
+    async def greeting():
+        viewer = Viewer(feed)
+        message = await viewer.next()
+        await viewer.events.aclose()
+        return message["images"]
+
+    assert asyncio.run(greeting()) is None
+    engine.model_config.images = object()
+    limits = asyncio.run(greeting())
+    assert (limits["max_images"], limits["max_body_bytes"]) == (2, 1000)
+    engine.vllm_config.multimodal_config.limit_mm_per_prompt = {"image": 0}
+    assert asyncio.run(greeting()) is None
 
 
 def test_share_of_accepted_drafts_is_shown_if_there_are_any(engine, feed):

@@ -51,6 +51,8 @@ class PageStandIn:
         self.deltas: list[dict[str, Any]] = [{"content": "Hello."}]
         self.finish_reason: str | None = "stop"
         self.api_key: str | None = None
+        self.images: dict[str, int] | None = None
+        """The limits of images that the server tells; None: the model takes none."""
         self.bodies: list[dict[str, Any]] = []
         self.problems: list[str] = []
         self.context: BrowserContext = browser.new_context(**options)
@@ -83,6 +85,7 @@ class PageStandIn:
                 "max_model_len": 512,
                 "version": "1",
                 "history": [msgspec.to_builtins(Point(**_POINT))],
+                "images": self.images,
             }
             snapshot = msgspec.to_builtins(_SNAPSHOT)
             body = f"event: hello\ndata: {json.dumps(hello)}\n\ndata: {json.dumps(snapshot)}\n\n"

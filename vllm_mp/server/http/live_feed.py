@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_mp.client.async_llm import AsyncLLM
+from vllm_mp.client.images.messages import MAX_FILE_BYTES, MAX_PIXELS
 from vllm_mp.client.stats import CoreReading, Counter, Histogram
 from vllm_mp.client.stats.cells import Values
 from vllm_mp.server.http.admission import Admission
@@ -113,6 +114,18 @@ class Snapshot(Point, frozen=True, kw_only=True):
     """The cores, if there are several."""
 
 
+class ImageLimits(msgspec.Struct, frozen=True):
+    """What the page must know to send images that the server accepts."""
+
+    max_images: int
+    """Images of a conversation."""
+    max_file_bytes: int
+    max_pixels: int
+    """Pixels of an image, width times height."""
+    max_body_bytes: int
+    """Bytes of a request, whose images are base64."""
+
+
 class Greeting(msgspec.Struct, frozen=True):
     """The first message to a viewer: facts that do not change, and the points of the last minutes."""
 
@@ -120,6 +133,8 @@ class Greeting(msgspec.Struct, frozen=True):
     max_model_len: int
     version: str
     history: list[Point]
+    images: ImageLimits | None
+    """None: the model takes no images."""
 
 
 class _Reading(NamedTuple):
@@ -136,8 +151,10 @@ class LiveFeed:
     All methods must be called in the event loop's thread.
     """
 
-    def __init__(self, engine: AsyncLLM, admission: Admission) -> None:
+    def __init__(self, engine: AsyncLLM, admission: Admission, max_body_bytes: int) -> None:
+        """`max_body_bytes` is the limit of the server's requests."""
         self._engine = engine
+        self._max_body_bytes = max_body_bytes
         self._admission = admission
         self._start_time = time.monotonic()
         self._num_viewers = 0
@@ -214,7 +231,10 @@ class LiveFeed:
         config = self._engine.model_config
         # The latest snapshot follows as an event of its own.
         points = list(self._points)[: None if self._latest is None else -1]
-        facts = Greeting(config.served_model_name, config.max_model_len, __version__, points)
+        images, max_images = None, self._engine.vllm_config.multimodal_config.max_images
+        if config.images is not None and max_images:
+            images = ImageLimits(max_images, MAX_FILE_BYTES, MAX_PIXELS, self._max_body_bytes)
+        facts = Greeting(config.served_model_name, config.max_model_len, __version__, points, images)
         return b"event: hello\n" + _event(facts)
 
     async def _snapshot(self) -> Snapshot:

@@ -41,7 +41,7 @@ class ServerState:
     def __post_init__(self) -> None:
         self.tenants = Tenants(self.options, None if self.shared is None else self.shared.secret)
         self.ignored_fields = IgnoredFields(self.engine.stats.cells)
-        self.live_feed = LiveFeed(self.engine, self.admission)
+        self.live_feed = LiveFeed(self.engine, self.admission, self.options.max_body_bytes)
         lora = self.engine.vllm_config.lora_config
         self.adapters = {} if lora is None else {module.lora_name: module for module in lora.lora_modules}
 

@@ -18,9 +18,10 @@ _MEDIA_TYPES = {
 }
 """By suffix. The system's table of types is not used: a wrong entry there would break the page."""
 _HEADERS = {
-    # Nothing comes from another origin, no markup holds scripts or styles, and no other page may frame this one.
+    # Nothing comes from another origin, no markup holds scripts or styles, and no other page may frame this one. The
+    # images that a user adds to a message are data URLs; answers show no images.
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "Referrer-Policy": "no-referrer",

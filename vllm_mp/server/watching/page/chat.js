@@ -1,6 +1,7 @@
 // The chat: a conversation whose answers stream and can be stopped. The browser keeps it over a reload.
 
 import { readEvents, request } from "./api.js";
+import { AttachedImages } from "./images.js";
 import { KeptChat, keptChats } from "./kept_chats.js";
 import { load, save } from "./storage.js";
 import { RESTARTED, RESTARTS, Turn } from "./turn.js";
@@ -9,9 +10,11 @@ const SETTINGS = "settings";
 const DEFAULTS = { system: "", tools: "", temperature: "", max_tokens: "512" };
 const KEEP_MS = 1000; // Time between two writes of an answer that streams.
 const SILENCE_MS = 5000; // An answer of another tab that has not grown for this time has ended with its tab.
+const MOST_IMAGE_CHARACTERS = 500_000; // Of a chat that is kept. More would push out the other chats.
 const NOTES = {
   kept: "",
   forked: "Another tab went on with this chat. What this tab shows is kept as a chat of its own.",
+  large: "The images are too large for the browser to keep this chat: a reload ends it.",
   refused: "The browser does not keep this chat: a reload ends it.",
 };
 
@@ -33,6 +36,7 @@ export class Chat {
     this.kept = new KeptChat({ onChange: () => this.adopt(), onList: () => this.showList() });
     this.showFields(JSON.parse(load("sessionStorage", SETTINGS) ?? "{}"));
     this.followEnd();
+    this.images = new AttachedImages(document.querySelector(".chat"), this.message, { present: () => this.pictures() });
     this.open(this.kept.id);
 
     byId("composer").addEventListener("submit", (event) => {
@@ -75,9 +79,13 @@ export class Chat {
     else if (incarnation !== turn.incarnation) turn.showRestart(RESTARTED);
   }
 
-  send(words) {
+  async send(words) {
+    if (this.isSending) return;
+    this.isSending = this.message.readOnly = true;
+    await this.images.reading; // Those that were pasted or dropped a moment ago.
+    this.isSending = this.message.readOnly = false;
     const prompt = words.trim();
-    if (!prompt || this.answering) return;
+    if (!(prompt || this.images.images.length) || this.answering) return;
     if (!this.settings.checkValidity()) {
       this.showSettings(true);
       this.settings.reportValidity();
@@ -87,7 +95,7 @@ export class Chat {
     this.fitMessage();
     this.list.setAttribute("aria-live", "polite"); // Turns that the page restores are not announced.
     this.isAtEnd = true;
-    const turn = this.add(prompt);
+    const turn = this.add(prompt, this.images.take());
     this.showParts();
     this.answer(turn);
   }
@@ -122,14 +130,15 @@ export class Chat {
   /** Return the response that streams the answer of `turn`; ask for an API key if the server wants one. */
   async ask(turn, goesOn) {
     const { system, tools, temperature, max_tokens } = this.fields();
+    this.images.check(this.pictures());
     const messages = system.trim() ? [{ role: "system", content: system.trim() }] : [];
     for (const each of this.turns) {
       if (each !== turn && !each.text && !each.calls.length) continue; // It failed before its answer began.
       const call = messages.at(-1)?.tool_calls?.[0];
       messages.push(
         call
-          ? { role: "tool", tool_call_id: call.id, content: each.prompt } // The message after a call is its result.
-          : { role: "user", content: each.prompt },
+          ? { role: "tool", tool_call_id: call.id, content: contentOf(each) } // The message after a call is its result.
+          : { role: "user", content: contentOf(each) },
       );
       if (each === turn && !goesOn) break;
       const calls = each.calls.length ? { tool_calls: each.calls } : {};
@@ -169,9 +178,14 @@ export class Chat {
     this.answer(turn);
   }
 
+  /** Return the images of the conversation. */
+  pictures() {
+    return this.turns.flatMap(({ images }) => images);
+  }
+
   /** Add a turn to the conversation. */
-  add(prompt) {
-    const turn = new Turn(prompt, {
+  add(prompt, images) {
+    const turn = new Turn(prompt, images, {
       onRetry: () => this.retry(turn),
       onContinue: () => this.answering ?? this.answer(turn, { goesOn: true }),
     });
@@ -184,7 +198,8 @@ export class Chat {
   keep(isLeft = false) {
     if (this.isLeft) return;
     const turns = this.turns.map((turn) => turn.content(isLeft));
-    this.showNote(this.kept.keep(turns[0].prompt, { settings: this.fields(), turns }));
+    const areTooLarge = this.pictures().reduce((sum, { url }) => sum + url.length, 0) > MOST_IMAGE_CHARACTERS;
+    this.showNote(areTooLarge ? "large" : this.kept.keep(turns[0].prompt || "Image", { settings: this.fields(), turns }));
     this.keptAt = performance.now();
     this.showList();
   }
@@ -214,7 +229,7 @@ export class Chat {
     this.turns = [];
     if (content !== null) this.showFields(content.settings);
     const isFresh = Date.now() - this.kept.changed < SILENCE_MS;
-    for (const each of content?.turns ?? []) this.add(each.prompt).restore(each, isFresh);
+    for (const each of content?.turns ?? []) this.add(each.prompt, each.images ?? []).restore(each, isFresh);
     clearTimeout(this.silence);
     if (isFresh && content?.turns.some(({ isAnswering }) => isAnswering)) {
       this.silence = setTimeout(() => this.adopt(), SILENCE_MS);
@@ -304,6 +319,13 @@ export class Chat {
       if (name in DEFAULTS) this.settings.elements[name].value = value;
     }
   }
+}
+
+/** Return the message of a turn as the content of a request. */
+function contentOf({ prompt, images }) {
+  if (!images.length) return prompt;
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return prompt ? [...parts, { type: "text", text: prompt }] : parts;
 }
 
 /** Return the tools of the settings. */

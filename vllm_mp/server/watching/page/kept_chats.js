@@ -122,6 +122,6 @@ function read(id) {
   }
 }
 
-function isTurn({ prompt, text, thought, calls, speeds }) {
-  return [prompt, text, thought].every((words) => typeof words === "string") && [calls, speeds].every(Array.isArray);
+function isTurn({ prompt, text, thought, calls, speeds, images = [] }) {
+  return [prompt, text, thought].every((words) => typeof words === "string") && [calls, speeds, images].every(Array.isArray);
 }

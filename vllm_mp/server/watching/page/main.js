@@ -54,6 +54,7 @@ const chat = new Chat(askForKey);
 const feed = new LiveFeed({
   onHello: (facts) => {
     chat.model = facts.model;
+    chat.images.setLimits(facts.images);
     dashboard.showFacts(facts);
   },
   onSnapshot: (snapshot, history) => {

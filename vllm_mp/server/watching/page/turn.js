@@ -1,6 +1,7 @@
 // A message and its answer: what arrives of it, how it is shown, and what is kept of it.
 
 import { copyWithButton } from "./clipboard.js";
+import { picture } from "./images.js";
 import { MarkdownView } from "./markdown.js";
 import { counted, latency, number } from "./units.js";
 
@@ -10,13 +11,16 @@ const PAUSE_RATIO = 4; // A view that took a time to draw is drawn again after t
 const KEPT = { text: "", thought: "", calls: [], numTokens: 0, finishReason: null, endedBy: "", error: null, mark: "", speeds: [] };
 
 export class Turn {
-  /** `onRetry()` and `onContinue()` are called when the reader wants another answer, or more of this one. */
-  constructor(prompt, { onRetry, onContinue }) {
+  /** `images` go with the words of `prompt`. `onRetry()` and `onContinue()` are called when the reader wants another answer, or more of this one. */
+  constructor(prompt, images, { onRetry, onContinue }) {
     this.prompt = prompt;
+    this.images = images; // As {name, url}.
     Object.assign(this, structuredClone(KEPT));
     this.element = document.getElementById("turn-template").content.firstElementChild.cloneNode(true);
     this.part = (name) => this.element.querySelector(`.${name}`);
-    this.part("prompt").textContent = prompt;
+    this.part("words").textContent = prompt;
+    this.part("pictures").hidden = !images.length;
+    this.part("pictures").append(...images.map(picture));
     this.part("retry").addEventListener("click", onRetry);
     this.part("continue").addEventListener("click", onContinue);
     this.part("copy").addEventListener("click", () => copyWithButton(this.part("copy"), this.text));
@@ -75,7 +79,7 @@ export class Turn {
   /** Return what is kept of the turn. If the page `isLeft`, the answer in progress ends here. */
   content(isLeft) {
     const kept = Object.fromEntries(Object.keys(KEPT).map((name) => [name, this[name]]));
-    return { prompt: this.prompt, ...kept, isAnswering: this.isAnswering && !isLeft, ...(this.isAnswering && isLeft ? INTERRUPTED : {}) };
+    return { prompt: this.prompt, images: this.images, ...kept, isAnswering: this.isAnswering && !isLeft, ...(this.isAnswering && isLeft ? INTERRUPTED : {}) };
   }
 
   /** Show a kept turn; `isAnswering` says that another tab still gets its answer. */
