@@ -13,14 +13,16 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from support.image_models import IMAGE_TOKEN, image_tokenizer, save_processor
 
 from vllm_mp import LLM, SamplingParams
+from vllm_mp.testing.image_models import save_image_model
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TESTED = {"batch", "concurrent_requests", "embeddings", "http_server", "lora", "recovery", "shared_core", "streaming"}
-TESTED |= {"ray_serve", "stand_in_engine", "timeout", "weight_update"}
+TESTED |= {"images", "ray_serve", "stand_in_engine", "timeout", "weight_update"}
 
 
 def run(name, *arguments):
@@ -155,6 +157,18 @@ def test_ray_serve(small_model, monkeypatch):
         finally:
             watchdog.cancel()
             process.kill()
+
+
+@pytest.mark.slow
+def test_images(tmp_path):
+    tokenizer = image_tokenizer()
+    sizes = {"vocab_size": -(-len(tokenizer) // 8) * 8, "max_position_embeddings": 1024}
+    save_image_model("smolvlm", tmp_path, tokenizer.convert_tokens_to_ids(IMAGE_TOKEN), **sizes)
+    save_processor(tmp_path, "smolvlm")
+    first, second = re.findall(r"\((\d+) of (\d+) tokens were read\)", run("images", tmp_path))
+    assert first[0] == first[1]
+    num_cached = int(second[1]) - int(second[0])
+    assert num_cached >= int(first[1]) // 16 * 16 > 0, "the image and the first question are not read again"
 
 
 @pytest.mark.slow
