@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from vllm_mp.client.images.messages import MAX_FILE_BYTES
+from vllm_mp.client.threads.background_call import call_in_thread
 
 _FETCH_LIMIT_S: Final = 10.0
 """Longest time for fetching an image."""
@@ -23,6 +24,8 @@ _NUM_FETCHES: Final = 4
 """Images that are fetched at a time."""
 _CHUNK_BYTES: Final = 2**16
 _MAX_URL_CHARACTERS: Final = 2048
+_MAX_INLINE_CHARACTERS: Final = 2**18
+"""Length of a data URL above which it is decoded beside the event loop."""
 _TYPES: Final = ("image/", "application/octet-stream")
 """How the type of a file may begin. The file itself says of which format it is."""
 
@@ -43,7 +46,9 @@ class ImageSources:
         if not isinstance(value, str):
             return value
         if value[:5].lower() == "data:":
-            return data_of(value)
+            if len(value) <= _MAX_INLINE_CHARACTERS:
+                return data_of(value)
+            return await call_in_thread(functools.partial(data_of, value))
         host = self._checked_host(value)
         loop = get_running_loop()
         return await loop.run_in_executor(self._executor, functools.partial(fetch, value, host))

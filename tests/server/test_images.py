@@ -229,11 +229,23 @@ def test_tokens_of_conversations_with_images_are_those_of_the_request(served):
     answer = served.post("/v1/responses", {**asked, "max_output_tokens": 1, "truncation": "auto"})
     num_tokens = answer.json()["usage"]["input_tokens"]
     assert num_tokens > NUM_TOKENS
+    call = {"type": "function_call", "call_id": "call", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "call", "output": parts}
+    of_tool = {"input": [{"role": "user", "content": "Look."}, call, result], "max_output_tokens": 1}
+    assert served.post("/v1/responses", of_tool).status_code == 200
+    assert num_image_tokens(served.core.requests[-1]) == [NUM_TOKENS]
     assert served.post("/v1/responses/input_tokens", asked).json()["input_tokens"] == num_tokens
 
 
 CHAT = "/v1/chat/completions"
 PART = "messages[0].content[0]"
+
+
+def input_with_image(url):
+    content = [{"type": "input_text", "text": "Say."}, {"type": "input_image", "image_url": url}]
+    return {"input": [{"role": "system", "content": "Be short."}, {"role": "user", "content": content}]}
+
+
 NO_IMAGE = "data:image/png;base64,eHg="
 
 
@@ -247,6 +259,8 @@ NO_IMAGE = "data:image/png;base64,eHg="
         (CHAT, chat_body(url_part(NO_IMAGE)), PART, f"{PART} cannot be used: it is no image in the format"),
         (CHAT, chat_body({"type": "input_audio"}), f"{PART}.type", "audio"),
         ("/tokenize", chat_body(url_part(NO_IMAGE)), PART, "no image in the format"),
+        ("/v1/responses", input_with_image(NO_IMAGE), "input[1].content[1]", "input[1].content[1] cannot be used"),
+        ("/v1/responses", input_with_image("http://127.0.0.1/"), "input[1].content[1]", "not fetched from"),
     ],
 )
 def test_server_refuses_images_by_field(served, path, body, param, said):

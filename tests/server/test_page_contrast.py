@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.chromium import expect
 from support.contrast import weak_contrasts, without_focus_ring
+from support.image_models import file_of, picture
 from support.page_stand_in import PageStandIn, ask
 from support.server_process import ServedModel
 
@@ -33,6 +34,7 @@ def page(request: pytest.FixtureRequest, browser: "Browser") -> Any:
     """The page with an answer of every kind, in one scheme and width."""
     scheme, width = request.param
     stand_in = PageStandIn(browser, color_scheme=scheme, viewport={"width": width, "height": 900})
+    stand_in.images = {"max_images": 9, "max_file_bytes": 2**20, "max_pixels": 2**20, "max_body_bytes": 2**20}
     page = stand_in.open()
     show_chat(page)
     page.get_by_role("button", name="Settings").click()
@@ -41,6 +43,9 @@ def page(request: pytest.FixtureRequest, browser: "Browser") -> Any:
     stand_in.finish_reason = None
     ask(page, "Question")
     page.locator(".thought summary").click()
+    image = {"name": "cat.png", "mimeType": "image/png", "buffer": file_of(picture(20, 20))}
+    page.locator("#image-files").set_input_files(image)
+    page.get_by_role("button", name="Remove cat.png").wait_for()
     yield page
     stand_in.context.close()
 
@@ -54,8 +59,8 @@ def show_chat(page: "Page") -> None:
 def test_chat_can_be_read(page: "Page") -> None:
     page.evaluate(
         """() => {
-          for (const id of ["chat-note", "welcome"]) document.getElementById(id).hidden = false;
-          document.querySelector("#chat-note").textContent = "A note.";
+          for (const id of ["chat-note", "image-note", "welcome"]) document.getElementById(id).hidden = false;
+          for (const note of document.querySelectorAll(".chat-note")) note.textContent = "A note.";
           const mark = document.querySelector(".restart-mark");
           mark.hidden = false;
           mark.textContent = "The engine restarts.";

@@ -87,6 +87,15 @@ def test_image_over_a_limit_of_the_server_is_made_smaller_and_other_files_are_re
     note = page.locator("#image-note")
     give(page, "drop", "notes.txt", b"my notes", "text/plain")
     expect(note).to_have_text("notes.txt is no image that this browser can read.")
+    # The server does not decode this format.
+    give(
+        page, "paste", "photo.avif", file_of(picture(50, 40), "AVIF"), "image/avif"
+    )  # which the server does not decode
+    ask(page, "What is it?")
+    [sent] = images_of(stand_in.bodies[-1]["messages"][0])
+    assert Image.open(io.BytesIO(sent)).format == "JPEG"
+    expect(note).to_be_hidden()
+    page.get_by_role("button", name="New chat").click()
     large = file_of(picture(400, 300))
     give(page, "paste", "large.png", large)
     expect(note).to_contain_text("large.png was made smaller")

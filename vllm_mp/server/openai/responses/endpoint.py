@@ -27,7 +27,13 @@ from vllm_mp.server.openai.models import check_model
 from vllm_mp.server.openai.output_form import TextFormat
 from vllm_mp.server.openai.responses.body import LOGPROBS, FunctionChoice, ResponseBody, TextConfig
 from vllm_mp.server.openai.responses.events import EventEncoder
-from vllm_mp.server.openai.responses.input import chat_messages, turn_starts, without_older_turns
+from vllm_mp.server.openai.responses.input import (
+    chat_messages,
+    image_paths,
+    num_images,
+    turn_starts,
+    without_older_turns,
+)
 from vllm_mp.server.openai.responses.object import InputTokensDetails, OutputTokensDetails, ResponseObject, Usage
 from vllm_mp.server.openai.responses.output import ResponseOutput
 from vllm_mp.server.openai.sampling_fields import sampling_params
@@ -71,6 +77,7 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
         add_special_tokens=False,
         lora=model.lora,
         form_field="tools" if tools is not None and tools.form is not None else None,
+        image_paths=rendered.image_paths,
     )
     response = ResponseObject(
         id=f"resp_{call.request_id}",
@@ -110,7 +117,7 @@ async def count_input_tokens(call: Call, body: ResponseBody) -> Response:
     params = _params(body, call.server.engine.model_config.default_sampling_params)
     template = call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
     rendered = await _prompt(call, body, _tools(body, call.server, params, template))
-    tokens = await prompt_tokens(call, rendered.prompt(), field="input")
+    tokens = await prompt_tokens(call, rendered.prompt(), field="input", image_paths=rendered.image_paths)
     return Response(msgspec.json.encode(InputTokens(len(tokens))), media_type="application/json")
 
 
@@ -188,12 +195,14 @@ async def _prompt(call: Call, body: ResponseBody, tools: ToolUse | None) -> Rend
 async def _rendered(call: Call, body: ResponseBody, messages: list[ChatMessage], tools: ToolUse | None) -> RenderedChat:
     """Return `messages` as the chat template writes them."""
     effort = None if body.reasoning is None else body.reasoning.effort
+    paths = image_paths(body.input)
     try:
         return await chat_prompt(
             call,
             messages,
             chat_template_kwargs=template_variables(effort, body.chat_template_kwargs),
             tools=None if tools is None else tools.definitions,
+            image_paths=paths[len(paths) - num_images(messages) :],  # those of the oldest turns may be left out
         )
     except ApiError as error:
         if error.param is not None and error.param.startswith("messages"):
@@ -204,8 +213,9 @@ async def _rendered(call: Call, body: ResponseBody, messages: list[ChatMessage],
 async def _fits(call: Call, body: ResponseBody, rendered: RenderedChat) -> bool:
     """Return whether the context has room for the prompt and for the answer."""
     if rendered.images:
-        num_tokens = len(await prompt_tokens(call, rendered.prompt(), field="input"))
-        return num_tokens + (body.max_output_tokens or 1) <= call.server.engine.model_config.max_model_len
+        prompt = rendered.prompt()
+        tokens = await prompt_tokens(call, prompt, field="input", image_paths=rendered.image_paths)
+        return len(tokens) + (body.max_output_tokens or 1) <= call.server.engine.model_config.max_model_len
     return await call.server.engine.has_room(rendered.text, body.max_output_tokens or 1, add_special_tokens=False)
 
 

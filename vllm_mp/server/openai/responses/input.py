@@ -70,6 +70,27 @@ def chat_messages(given: str | list[InputItem], instructions: str | None) -> lis
     return messages
 
 
+def image_paths(given: str | list[InputItem]) -> list[str]:
+    """Return the fields of a request that have the images of its messages, in order."""
+    if isinstance(given, str):
+        return []
+    lists = [
+        (f"input[{index}].{field}", parts)
+        for index, item in enumerate(given)
+        for field, parts in (("content", item.content), ("output", item.output))
+        if isinstance(parts, list)
+    ]
+    return [
+        f"{path}[{index}]" for path, parts in lists for index, part in enumerate(parts) if part.type == "input_image"
+    ]
+
+
+def num_images(messages: list[ChatMessage]) -> int:
+    """Return how many images `messages` have."""
+    contents = [message.content for message in messages]
+    return sum(part.type == "image_url" for content in contents if isinstance(content, list) for part in content)
+
+
 def turn_starts(messages: list[ChatMessage]) -> list[int]:
     """Return where a conversation may begin, as indices of `messages`: at its begin, and at each later user message."""
     return [0, *[index for index, message in enumerate(messages) if message.role == "user"][1:]]
@@ -103,9 +124,9 @@ def _messages(items: list[InputItem]) -> list[ChatMessage]:
                     messages.append(last)
                 last.tool_calls = [*(last.tool_calls or []), _call(item, path)]
             case "function_call_output":
-                text = _text(item.output, f"{path}.output")
+                output = _content(item.output, f"{path}.output", may_have_images=True)
                 call_id = _given(item.call_id, f"{path}.call_id")
-                messages.append(ChatMessage(role="tool", tool_call_id=call_id, content=text))
+                messages.append(ChatMessage(role="tool", tool_call_id=call_id, content=output))
             case "item_reference":
                 message = f"{path} refers to a stored item, and this server stores none; send the item itself"
                 raise ApiError(400, message, param=f"{path}.type", code="unsupported_field")
