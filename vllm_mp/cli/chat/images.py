@@ -75,7 +75,7 @@ async def num_image_tokens(llm: "AsyncLLM", path: Path, content: bytes) -> int:
     images = llm.model_config.images
     if images is None:
         raise ValueError(
-            f"{llm.model_config.served_model_name} takes no images; chat with a model of Idefics3, SmolVLM or LLaVA"
+            f"{llm.model_config.served_model_name} takes no images; chat with a model that does, such as SmolVLM"
         )
     prompt = TokensPrompt(prompt_token_ids=[images.token_id], multi_modal_data={"image": [content]})
     try:
