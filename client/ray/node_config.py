@@ -19,7 +19,11 @@ def config_on_node(encoded: bytes, node_key_file: str) -> VllmConfig:
     if not Path(model.path).exists():
         path = str(
             resolve_model(
-                model.model, revision=model.revision, download_dir=model.download_dir, load_format=model.load_format
+                model.model,
+                revision=model.revision,
+                download_dir=model.download_dir,
+                load_format=model.load_format,
+                mmproj=model.mmproj,
             )
         )
         tokenizer = path if model.tokenizer == model.path else model.tokenizer

@@ -17,6 +17,8 @@ from vllm_mp.core.models.text_part import is_of_images
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, listed
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
+from vllm_mp.core.weights.gguf_tensors import image_tensors
+from vllm_mp.model_store.gguf import mapped_mmproj
 from vllm_mp.requests.images import MAX_IMAGE_BYTES, ImageArray, ProcessedImage
 
 _TEXT_PARTS: Final = ("text_model", "language_model")
@@ -174,7 +176,15 @@ def _load(module: nn.Module, config: ModelConfig) -> None:
     """Fill the parameters from the checkpoint. Raises ValueError that lists what is missing or does not fit."""
     parameters = dict(module.named_parameters())
     missing, problems = set(parameters), []
-    for name, tensor in read_tensors(checkpoint_files(config.folder), None):
+    mmproj = mapped_mmproj(config.folder)
+    if mmproj is None:
+        source, remedy = str(config.folder), "Check that config.json and the weights belong to the same model."
+        tensors = read_tensors(checkpoint_files(config.folder), None)
+    else:
+        source, remedy = mmproj.path, "Convert the model to GGUF again."
+        tensors = image_tensors(mmproj)
+        _fill_unused_norm(parameters, missing)
+    for name, tensor in tensors:
         if not is_of_images(name):
             continue
         own = name.removeprefix("model.")
@@ -192,6 +202,12 @@ def _load(module: nn.Module, config: ModelConfig) -> None:
             missing.discard(found)
     problems += [f"missing {name}" for name in sorted(missing)]
     if problems:
-        raise CheckpointMismatchError(
-            f"{config.folder}: {listed(problems)}. Check that config.json and the weights belong to the same model."
-        )
+        raise CheckpointMismatchError(f"{source}: {listed(problems)}. {remedy}")
+
+
+def _fill_unused_norm(parameters: dict[str, nn.Parameter], missing: set[str]) -> None:
+    """Fill the norm of LLaVA's tower that answers do not depend on, which GGUF files leave out."""
+    for name in set(missing):
+        if name.startswith("vision_tower.") and ".post_layernorm." in f".{name}":
+            parameters[name].fill_(1.0 if name.endswith("weight") else 0.0)
+            missing.discard(name)

@@ -92,6 +92,7 @@ _PRIVATE: Final = {
     "model_config": (
         "model",
         "path",
+        "mmproj",
         "revision",
         "download_dir",
         "tokenizer",

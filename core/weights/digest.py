@@ -11,7 +11,7 @@ import msgspec
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files
-from vllm_mp.model_store.gguf import mapped_gguf
+from vllm_mp.model_store.gguf import mapped_gguf, mapped_mmproj
 from vllm_mp.model_store.gguf_file.reader import GgufFile
 from vllm_mp.model_store.tokenizer_files import TokenizerFiles
 from vllm_mp.wire import ModelDigest
@@ -45,6 +45,8 @@ def weights_digest(config: ModelConfig) -> str:
         return f"dummy {config.weights_seed}"
     if mapped_file := mapped_gguf(config.folder):
         tensors = list(_gguf_tensors(mapped_file.read()))
+        if mmproj := mapped_mmproj(config.folder):
+            tensors += _gguf_tensors(mmproj.read())
     else:
         tensors = [
             tensor

@@ -22,6 +22,7 @@ from vllm_mp.core.weights.checkpoint import CheckpointMismatchError
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockWeight, quantize_blocks
 from vllm_mp.model_store.gguf import MappedGguf, mapped_gguf
 from vllm_mp.model_store.gguf_file.config import GgufFamily, checkpoint_name, family_of
+from vllm_mp.model_store.gguf_file.mmproj import checkpoint_names
 from vllm_mp.model_store.gguf_file.reader import GgufFile, StoredTensor
 from vllm_mp.model_store.gguf_file.rope import ROPE_FACTORS
 
@@ -84,6 +85,21 @@ def gguf_tensors(
     if converted:
         counts = ", ".join(f"{count:,} bytes of {kind}" for kind, count in sorted(converted.items()))
         logger.info("%s: converted when they were loaded: %s", mapped_file.path, counts)
+
+
+def image_tensors(mapped_file: MappedGguf) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name in a checkpoint and the weight, in a float dtype, of each tensor in a file of image parts.
+
+    The consumer must copy a weight before it takes the next one. Raises ValueError as `MappedGguf.read` does.
+    """
+    file = mapped_file.read()
+    names = checkpoint_names(file)
+    maps = [_mapped(part) for part in file.files]
+    for stored_name, stored in file.tensors.items():
+        weight = _weight(maps[stored.part], stored, False)
+        assert isinstance(weight, Tensor)
+        yield names[stored_name], weight
+        _release(maps[stored.part], stored)
 
 
 def _mapped(file: GgufFile) -> mmap.mmap:

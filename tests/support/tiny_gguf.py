@@ -35,7 +35,7 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> d
 
     def add(file_name: str, name: str, *shape: int, heads: int = 0, quantized: bool = False) -> None:
         weight = random.standard_normal(shape, dtype=np.float32)
-        stored = _interleaved(weight, heads) if heads else weight
+        stored = interleaved(weight, heads) if heads else weight
         if quantized:
             blocks = gguf.quantize(stored, gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(file_name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
@@ -59,7 +59,7 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> d
     add("output_norm.weight", "model.norm.weight", HIDDEN)
     add("output.weight", "lm_head.weight", VOCAB, HIDDEN)
 
-    _finish(writer)
+    finish(writer)
     return weights
 
 
@@ -141,7 +141,7 @@ def write_random_gguf(
             stored.append(part if type is None else gguf.dequantize(gguf.quantize(part, type), type))
             if omitted is not None and omitted in place:
                 continue
-            part = _interleaved(part, heads) if interleaves else part
+            part = interleaved(part, heads) if interleaves else part
             if type is not None:
                 writer.add_tensor(f"{place}.{kind}", gguf.quantize(part, type), raw_dtype=type)
             else:
@@ -149,7 +149,7 @@ def write_random_gguf(
                     part = part + 1
                 writer.add_tensor(f"{place}.{kind}", np.ascontiguousarray(part))
         weights[name] = np.concatenate(stored, axis=1) if len(stored) > 1 else stored[0].reshape(weight.shape)
-    _finish(writer)
+    finish(writer)
     return weights
 
 
@@ -167,7 +167,7 @@ def rewrite_tensors(source: Path, path: Path, change: Callable[[Tensor], Iterabl
     for tensor in reader.tensors:
         for name, data, type in change((tensor.name, tensor.data, tensor.tensor_type)):
             writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=type)
-    _finish(writer)
+    finish(writer)
 
 
 def split(source: Path, path: Path, tensors_per_part: int, *, first_has_tensors: bool = True) -> list[Path]:
@@ -218,14 +218,15 @@ def _add_vocabulary(writer: gguf.GGUFWriter, model: str) -> None:
     writer.add_eos_token_id(2)
 
 
-def _finish(writer: gguf.GGUFWriter) -> None:
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _interleaved(weight: Array, heads: int) -> Array:
+def interleaved(weight: Array, heads: int) -> Array:
     """Return the rows in GGUF's order: the two parts of a rotated pair are adjacent, not half a head apart."""
     halves = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))

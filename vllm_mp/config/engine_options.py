@@ -51,6 +51,11 @@ class EngineOptions(Options):
         f"({', '.join(PACKAGED_MODELS)}).",
         subject="model",
     )
+    mmproj: str | None = option(
+        None,
+        "Read the image parts of a model in a .gguf file from this .gguf file. Default: for a folder, the mmproj file "
+        "in it; for a file, none.",
+    )
     tokenizer: str | None = option(
         None, "Use the tokenizer of this hub id or folder. Default: the tokenizer in the model's folder."
     )

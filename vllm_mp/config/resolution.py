@@ -71,6 +71,7 @@ def resolve_config(args: EngineOptions) -> VllmConfig:
         hf_token=args.hf_token,
         download_dir=args.download_dir,
         load_format=args.load_format,
+        mmproj=args.mmproj,
     )
     tokenizer = folder
     if args.tokenizer is not None or args.tokenizer_revision is not None:
@@ -159,6 +160,7 @@ def _speculative_config(
     assert speculation.model is not None
     check_one_process(args, _backends(args)[0])
     draft = copy.copy(args)
+    draft.mmproj = None  # a draft model does not see images
     draft.model, draft.revision, draft.quantization = (
         speculation.model,
         speculation.revision,

@@ -28,6 +28,8 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     """The name that the user gave."""
     path: str
     """The local folder that holds config.json, weights and tokenizer."""
+    mmproj: str | None = None
+    """The GGUF file with the image parts that the user gave; None: none, or the one in the model's folder."""
     tokenizer: str
     """The local folder that holds the tokenizer."""
     revision: str | None = None

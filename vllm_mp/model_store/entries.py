@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_store.folder import SAFETENSORS, weight_files
-from vllm_mp.model_store.gguf import CONVERTER_VERSION, MAPPED_VERSION, PLACE_FILE, is_of_gguf, mapped_gguf
+from vllm_mp.model_store.gguf import (
+    CONVERTER_VERSION,
+    MAPPED_VERSION,
+    PLACE_FILE,
+    is_of_gguf,
+    mapped_gguf,
+    mapped_mmproj,
+)
 from vllm_mp.model_store.own_names import own_names
 from vllm_mp.model_store.package import PACKAGED_MODELS, packaged_folder
 
@@ -68,9 +75,9 @@ def dead_reason(entry: CacheEntry, root: Path) -> str:
         return ""
     if (entry.folder / PLACE_FILE).is_file():
         try:
-            mapped_file = mapped_gguf(entry.folder)
-            assert mapped_file is not None
-            mapped_file.read()
+            for mapped_file in (mapped_gguf(entry.folder), mapped_mmproj(entry.folder)):
+                if mapped_file is not None:
+                    mapped_file.read()
         except (ValueError, OSError) as error:
             return str(error)
         return "" if entry.folder.name.endswith(f"-{MAPPED_VERSION}") else "a later version reads its file again"

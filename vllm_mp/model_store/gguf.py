@@ -26,12 +26,18 @@ from vllm_mp.machine.file_owner import open_own_file
 from vllm_mp.machine.installation import require_engine
 from vllm_mp.model_store.cache import build_once, run_child
 from vllm_mp.model_store.gguf_file.config import GgufFamily, family_of, read_gguf_config
+from vllm_mp.model_store.gguf_file.mmproj import ARCHITECTURE, TEXT_TYPES, read_mmproj
 from vllm_mp.model_store.gguf_file.parts import read_gguf_model
 from vllm_mp.model_store.gguf_file.reader import FileIdentity, GgufFile
+from vllm_mp.model_store.image_parts import placeholder_id, processor_files_beside, write_image_files
 from vllm_mp.model_store.progress import Progress
+from vllm_mp.model_store.tokenizer_files import PROCESSOR_FILES
 
 PLACE_FILE: Final = "gguf_file.json"
 """The file of a model folder that holds a `MappedGguf`."""
+
+MMPROJ_FILE: Final = "mmproj_file.json"
+"""The same for the file with the image parts, in the folder of a model with images."""
 
 NO_TOKENIZER_FILE: Final = "no_tokenizer.txt"
 """The file of a model folder that says why the folder has no tokenizer."""
@@ -89,11 +95,22 @@ def mapped_gguf(folder: Path) -> MappedGguf | None:
 
     Raises ValueError, with the remedy, if the folder's file about it cannot be read.
     """
-    path = folder / PLACE_FILE
+    return _mapped(folder / PLACE_FILE)
+
+
+def mapped_mmproj(folder: Path) -> MappedGguf | None:
+    """Return the GGUF file that has the image parts of the model folder `folder`; None if the folder names none.
+
+    Raises ValueError as `mapped_gguf` does.
+    """
+    return _mapped(folder / MMPROJ_FILE)
+
+
+def _mapped(path: Path) -> MappedGguf | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=MappedGguf) if path.is_file() else None
     except (OSError, msgspec.DecodeError) as error:
-        raise ValueError(f"cannot read {path} ({error}); remove the folder {folder}") from error
+        raise ValueError(f"cannot read {path} ({error}); remove the folder {path.parent}") from error
 
 
 def is_of_gguf(folder: Path) -> bool:
@@ -101,15 +118,28 @@ def is_of_gguf(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (PLACE_FILE, CONVERTED_FILE))
 
 
-def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
+def gguf_model(source: Path, root: Path, progress: Progress, mmproj: Path | None = None) -> Path:
     """Return the model folder of the GGUF file `source`, or of the split file whose part it is, under the cache `root`.
 
-    A file that was written or replaced gets another folder. Raises ValueError naming the file if it is damaged or
-    cannot be converted, OSError if the cache cannot hold the result, RuntimeError if the system ended the converter.
+    With `mmproj`, the GGUF file of its image parts, the model takes images. A file that was written or replaced gets
+    another folder. Raises ValueError naming the file if it is damaged or cannot be converted, or if the two do not
+    belong together, OSError if the cache cannot hold the result, RuntimeError if the system ended the converter.
     """
     file = read_gguf_model(source)
-    if family := family_of(file):
-        return _mapped_model(file, family, root, progress)
+    if file.metadata.get("general.architecture") == ARCHITECTURE:
+        raise ValueError(
+            f"{source} has only the image parts of a model (general.architecture is {ARCHITECTURE!r}): name the folder "
+            "that also holds its text part, or the file of the text part as the model and this file as mmproj"
+        )
+    family = family_of(file)
+    if mmproj is not None and family is None:
+        raise ValueError(
+            f"{source}: general.architecture is {file.metadata.get('general.architecture')!r:.80}: a text part with "
+            f"images ({mmproj.name}) must be one of {', '.join(TEXT_TYPES)}; name its file alone, without mmproj, to "
+            "serve texts without images"
+        )
+    if family:
+        return _mapped_model(file, family, root, progress, None if mmproj is None else read_gguf_model(mmproj))
     paths = [part.path for part in file.files]
     identities = list(map(_identity, paths))
     digests = [_content_sha256(*known, root, progress) for known in zip(paths, identities, strict=True)]
@@ -126,23 +156,31 @@ def gguf_model(source: Path, root: Path, progress: Progress) -> Path:
     return folder
 
 
-def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Progress) -> Path:
-    """Return the folder with configuration, tokenizer and path of `file`, which keeps the weights."""
+def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Progress, mmproj: GgufFile | None) -> Path:
+    """Return the folder with configuration, tokenizer and path of `file`, which keeps the weights, and of `mmproj`."""
     mapped_file = MappedGguf.of(file)
+    mapped_parts = None if mmproj is None else MappedGguf.of(mmproj)
+    beside = {} if mmproj is None else processor_files_beside(mmproj.path)
+    content = mapped_file if mapped_parts is None else (mapped_file, mapped_parts, beside)
     folder = _cache_folder(
-        root, file.path.name, hashlib.sha256(msgspec.json.encode(mapped_file)).hexdigest(), MAPPED_VERSION
+        root, file.path.name, hashlib.sha256(msgspec.json.encode(content)).hexdigest(), MAPPED_VERSION
     )
 
     def build(workspace: Path, lock: int) -> Path:
         config = read_gguf_config(file, family)
+        parts = None if mmproj is None else read_mmproj(mmproj, config, file.path)
         target = workspace / "model"
         # The tokenizer depends on the header alone, so a file that was moved keeps its tokenizer.
         found_folders = _mapped_folders(folder.parent, MAPPED_VERSION)
         same = [other for other, found in found_folders if found.digest == mapped_file.digest]
         if same:
-            shutil.copytree(same[0], target)
+            shutil.copytree(same[0], target, ignore=shutil.ignore_patterns(MMPROJ_FILE, *PROCESSOR_FILES))
         else:
             _convert_tokenizer(file.path, target, lock, progress)
+        if parts is not None and mapped_parts is not None:
+            config = {**parts.config, "image_token_id": placeholder_id(target, parts, file.path)}
+            write_image_files(target, parts, beside)
+            (target / MMPROJ_FILE).write_bytes(msgspec.json.encode(mapped_parts))
         (target / "config.json").write_text(json.dumps(config, indent=2))
         (target / PLACE_FILE).write_bytes(msgspec.json.encode(mapped_file))
         return target

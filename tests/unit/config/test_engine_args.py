@@ -49,7 +49,16 @@ WITHOUT_EFFECT = {"swap_space"}
 SERVED = [name for name in FIELDS if name not in WITHOUT_EFFECT]
 ALIASES = {"half", "float", "fp8_e4m3", "FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA", "uni"}
 """Choices that are replaced by another name."""
-FINDS_FILES = {"model", "tokenizer", "tokenizer_revision", "revision", "hf_token", "download_dir", "load_format"}
+FINDS_FILES = {
+    "model",
+    "mmproj",
+    "tokenizer",
+    "tokenizer_revision",
+    "revision",
+    "hf_token",
+    "download_dir",
+    "load_format",
+}
 """The options that choose files. Their values are used before there is a configuration."""
 NOT_READ = {
     "decoding_config.reasoning_backend",

@@ -69,7 +69,8 @@ class GgufFields:
 
     def error(self, key: str, value: object, reason: str) -> ValueError:
         """Return the error for a field, or for a tensor or a field of the tokenizer with its whole name."""
-        name = key if key.startswith(("rope_f", "tokenizer.")) else self._prefix + key
+        is_whole = key.startswith(("rope_f", "tokenizer.")) or key in self.file.tensors
+        name = key if is_whole else self._prefix + key
         text = repr(value)
         text = text if len(text) <= 80 else text[:77] + "..."
         return ValueError(f"{self.file.path}: {name} is {text}: {reason}; convert the model again")

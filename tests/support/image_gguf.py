@@ -1,0 +1,175 @@
+"""Small random models of texts and images as two GGUF files, as llama.cpp's converters write them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from support.tiny_gguf import finish, interleaved
+from vllm_mp.testing.image_models import make_image_model
+
+Changes = Mapping[str, Any]
+"""Metadata by key; None: the file does not have it."""
+F32, F16, Q8_0 = (getattr(gguf.GGMLQuantizationType, kind) for kind in ("F32", "F16", "Q8_0"))
+MEAN, DEVIATION = [0.5, 0.5, 0.5], [0.25, 0.25, 0.25]
+
+
+def make_half_model(name: str, token_id: int, **text: Any) -> PreTrainedModel:
+    """Return what `make_image_model` returns, with weights that float16 holds exactly."""
+    model = make_image_model(name, token_id, **text).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half().float()
+    return model
+
+
+def write_text_part(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write the text part, a Llama with a vocabulary of byte-level BPE, in F32."""
+    config = model.config.get_text_config()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    add_vocabulary(writer, tokenizer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if ".language_model." not in name and ".text_model." not in name and name != "lm_head.weight":
+            continue
+        own = names.get_name(name.replace("language_model.", "").replace("text_model.", ""), (".weight",))
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(own.split(".")[-2], 0)
+        stored = weight.numpy()
+        writer.add_tensor(own, interleaved(stored, heads) if heads else stored)
+    finish(writer)
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Add the vocabulary of a tokenizer with byte-level BPE."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    special = {token["id"] for token in backend["added_tokens"]}
+    tokens = [tokenizer.convert_ids_to_tokens(index) for index in range(len(tokenizer))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    types = (gguf.TokenType.CONTROL if index in special else gguf.TokenType.NORMAL for index in range(len(tokens)))
+    writer.add_token_types(list(types))
+    writer.add_token_merges([" ".join(pair) for pair in backend["model"]["merges"]])
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def write_mmproj(
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    kind: gguf.GGMLQuantizationType = F32,
+    changes: Changes | None = None,
+    architecture: str = "clip",
+) -> None:
+    """Write the image parts of a model: of LLaVA as its first converter did, of others as the present one does.
+
+    Matrices are of the type `kind`. `changes` are made to the metadata.
+    """
+    is_llava = model.config.model_type == "llava"
+    vision = model.config.vision_config
+    num_layers = vision.num_hidden_layers
+    if is_llava:  # the last layers, whose outputs are not used, are left out
+        num_layers += 1 + model.config.vision_feature_layer
+    metadata: dict[str, Any] = {
+        "clip.has_vision_encoder": True,
+        "clip.projector_type": "mlp" if is_llava else "idefics3",
+        "clip.vision.image_size": vision.image_size,
+        "clip.vision.patch_size": vision.patch_size,
+        "clip.vision.embedding_length": vision.hidden_size,
+        "clip.vision.feed_forward_length": vision.intermediate_size,
+        "clip.vision.block_count": num_layers,
+        "clip.vision.attention.head_count": vision.num_attention_heads,
+        "clip.vision.attention.layer_norm_epsilon": vision.layer_norm_eps,
+        "clip.vision.image_mean": MEAN,
+        "clip.vision.image_std": DEVIATION,
+        "clip.use_gelu": not is_llava,
+    }
+    if is_llava:
+        metadata |= {"clip.has_text_encoder": False, "clip.has_llava_projector": True, "clip.vision.projection_dim": 16}
+    else:
+        metadata |= {
+            "clip.vision.projection_dim": model.config.text_config.hidden_size,
+            "clip.vision.projector.scale_factor": model.config.scale_factor,
+            "clip.vision.preproc_image_size": 64,
+        }
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (metadata | dict(changes or {})).items():
+        if value is not None:
+            _add(writer, key, value)
+    for name, weight in model.state_dict().items():
+        own = _llava_name(name) if is_llava else _name(name, num_layers)
+        if own is None or (is_llava and f".layers.{num_layers}." in name):
+            continue
+        stored = weight.numpy()
+        if stored.ndim == 4 and is_llava:
+            writer.add_tensor(own, stored.astype(np.float16))  # whatever the type of the others
+        elif stored.ndim == 2 and kind != F32 and not own.startswith("v.position"):
+            writer.add_tensor(own, gguf.quantize(stored, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(own, stored)
+    finish(writer)
+
+
+def rounded(model: PreTrainedModel, kind: gguf.GGMLQuantizationType) -> None:
+    """Round the weights of a model as `write_mmproj` with this `kind` does."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_matrix = parameter.ndim == 2 and "position_embedding" not in name
+            if is_matrix and not any(part in name for part in ("language_model", "text_model", "lm_head")):
+                blocks = gguf.quantize(parameter.numpy(), kind)
+                parameter.copy_(torch.from_numpy(gguf.dequantize(blocks, kind)))
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add.get(type(value), writer.add_array)(key, value)
+
+
+def _name(name: str, num_layers: int) -> str | None:
+    """Return the name that the present converter gives a tensor; None for one of the text part."""
+    if ".vision_model." not in name and ".connector." not in name:
+        return None
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, num_layers)
+    own: str | None = names.get_name(name, (".weight", ".bias"))
+    assert own is not None
+    return own
+
+
+def _llava_name(name: str) -> str | None:
+    """Return the name that the converter of LLaVA gives a tensor; None for one that it leaves out.
+
+    It gives the two matrices of a layer each other's names.
+    """
+    if "multi_modal_projector" in name:
+        return name[name.index("linear_") :].replace("linear_1", "mm.0").replace("linear_2", "mm.2")
+    if "vision_tower" not in name or "post_layernorm" in name or "position_ids" in name:
+        return None
+    own = name[name.index("vision_tower.") :].removeprefix("vision_tower.").removeprefix("vision_model.")
+    for old, new in (
+        ("embeddings.class_embedding", "class_embd"),
+        ("embeddings.patch_embedding", "patch_embd"),
+        ("embeddings.position_embedding", "position_embd"),
+        ("pre_layrnorm", "pre_ln"),
+        ("encoder.layers", "blk"),
+        ("self_attn.", "attn_"),
+        ("_proj", ""),
+        ("layer_norm", "ln"),
+        ("mlp.fc1", "ffn_down"),
+        ("mlp.fc2", "ffn_up"),
+    ):
+        own = own.replace(old, new)
+    return f"v.{own}"

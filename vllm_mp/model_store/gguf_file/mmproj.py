@@ -1,0 +1,319 @@
+"""The file with the image parts of a model in GGUF files, `mmproj`: vision tower, projector and image processor.
+
+llama.cpp keeps the text part in a file of its own. The metadata must agree with the shapes of the tensors, and with the
+text part. Served are the projectors of Idefics3 and SmolVLM ("idefics3") and of LLaVA 1.5 ("mlp").
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from vllm_mp.model_store.gguf_file.fields import GgufFields
+from vllm_mp.model_store.gguf_file.reader import GgufFile, read_gguf
+
+ARCHITECTURE: Final = "clip"
+"""`general.architecture` of such files."""
+TEXT_TYPES: Final = ("llama", "qwen2", "qwen3")
+"""The text parts that may have images, by `model_type`."""
+_NAME: Final = "mmproj"
+_TYPES: Final = ("F32", "F16", "BF16", "Q8_0")
+"""The types of tensors that are read."""
+_PROJECTORS: Final = {"idefics3": "Idefics3 and SmolVLM", "mlp": "LLaVA 1.5"}
+_WITHOUT_IMAGES: Final = "name the file of the text part alone to serve texts without images"
+_ZOOM: Final = 4
+"""Tiles along the longest edge of an image of Idefics3 and SmolVLM, if a file does not state the edge."""
+
+_OF_BLOCK: Final = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
+_BLOCK_NAMES: Final = {
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.out_proj",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+_SWAPPED: Final = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+_TOWER_NAMES: Final = {
+    "v.patch_embd": "embeddings.patch_embedding",
+    "v.position_embd": "embeddings.position_embedding",
+}
+_NAMES: Final = {
+    "idefics3": {
+        **{name: f"vision_model.{own}" for name, own in _TOWER_NAMES.items()},
+        "v.post_ln": "vision_model.post_layernorm",
+        "mm.model.fc": "connector.modality_projection.proj",
+    },
+    "mlp": {
+        **{name: f"vision_tower.vision_model.{own}" for name, own in _TOWER_NAMES.items()},
+        "v.pre_ln": "vision_tower.vision_model.pre_layrnorm",
+        "mm.0": "multi_modal_projector.linear_1",
+        "mm.2": "multi_modal_projector.linear_2",
+    },
+}
+"""The names of modules in checkpoints, by projector and by their names in files."""
+_CLASS_EMBEDDING: Final = "v.class_embd"
+
+
+class Mmproj(NamedTuple):
+    """What such a file says of a model."""
+
+    config: dict[str, Any]
+    """The content of config.json, without the placeholder."""
+    processor: dict[str, dict[str, Any]]
+    """The content of each file of the image processor, by its name."""
+    special_tokens: tuple[str, ...]
+    """The tokens that a prompt with an image has; the first is the placeholder."""
+
+
+def is_mmproj(path: Path) -> bool:
+    """Tell by its name or its header whether `path` holds image parts; False for a file that cannot be read."""
+    if _NAME in path.name.lower():
+        return True
+    try:
+        return read_gguf(path).metadata.get("general.architecture") == ARCHITECTURE
+    except ValueError:
+        return False
+
+
+def read_mmproj(file: GgufFile, text: dict[str, Any], text_path: Path) -> Mmproj:
+    """Return what `file` says of a model whose text part is in `text_path` and has the configuration `text`.
+
+    Raises ValueError, naming the file, the field and its value, for a projector or a type of tensors that is not
+    served, for metadata that is missing or ill-typed or does not fit the tensors, and for another text part's file.
+    """
+    return _Reader(file).mmproj(text, text_path)
+
+
+def projector_of(file: GgufFile) -> str:
+    """Return a key of `_PROJECTORS`. Raises ValueError for files of other projectors, and for files without one."""
+    architecture = file.metadata.get("general.architecture")
+    if architecture != ARCHITECTURE:
+        raise ValueError(
+            f"{file.path}: general.architecture is {architecture!r:.80}: a file with a vision tower (mmproj) has "
+            f"{ARCHITECTURE!r}; name such a file, or {_WITHOUT_IMAGES}"
+        )
+    key = "clip.projector_type" if "clip.projector_type" in file.metadata else "clip.vision.projector_type"
+    # The first files of LLaVA do not state the type.
+    default = "mlp" if file.metadata.get("clip.has_llava_projector") is True else None
+    projector = file.metadata.get(key, default)
+    if not isinstance(projector, str) or projector not in _PROJECTORS:
+        known = " and ".join(f"{name!r} ({models})" for name, models in _PROJECTORS.items())
+        raise ValueError(f"{file.path}: {key} is {projector!r:.80}: served are {known}; {_WITHOUT_IMAGES}")
+    return projector
+
+
+def checkpoint_names(file: GgufFile) -> dict[str, str]:
+    """Return the name in a checkpoint of each tensor of `file`. Raises ValueError for a tensor that has none there."""
+    projector = projector_of(file)
+    is_swapped = _has_swapped_names(file)
+    names = {}
+    for name in file.tensors:
+        own = _checkpoint_name(name, projector, is_swapped)
+        if own is None:
+            raise ValueError(
+                f"{file.path}: {name} is a tensor that the image parts of {_PROJECTORS[projector]} do not have; "
+                f"{_WITHOUT_IMAGES}"
+            )
+        names[name] = own
+    return names
+
+
+def _checkpoint_name(name: str, projector: str, is_swapped: bool) -> str | None:
+    tower = "vision_model" if projector == "idefics3" else "vision_tower.vision_model"
+    if block := _OF_BLOCK.fullmatch(name):
+        number, module, kind = block.groups()
+        module = _SWAPPED.get(module, module) if is_swapped else module
+        return f"{tower}.encoder.layers.{number}.{_BLOCK_NAMES[module]}.{kind}" if module in _BLOCK_NAMES else None
+    if name == _CLASS_EMBEDDING and projector == "mlp":
+        return f"{tower}.embeddings.class_embedding"
+    module, _, kind = name.rpartition(".")
+    own = _NAMES[projector].get(module)
+    return f"{own}.{kind}" if own and kind in ("weight", "bias") else None
+
+
+def _has_swapped_names(file: GgufFile) -> bool:
+    """Tell whether `ffn_up` and `ffn_down` have each other's names, as in files of older converters."""
+    down = file.tensors.get("v.blk.0.ffn_down.weight")
+    return down is not None and down.shape[-1] == file.metadata.get("clip.vision.embedding_length")
+
+
+class _Reader(GgufFields):
+    """Reads one file."""
+
+    def mmproj(self, text: dict[str, Any], text_path: Path) -> Mmproj:
+        projector = projector_of(self.file)
+        self._check_text_part(text, text_path)
+        if self.value("has_vision_encoder", True) is not True:
+            raise self.error("has_vision_encoder", self.value("has_vision_encoder", None), "it must be true")
+        for name, tensor in self.file.tensors.items():
+            if tensor.type.name not in _TYPES:
+                raise ValueError(
+                    f"{self.file.path}: {name} is of the type {tensor.type.name}: of image parts, {', '.join(_TYPES)} "
+                    f"are read; use a file in one of them, or {_WITHOUT_IMAGES}"
+                )
+        return self._idefics3(text, text_path) if projector == "idefics3" else self._llava(text, text_path)
+
+    def _check_text_part(self, text: dict[str, Any], text_path: Path) -> None:
+        if text["model_type"] not in TEXT_TYPES:
+            raise ValueError(
+                f"{text_path}: general.architecture is that of {text['model_type']!r}: with {self.file.path.name}, "
+                f"the text part must be one of {', '.join(TEXT_TYPES)}; {_WITHOUT_IMAGES}"
+            )
+
+    def _idefics3(self, text: dict[str, Any], text_path: Path) -> Mmproj:
+        vision = self._tower()
+        self._must_be("clip.use_gelu", True, "the towers of Idefics3 and SmolVLM use GELU")
+        side = vision["image_size"] // vision["patch_size"]
+        self.must_fit("vision.image_size", side**2, self.shape("v.position_embd.weight", 2)[0])
+        scale = self.integer("vision.projector.scale_factor", 2)
+        if side % scale:
+            raise self.error("vision.projector.scale_factor", scale, f"it must divide the {side} patches of a side")
+        width, inputs = self.shape("mm.model.fc.weight", 2)
+        self.must_fit("vision.projector.scale_factor", vision["hidden_size"] * scale**2, inputs)
+        self._check_width(width, text, text_path)
+        edge = self.integer("vision.preproc_image_size", _ZOOM * vision["image_size"])
+        checkpoint_names(self.file)
+        vision |= {"model_type": "idefics3_vision", "hidden_act": "gelu_pytorch_tanh"}
+        return Mmproj(
+            {
+                **self._config("Idefics3ForConditionalGeneration", "idefics3", text, vision),
+                "scale_factor": scale,
+            },
+            {
+                "preprocessor_config.json": {
+                    "image_processor_type": "Idefics3ImageProcessor",
+                    "size": {"longest_edge": edge},
+                    "max_image_size": {"longest_edge": vision["image_size"]},
+                    **self._normalization(),
+                },
+                "processor_config.json": {"image_seq_len": (side // scale) ** 2},
+            },
+            ("<image>", "<fake_token_around_image>"),
+        )
+
+    def _llava(self, text: dict[str, Any], text_path: Path) -> Mmproj:
+        for key in ("vision.image_grid_pinpoints", "vision.mm_patch_merge_type"):
+            if (value := self.value(key, None)) not in (None, "flat"):
+                name = f"clip.{key}"
+                raise ValueError(
+                    f"{self.file.path}: {name} is {value!r:.80}: files of LLaVA 1.6 have it, and only LLaVA 1.5 is "
+                    f"served; {_WITHOUT_IMAGES}"
+                )
+        vision = self._tower()
+        is_gelu = self.value("use_gelu", False)
+        if not isinstance(is_gelu, bool):
+            raise self.error("use_gelu", is_gelu, "it must be true or false")
+        self._must_be("clip.use_silu", False, "the towers of LLaVA 1.5 do not use it")
+        side = vision["image_size"] // vision["patch_size"]
+        self.must_fit("vision.image_size", side**2 + 1, self.shape("v.position_embd.weight", 2)[0])
+        self.must_fit("vision.embedding_length", vision["hidden_size"], self.shape(_CLASS_EMBEDDING, 1)[0])
+        width, inner = self.shape("mm.2.weight", 2)
+        if self.shape("mm.0.weight", 2) != (inner, vision["hidden_size"]):
+            found = list(self.file.tensors["mm.0.weight"].shape)
+            raise self.error("mm.0.weight", found, f"its shape must be {[inner, vision['hidden_size']]}")
+        self._check_width(width, text, text_path)
+        checkpoint_names(self.file)
+        vision |= {"model_type": "clip_vision_model", "hidden_act": "gelu" if is_gelu else "quick_gelu"}
+        size = vision["image_size"]
+        return Mmproj(
+            {
+                **self._config("LlavaForConditionalGeneration", "llava", text, vision),
+                "vision_feature_layer": self._feature_layer(vision["num_hidden_layers"]),
+                "vision_feature_select_strategy": "default",
+            },
+            {
+                "preprocessor_config.json": {
+                    "image_processor_type": "CLIPImageProcessor",
+                    "size": {"shortest_edge": size},
+                    "crop_size": {"height": size, "width": size},
+                    **self._normalization(),
+                },
+                "processor_config.json": {
+                    "patch_size": vision["patch_size"],
+                    "num_additional_image_tokens": 1,
+                    "vision_feature_select_strategy": "default",
+                },
+            },
+            ("<image>",),
+        )
+
+    def _feature_layer(self, num_layers: int) -> int:
+        """Return the layer whose output becomes embeddings, from 1: the last one in the file, unless it says so."""
+        layers = self.value("vision.feature_layer", [num_layers])
+        if not (isinstance(layers, list) and len(layers) == 1 and type(layers[0]) is int):
+            raise self.error("vision.feature_layer", layers, "it must have one number, as in files of LLaVA 1.5")
+        if not 1 <= layers[0] <= num_layers:
+            raise self.error("vision.feature_layer", layers, f"it must be from 1 to {num_layers}, the layers")
+        return layers[0]
+
+    def _tower(self) -> dict[str, Any]:
+        """Return the fields of `vision_config` that all families have."""
+        hidden, heads = self.integer("vision.embedding_length"), self.integer("vision.attention.head_count")
+        layers = self.integer("vision.block_count")
+        size, patch = self.integer("vision.image_size"), self.integer("vision.patch_size")
+        if hidden % heads:
+            raise self.error("vision.attention.head_count", heads, f"it must divide embedding_length, {hidden}")
+        if patch > size:
+            raise self.error("vision.patch_size", patch, f"it must be at most image_size, {size}")
+        self.must_fit("vision.embedding_length", hidden, self.shape("v.position_embd.weight", 2)[1])
+        found = self.shape("v.patch_embd.weight", 4)
+        if found != (hidden, 3, patch, patch):
+            raise self.error("v.patch_embd.weight", list(found), f"its shape must be {[hidden, 3, patch, patch]}")
+        numbers = {int(block[1]) for name in self.file.tensors if (block := _OF_BLOCK.fullmatch(name))}
+        self.must_fit("vision.block_count", layers, len(numbers))
+        inner = self.integer("vision.feed_forward_length")
+        if inner == hidden:  # then swapped names could not be told from others
+            raise self.error("vision.feed_forward_length", inner, "it must not be embedding_length")
+        up, down = (self.shape(f"v.blk.0.{module}.weight", 2) for module in ("ffn_up", "ffn_down"))
+        if {up, down} != {(inner, hidden), (hidden, inner)}:
+            shapes = f"ffn_up and ffn_down have the shapes {list(up)} and {list(down)}, embedding_length is {hidden}"
+            raise self.error("vision.feed_forward_length", inner, shapes)
+        return {
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "image_size": size,
+            "patch_size": patch,
+            "layer_norm_eps": self.number("vision.attention.layer_norm_epsilon"),
+        }
+
+    def _check_width(self, width: int, text: dict[str, Any], text_path: Path) -> None:
+        """Raise ValueError unless embeddings of images are as long as those of the text part."""
+        if width != text["hidden_size"]:
+            raise ValueError(
+                f"{self.file.path}: its projector makes embeddings of {width} elements, and those of "
+                f"{text_path.name} have {text['hidden_size']}: the files belong to different models; name the mmproj "
+                "file of this model"
+            )
+
+    def _must_be(self, name: str, wanted: bool, reason: str) -> None:
+        value = self.file.metadata.get(name, False)
+        if value is not wanted:
+            raise ValueError(f"{self.file.path}: {name} is {value!r:.80}: {reason}; {_WITHOUT_IMAGES}")
+
+    def _normalization(self) -> dict[str, list[float]]:
+        """Return mean and deviation of each colour."""
+        found = {}
+        for key in ("image_mean", "image_std"):
+            values = self.value(f"vision.{key}", None)
+            is_list = isinstance(values, list) and len(values) == 3
+            if not is_list or not all(type(value) is float and math.isfinite(value) for value in values):  # type: ignore[union-attr]
+                raise self.error(f"vision.{key}", values, "it must have a finite number for each of 3 colours")
+            found[key] = [float(value) for value in values]  # type: ignore[union-attr]
+        if not all(value > 0 for value in found["image_std"]):
+            raise self.error("vision.image_std", found["image_std"], "it must have numbers above 0")
+        return found
+
+    def _config(self, name: str, kind: str, text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "architectures": [name],
+            "model_type": kind,
+            "text_config": text,
+            "vision_config": vision,
+            "tie_word_embeddings": text["tie_word_embeddings"],
+            "dtype": text["dtype"],
+        }
