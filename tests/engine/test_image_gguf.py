@@ -4,13 +4,18 @@ import asyncio
 import dataclasses
 import json
 import os
+import shutil
 import signal
 
 import pytest
 from support.image_gguf import DEVIATION, F16, F32, MEAN, Q8_0, make_half_model, rounded, write_mmproj, write_text_part
 from support.image_models import IMAGE_TOKEN, image_tokenizer, picture, processor_files
+from support.tiny_tokenizers import byte_fallback
+from transformers import PreTrainedTokenizerFast
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
+from vllm_mp.client.prompts.tokenizer import get_tokenizer
+from vllm_mp.model_store import resolve_model
 
 pytestmark = pytest.mark.extended
 IMAGES = [picture(50, 40), picture(33, 64, 1)]
@@ -27,11 +32,15 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_MP_CACHE", str(tmp_path / "cache"))
 
 
-def save_pair(folder, family, kind=F32):
-    """Save a model as two GGUF files in `folder`/gguf, and as a checkpoint in `folder`/hub."""
-    tokenizer = image_tokenizer()
+def save_pair(folder, family, kind=F32, tokenizer=None):
+    """Save a model as two GGUF files in `folder`/gguf, and as a checkpoint in `folder`/hub.
+
+    A `tokenizer` that is given has no token for images: the checkpoint has the first token for them.
+    """
+    token_id = 0 if tokenizer else image_tokenizer().convert_tokens_to_ids(IMAGE_TOKEN)
+    tokenizer = tokenizer or image_tokenizer()
     sizes = {"vocab_size": -(-len(tokenizer) // 8) * 8, "max_position_embeddings": 1024}
-    model = make_half_model(family, tokenizer.convert_tokens_to_ids(IMAGE_TOKEN), **sizes)
+    model = make_half_model(family, token_id, **sizes)
     (folder / "gguf").mkdir()
     write_text_part(folder / "gguf" / "model.gguf", model, tokenizer)
     write_mmproj(folder / "gguf" / "mmproj-model.gguf", model, kind=kind)
@@ -61,6 +70,23 @@ async def answers(model, **options):
 def test_two_gguf_files_answer_as_the_checkpoint(family, kind, tmp_path):
     save_pair(tmp_path, family, kind)
     assert asyncio.run(answers(tmp_path / "gguf")) == asyncio.run(answers(tmp_path / "hub"))
+
+
+def test_image_token_that_a_file_of_llava_lacks_takes_the_place_of_the_unknown_token(tmp_path):
+    save_pair(tmp_path, "llava", tokenizer=PreTrainedTokenizerFast(tokenizer_object=byte_fallback()))
+    folder = resolve_model(str(tmp_path / "gguf"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path / "hub")
+    found = asyncio.run(answers(tmp_path / "gguf"))
+    assert found == asyncio.run(answers(tmp_path / "hub"))
+    assert [ids.count(0) for ids, _ in found] == [9 * len(images) for _, images in PROMPTS]
+    text = "<unk> brown é"
+    with_images, text_part = (
+        get_tokenizer(str(path)) for path in (tmp_path / "gguf", tmp_path / "gguf" / "model.gguf")
+    )
+    assert text_part(text).input_ids[0] == 0
+    assert 0 not in with_images(text).input_ids
+    assert with_images("brown é").input_ids == text_part("brown é").input_ids
 
 
 def test_named_file_has_images_with_mmproj_only_and_survives_a_kill(tmp_path):

@@ -1,7 +1,7 @@
 """Small random models of texts and images as two GGUF files, as llama.cpp's converters write them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ def make_half_model(name: str, token_id: int, **text: Any) -> PreTrainedModel:
     return model
 
 
-def write_text_part(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write the text part, a Llama with a vocabulary of byte-level BPE, in F32."""
+def write_text_part(
+    path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, num_tokens: int | None = None
+) -> None:
+    """Write the text part, a Llama, in F32, with the first `num_tokens` tokens of the vocabulary, or all."""
     config = model.config.get_text_config()
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -40,7 +42,7 @@ def write_text_part(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTok
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    add_vocabulary(writer, tokenizer)
+    _add_vocabulary(writer, tokenizer, len(tokenizer) if num_tokens is None else num_tokens)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
         if ".language_model." not in name and ".text_model." not in name and name != "lm_head.weight":
@@ -52,11 +54,14 @@ def write_text_part(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTok
     finish(writer)
 
 
-def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Add the vocabulary of a tokenizer with byte-level BPE."""
+def _add_vocabulary(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast, num_tokens: int) -> None:
+    """Add the vocabulary of a tokenizer with byte-level BPE, or one as SentencePiece makes it."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    if backend["model"]["byte_fallback"]:
+        _add_sentence_pieces(writer, backend["model"]["vocab"])
+        return
     special = {token["id"] for token in backend["added_tokens"]}
-    tokens = [tokenizer.convert_ids_to_tokens(index) for index in range(len(tokenizer))]
+    tokens = [tokenizer.convert_ids_to_tokens(index) for index in range(num_tokens)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
@@ -65,6 +70,18 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast) 
     writer.add_token_merges([" ".join(pair) for pair in backend["model"]["merges"]])
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def _add_sentence_pieces(writer: gguf.GGUFWriter, tokens: Iterable[str]) -> None:
+    """Add `tokens`, of which the first is that for unknown characters and the others are bytes and pieces."""
+    kinds = [gguf.TokenType.BYTE if token.startswith("<0x") else gguf.TokenType.NORMAL for token in tokens]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(list(tokens))
+    writer.add_token_types([gguf.TokenType.UNKNOWN, *kinds[1:]])
+    writer.add_token_scores([-float(index) for index in range(len(kinds))])
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(False)
 
 
 def write_mmproj(

