@@ -73,7 +73,7 @@ class PromptImages:
             name = self._config.model_config.served_model_name
             raise ValueError(
                 f"the model {name} takes no images: leave multi_modal_data out, or serve a model of Idefics3, SmolVLM "
-                "or LLaVA"
+                "or LLaVA, in GGUF files with its mmproj file"
             )
         limit = self._config.multimodal_config.max_images
         if num_images > limit:

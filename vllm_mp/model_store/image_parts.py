@@ -1,6 +1,7 @@
 """What an mmproj file puts into a model folder: the settings of the image processor, and the placeholder."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,7 +11,9 @@ from vllm_mp.model_store.tokenizer_files import PROCESSOR_FILES
 
 _TOKENIZER_FILE: Final = "tokenizer.json"
 _UNKNOWN: Final = "<unk>"
-"""The token for what has none."""
+"""The token for characters that have none."""
+_RESERVED: Final = re.compile(r"<\|reserved_special_token_\d+\|>")
+"""The names of tokens that models of Llama 3 do not use."""
 
 
 def processor_files_beside(mmproj: Path) -> dict[str, dict[str, Any]]:
@@ -31,9 +34,8 @@ def write_image_files(folder: Path, parts: Mmproj, beside: dict[str, dict[str, A
 def placeholder_id(folder: Path, parts: Mmproj, text_path: Path) -> int:
     """Return the token id of the placeholder of images in the tokenizer that was made of the file `text_path`.
 
-    Most files of LLaVA have no such token. Then it takes the place of `<unk>`, which no text needs if the vocabulary
-    has a token for each byte; the tokenizer in `folder` is changed. Raises ValueError, naming the token, if `folder`
-    has no tokenizer, or one that lacks a special token.
+    Most files of LLaVA have no such token. Then it takes the place of a spare one, and the tokenizer in `folder` is
+    changed. Raises ValueError, naming the token, if `folder` has no tokenizer, or one that lacks a special token.
     """
     tokenizer = read_json(folder / _TOKENIZER_FILE, dict)
     if tokenizer is None:
@@ -43,9 +45,9 @@ def placeholder_id(folder: Path, parts: Mmproj, text_path: Path) -> int:
         )
     ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
     placeholder, *others = parts.special_tokens
-    if placeholder not in ids and ids.get(_UNKNOWN) is not None and _has_all_bytes(tokenizer["model"]):
-        _rename_unknown(folder, tokenizer, placeholder)
-        ids[placeholder] = ids.pop(_UNKNOWN)
+    if placeholder not in ids and not others and (spare := _spare_token(ids, tokenizer["model"])):
+        _rename(folder, tokenizer, spare, placeholder)
+        ids[placeholder] = ids.pop(spare)
     for token in (placeholder, *others):
         if token not in ids:
             raise ValueError(
@@ -56,22 +58,29 @@ def placeholder_id(folder: Path, parts: Mmproj, text_path: Path) -> int:
     return int(ids[placeholder])
 
 
-def _has_all_bytes(model: dict[str, Any]) -> bool:
-    """Tell whether a vocabulary writes characters that it does not have as bytes."""
-    return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+def _spare_token(ids: dict[str, int], model: dict[str, Any]) -> str | None:
+    """Return a special token that no text needs; None if there is none.
+
+    It is the last reserved one, as Llama 3 has them, or the unknown token if characters that have no token are bytes.
+    """
+    reserved = [token for token in ids if _RESERVED.fullmatch(token)]
+    if reserved:
+        return max(reserved, key=ids.__getitem__)
+    has_bytes = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+    return _UNKNOWN if _UNKNOWN in ids and has_bytes else None
 
 
-def _rename_unknown(folder: Path, tokenizer: dict[str, Any], name: str) -> None:
-    """Write the tokenizer to `folder` with the name `name` for the token `_UNKNOWN`."""
-    for token in tokenizer["added_tokens"]:
-        token["content"] = name if token["content"] == _UNKNOWN else token["content"]
+def _rename(folder: Path, tokenizer: dict[str, Any], token: str, name: str) -> None:
+    """Write the tokenizer to `folder` with the name `name` for `token`."""
+    for added in tokenizer["added_tokens"]:
+        added["content"] = name if added["content"] == token else added["content"]
     model = tokenizer["model"]
-    model["vocab"] = {name if token == _UNKNOWN else token: number for token, number in model["vocab"].items()}
-    if model.get("unk_token") == _UNKNOWN:
+    model["vocab"] = {name if text == token else text: number for text, number in model["vocab"].items()}
+    if model.get("unk_token") == token:
         model["unk_token"] = name
-    (folder / _TOKENIZER_FILE).write_text(json.dumps(tokenizer, ensure_ascii=False))
+    (folder / _TOKENIZER_FILE).write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     for settings_file in ("tokenizer_config.json", "special_tokens_map.json"):
         settings = read_json(folder / settings_file, dict)
         if settings is not None:
-            settings = {key: name if value == _UNKNOWN else value for key, value in settings.items()}
+            settings = {key: name if value == token else value for key, value in settings.items()}
             (folder / settings_file).write_text(json.dumps(settings, indent=2))

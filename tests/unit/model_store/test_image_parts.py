@@ -90,17 +90,22 @@ def test_processor_files_beside_the_image_parts_are_taken(
         resolve_model(str(pair))
 
 
+WITHOUT_BYTES = {"byte_fallback": True, "vocab": {"<unk>": 0, "a": 1}}
+
+
 @pytest.mark.parametrize(
-    ("tokens", "model", "message"),
+    ("family", "tokens", "model", "message"),
     [
-        ({"<fake_token_around_image>": 91}, {}, "no special token '<image>', which stands for images in prompts"),
-        ({"<image>": 90}, {}, "no special token '<fake_token_around_image>'"),
-        ({"<unk>": 0}, {"byte_fallback": True, "vocab": {"<unk>": 0, "a": 1}}, "no special token '<image>'"),
-        (None, {}, r"text\.gguf has no tokenizer that can be used"),
+        ("smolvlm", {"<fake_token_around_image>": 91}, {}, "no special token '<image>', which stands for images in"),
+        ("smolvlm", {"<image>": 90}, {}, "no special token '<fake_token_around_image>'"),
+        ("llava", {"<unk>": 0}, WITHOUT_BYTES, "no special token '<image>'"),
+        ("llava", {"<unk>": 0}, {"vocab": BYTES}, "no special token '<image>'"),
+        ("llava", None, {}, r"text\.gguf has no tokenizer that can be used"),
     ],
-    ids=["no placeholder", "no other token", "no bytes", "no tokenizer"],
+    ids=["no placeholder", "no other token", "no bytes", "unused bytes", "no tokenizer"],
 )
 def test_vocabulary_without_the_tokens_of_images_is_refused(
+    family: str,
     tokens: dict[str, int] | None,
     model: dict[str, Any],
     message: str,
@@ -113,7 +118,7 @@ def test_vocabulary_without_the_tokens_of_images_is_refused(
         tokenizer |= {"added_tokens": [{"content": text, "id": index} for text, index in tokens.items()]}
         tokenizer["model"] = model
     with pytest.raises(ValueError, match=message):
-        resolve_model(str(write_pair(tmp_path / "pair", models["smolvlm"])))
+        resolve_model(str(write_pair(tmp_path / "pair", models[family])))
 
 
 def test_placeholder_takes_the_place_of_the_unknown_token_with_images_only(
@@ -131,3 +136,19 @@ def test_placeholder_takes_the_place_of_the_unknown_token_with_images_only(
     assert content_of(alone, "tokenizer.json") == tokenizer
     assert gguf.mapped_mmproj(alone) is None
     assert not (alone / "preprocessor_config.json").exists()
+
+
+def test_placeholder_takes_the_place_of_the_last_reserved_token(
+    tmp_path: Path, models: dict[str, PreTrainedModel], tokenizer: dict[str, Any]
+) -> None:
+    names = ["<|begin_of_text|>", "<|reserved_special_token_9|>", "<|reserved_special_token_10|>", "<|eot_id|>"]
+    tokenizer["added_tokens"] = [{"content": name, "id": 90 + index} for index, name in enumerate(names)]
+    tokenizer["model"] = {"vocab": {name: 90 + index for index, name in enumerate(names)}}
+    folder = resolve_model(str(write_pair(tmp_path / "pair", models["llava"])))
+    assert content_of(folder, "config.json")["image_token_id"] == 92
+    assert [token["content"] for token in content_of(folder, "tokenizer.json")["added_tokens"]] == [
+        names[0],
+        names[1],
+        "<image>",
+        names[3],
+    ]
