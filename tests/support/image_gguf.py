@@ -20,10 +20,11 @@ MEAN, DEVIATION = [0.5, 0.5, 0.5], [0.25, 0.25, 0.25]
 
 
 def make_half_model(name: str, token_id: int, **text: Any) -> PreTrainedModel:
-    """Return what `make_image_model` returns, with weights that float16 holds exactly."""
+    """Return what `make_image_model` returns, with random biases and norms, in weights that float16 holds exactly."""
     model = make_image_model(name, token_id, **text).eval()
     for parameter in model.parameters():
-        parameter.data = parameter.data.half().float()
+        noise = 0.1 * torch.randn_like(parameter) if parameter.ndim == 1 else 0
+        parameter.data = (parameter.data + noise).half().float()
     return model
 
 

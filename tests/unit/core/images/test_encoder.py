@@ -16,6 +16,7 @@ from vllm_mp.core.images.image_store import ImageStore
 from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError
+from vllm_mp.core.weights.digest import weights_digest
 from vllm_mp.model_config.images import read_image_config
 from vllm_mp.model_store import gguf
 from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
@@ -56,18 +57,19 @@ def test_text_part_answers_as_transformers(saved):
     assert model.num_parameters < sum(each.numel() for each in hub_model.parameters())
 
 
+def convert_no_tokenizer(source, target, lock, progress):
+    """Write no more of a tokenizer than the special tokens of images."""
+    target.mkdir()
+    tokens = [{"content": text, "id": 90 + i} for i, text in enumerate(("<image>", "<fake_token_around_image>"))]
+    (target / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+
+
 @pytest.mark.parametrize(("family", "kind"), [("smolvlm", F16), ("llava", F32), ("idefics3", Q8_0)])
 def test_gguf_files_give_the_embeddings_of_their_weights(family, kind, tmp_path, monkeypatch):
     model = make_half_model(family, 90)
     write_text_part(tmp_path / "text.gguf", model, image_tokenizer(), num_tokens=97)
     write_mmproj(tmp_path / "mmproj.gguf", model, kind=kind)
-
-    def convert(source, target, lock, progress):
-        target.mkdir()
-        tokens = [{"content": text, "id": 90 + i} for i, text in enumerate(("<image>", "<fake_token_around_image>"))]
-        (target / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
-
-    monkeypatch.setattr(gguf, "_convert_tokenizer", convert)
+    monkeypatch.setattr(gguf, "_convert_tokenizer", convert_no_tokenizer)
     monkeypatch.setenv("VLLM_MP_CACHE", str(tmp_path / "cache"))
     args = AsyncEngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True)
     encoder = encoder_of(args)
@@ -76,11 +78,25 @@ def test_gguf_files_give_the_embeddings_of_their_weights(family, kind, tmp_path,
     image, tensors = image_arrays(encoder._config, 1, seed=1)
     expected = torch.cat(list(model.model.get_image_features(**tensors).pooler_output))
     torch.testing.assert_close(encoder.encode(image, 0, 1), expected.flatten(0, -2), atol=1e-5, rtol=1e-4)
-    write_mmproj(tmp_path / "mmproj.gguf", model, kind=kind)
-    config = AsyncEngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True).create_engine_config()
+    config = args.create_engine_config().model_config
     os.utime(tmp_path / "mmproj.gguf", (1, 1))
     with pytest.raises(ValueError, match=r"mmproj\.gguf was changed or replaced"):
-        ImageEncoder(config.model_config, torch.float32, torch.device("cpu"))
+        ImageEncoder(config, torch.float32, torch.device("cpu"))
+
+
+def test_digest_of_gguf_files_covers_the_image_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf, "_convert_tokenizer", convert_no_tokenizer)
+    monkeypatch.setenv("VLLM_MP_CACHE", str(tmp_path / "cache"))
+    model = make_half_model("llava", 90)
+    write_text_part(tmp_path / "text.gguf", model, image_tokenizer(), num_tokens=97)
+    digests = []
+    for factor in (1, 2, 2):
+        model.model.multi_modal_projector.linear_2.bias.data *= factor
+        write_mmproj(tmp_path / "mmproj.gguf", model)
+        model.model.multi_modal_projector.linear_2.bias.data /= factor
+        args = AsyncEngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True)
+        digests.append(weights_digest(args.create_engine_config().model_config))
+    assert digests[0] != digests[1] == digests[2]
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path):
