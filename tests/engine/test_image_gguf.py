@@ -61,8 +61,8 @@ async def answer(llm, text, images, **params):
     return last.prompt_token_ids, last.outputs[0].token_ids
 
 
-async def answers(model, **options):
-    async with await AsyncLLM.start(dataclasses.replace(OPTIONS, model=str(model), **options)) as llm:
+async def answers(model):
+    async with await AsyncLLM.start(dataclasses.replace(OPTIONS, model=str(model))) as llm:
         return [await answer(llm, *each, max_tokens=12) for each in PROMPTS]
 
 
