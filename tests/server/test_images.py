@@ -349,5 +349,5 @@ def test_chat_with_a_model_without_images_refuses_them(replay_engine, tmp_path):
     path.write_bytes(file_of(CAT))
     with asyncio.Runner() as runner:
         chat = ChatSession(runner, replay_engine, Conversation(None, {}), Screen())
-        with pytest.raises(ValueError, match="smollm2-135m-instruct takes no images; chat with a model of"):
+        with pytest.raises(ValueError, match="smollm2-135m-instruct takes no images; chat with a model that does"):
             run_if_command(chat, f"/image {path}", Lines())
