@@ -88,9 +88,7 @@ def test_image_over_a_limit_of_the_server_is_made_smaller_and_other_files_are_re
     give(page, "drop", "notes.txt", b"my notes", "text/plain")
     expect(note).to_have_text("notes.txt is no image that this browser can read.")
     # The server does not decode this format.
-    give(
-        page, "paste", "photo.avif", file_of(picture(50, 40), "AVIF"), "image/avif"
-    )  # which the server does not decode
+    give(page, "paste", "photo.avif", file_of(picture(50, 40), "AVIF"), "image/avif")
     ask(page, "What is it?")
     [sent] = images_of(stand_in.bodies[-1]["messages"][0])
     assert Image.open(io.BytesIO(sent)).format == "JPEG"
