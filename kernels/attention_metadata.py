@@ -40,6 +40,13 @@ class AttentionMetadata(NamedTuple):
 
     None: no token of the step has an adapter. Attention does not read it; it travels here to the projections.
     """
+    attention_ends: Tensor | None = None
+    """int32 [num_tokens], the number of keys from the start of the row that each query sees; None: up to its own.
+
+    The tokens of an image may see one another (Gemma 3): then this is the end of the image, for each of its tokens. The
+    whole image is in the row's context. Within a row the numbers do not decrease, and for decodes they are `seq_lens`.
+    No graph has them.
+    """
     row_counts: Tensor | None = None
     """int32 [2], the number of decodes, which come first, and of rows that do not pad the step.
 

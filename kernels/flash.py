@@ -106,11 +106,13 @@ def paged_attention(
 ) -> Tensor:
     """Compute `ops.paged_attention`: the prefills by `prefill`, the decodes by `fallback`.
 
-    `fallback` computes the whole step if `metadata.isolates`, which FlashAttention does not support.
+    `fallback` computes the whole step with `metadata.isolates` or `metadata.attention_ends`, which FlashAttention does
+    not support.
     """
     num_decodes = metadata.num_decodes
     options = (scale, sliding_window, soft_cap)
-    if metadata.isolates or num_decodes == metadata.seq_lens.shape[0]:
+    only_decodes = num_decodes == metadata.seq_lens.shape[0]
+    if only_decodes or metadata.isolates or metadata.attention_ends is not None:
         return fallback(q, k_cache, v_cache, metadata, *options)
     prefilled = prefill(
         Prefills(

@@ -193,7 +193,8 @@ def paged_attention(
     `q` [num_tokens, num_heads, head_dim]; caches as in `write_kv`, with `FLOAT8` converted to the dtype of `q` when
     read. The new tokens of all rows must be in the caches already, as a row may read cells that another row of the
     step wrote. Query head h reads KV head h // (num_heads / num_kv_heads). The query at position p sees the keys in
-    (p - sliding_window, p]. With `soft_cap` the scaled scores become soft_cap * tanh(score / soft_cap) before
+    (p - sliding_window, p], or with `metadata.attention_ends` those from p - sliding_window + 1 to its end there. With
+    `soft_cap` the scaled scores become soft_cap * tanh(score / soft_cap) before
     the softmax (Gemma 2). Returns [num_tokens, num_heads, value_dim]; value_dim may differ from head_dim (DeepSeek's
     latent attention).
 

@@ -127,16 +127,22 @@ def paged_attention(
         # Long prompts are cut into pieces, so that the mask of a piece stays bounded.
         piece = max(1, MAX_MASK_ELEMENTS // context)
         cuts = {*range(context - queries, context, piece), context}
+        ends = None if metadata.attention_ends is None else metadata.attention_ends[token : token + queries]
         if metadata.isolates:
             cells = metadata.cell_mapping[token : token + queries]
-            cuts.add(context - queries + _num_finite(k_cache, v_cache, cells))
+            num_isolated = _num_finite(k_cache, v_cache, cells)
+            if ends is not None:
+                num_isolated = int((ends <= context - queries + num_isolated).sum())
+            cuts.add(context - queries + num_isolated)
         for start, stop in itertools.pairwise(sorted(cuts)):
+            first = start - context + queries
             out[token : token + stop - start] = _prefill(
                 q[token : token + stop - start],
                 k_cache,
                 v_cache,
                 metadata.block_table[row],
                 start,
+                None if ends is None else ends[first : first + stop - start],
                 scale,
                 sliding_window,
                 soft_cap,
@@ -345,21 +351,26 @@ def _prefill(
     v_cache: Tensor,
     blocks: Tensor,
     start: int,
+    ends: Tensor | None,
     scale: float,
     window: int | None,
     soft_cap: float | None,
 ) -> Tensor:
-    """Attend from one row's queries at `start` on: `q` [n, num_heads, head_dim], result [n, num_heads, value_dim]."""
-    stop = start + q.shape[0]
+    """Attend from one row's queries at `start` on: `q` [n, num_heads, head_dim], result [n, num_heads, value_dim].
+
+    `ends` [n] are those of the queries in `AttentionMetadata.attention_ends`, or None.
+    """
+    after = start + q.shape[0]
+    stop = after if ends is None else int(ends[-1])
     begin = max(0, start - window + 1) if window else 0
     k = _row_context(k_cache, blocks, begin, stop, q.dtype).transpose(0, 1).unsqueeze(0)
     v = _row_context(v_cache, blocks, begin, stop, q.dtype).transpose(0, 1).unsqueeze(0)
-    causal_only = start == 0 and soft_cap is None and (window is None or window >= stop)
+    causal_only = start == 0 and ends is None and soft_cap is None and (window is None or window >= stop)
     mask = None
     if not causal_only:
-        query_at = torch.arange(start, stop, device=q.device).unsqueeze(1)
+        query_at = torch.arange(start, after, device=q.device).unsqueeze(1)
         key_at = torch.arange(begin, stop, device=q.device)
-        mask = key_at <= query_at
+        mask = key_at <= query_at if ends is None else key_at < ends.unsqueeze(1)
         if window:
             mask &= key_at > query_at - window
     attended = _attend(q.transpose(0, 1).unsqueeze(0), k, v, mask, causal_only, scale, soft_cap)

@@ -67,4 +67,5 @@ def c_metadata(metadata: AttentionMetadata, block_size: int) -> CAttentionMetada
         block_size,
         metadata.cell_mapping.data_ptr(),
         metadata.isolates,
+        None if metadata.attention_ends is None else metadata.attention_ends.data_ptr(),
     )

@@ -84,6 +84,7 @@ class CAttentionMetadata(ctypes.Structure):
         ("block_size", c_int64),
         ("cell_mapping", c_void_p),
         ("isolates", c_int64),
+        ("attention_ends", c_void_p),
     )
 
 

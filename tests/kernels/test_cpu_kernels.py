@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.covering import covering
 from support.key_groups import keys_in_groups, keys_in_order
-from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
+from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, IMAGES, MIXED, PREFILLS, WITH_IMAGES, PagedBatch
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -272,6 +272,17 @@ def test_attention_agrees_with_the_reference(
     got = attend(batch, dtype, batch.metadata, 0.11, window, soft_cap)
     assert got.dtype == dtype
     assert_near(got, expected, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float32, 90), (torch.bfloat16, 7)])
+def test_tokens_of_an_image_see_one_another(build, dtype, window):
+    batch = PagedBatch(WITH_IMAGES, 6, 2, 64, 16, images=IMAGES)
+    batch.round_to(dtype)
+    expected = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.11, window)
+    got = attend(batch, dtype, batch.metadata, 0.11, window)
+    assert_near(got, expected, dtype)
+    isolated = attend(batch, dtype, batch.metadata._replace(isolates=True), 0.11, window)
+    assert torch.equal(isolated, got), "results are batch-invariant"
 
 
 @DTYPES

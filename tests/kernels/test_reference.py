@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.covering import covering
-from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
+from support.paged_batch import DECODES_EVEN, DECODES_RAGGED, IMAGES, MIXED, PREFILLS, WITH_IMAGES, PagedBatch
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -38,6 +38,28 @@ def test_paged_attention_equals_dense_attention(
     scale = head_dim**-0.5
     got = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, scale, window, soft_cap)
     torch.testing.assert_close(got, batch.expected(scale, window, soft_cap), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (9, None), (20, 3.0)])
+def test_tokens_of_an_image_see_one_another(
+    window: int | None, soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = PagedBatch(WITH_IMAGES[:4], 2, 1, 16, 8, images={row: IMAGES[row] for row in (1, 2)})
+    expected = batch.expected(0.25, window, soft_cap)
+    for bound in (reference.MAX_MASK_ELEMENTS, 1000):  # as a whole, and in pieces
+        monkeypatch.setattr(reference, "MAX_MASK_ELEMENTS", bound)
+        got = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, 0.25, window, soft_cap)
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_image_that_is_not_finite_affects_only_itself_and_later_tokens_if_queries_are_isolated() -> None:
+    batch = PagedBatch([(1, 9), (70, 70)], 2, 1, 16, 8, images={1: [(3, 20), (30, 65)]})
+    expected = batch.expected(0.25, None, None)
+    batch.v_cache.flatten(0, 1)[batch.metadata.cell_mapping[1 + 40]] = torch.nan
+    metadata = batch.metadata._replace(isolates=True)
+    got = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, metadata, 0.25)
+    torch.testing.assert_close(got[:31], expected[:31], atol=2e-5, rtol=1e-4)
+    assert got[31:].isnan().all()
 
 
 @pytest.mark.parametrize("rows", [DECODES_RAGGED, MIXED, [(1, 37)]])

@@ -13,6 +13,9 @@ DECODES_EVEN = [(1, 9), (1, 9), (1, 9)]
 DECODES_RAGGED = [(1, 1), (1, 70), (1, 3), (1, 17), (1, 16)]
 PREFILLS = [(5, 5), (20, 33), (16, 16)]
 MIXED = [(1, 40), (1, 2), (7, 7), (3, 50)]
+WITH_IMAGES = [(1, 40), (70, 70), (90, 130), (12, 12), (1000, 1100)]
+IMAGES = {1: [(3, 20), (20, 21), (30, 65)], 2: [(10, 45), (100, 130)], 4: [(480, 700)]}
+"""The images in rows of `WITH_IMAGES`: (first position, end) of each. One had begun before the step."""
 
 
 class PagedBatch:
@@ -26,7 +29,9 @@ class PagedBatch:
         head_dim: int,
         block_size: int,
         value_dim: int | None = None,
+        images: dict[int, list[tuple[int, int]]] | None = None,
     ) -> None:
+        """`images` are (first position, end) of runs of tokens that see one another, by row."""
         generator = torch.Generator().manual_seed(0)
         value_dim = value_dim or head_dim
         self.rows = rows
@@ -43,6 +48,14 @@ class PagedBatch:
         # Entries past a row's blocks lie far beyond the cache.
         padded_tables = [table + [10**6] * (width - len(table)) for table in tables]
         self.metadata = paged_metadata(rows, padded_tables, block_size, "cpu")
+        self._ends = [[*range(1, context + 1)] for _, context in rows]
+        for row, runs in (images or {}).items():
+            for first, end in runs:
+                self._ends[row][first:end] = [end] * (end - first)
+        if images is not None:
+            of_queries = [ends[-count:] for (count, _), ends in zip(rows, self._ends, strict=True)]
+            ends = torch.tensor([*itertools.chain(*of_queries)], dtype=torch.int32)
+            self.metadata = self.metadata._replace(attention_ends=ends)
         whole_rows = [(context, context) for _, context in rows]
         cells = paged_metadata(whole_rows, tables, block_size, "cpu").cell_mapping.split([n for n, _ in whole_rows])
         for row_cells, k, v in zip(cells, self.keys, self.values, strict=True):
@@ -56,16 +69,17 @@ class PagedBatch:
         """Return the attention, computed one query and one head at a time."""
         out = []
         queries = iter(self.q)
-        for (count, context), k, v in zip(self.rows, self.keys, self.values, strict=True):
+        for (count, context), k, v, ends in zip(self.rows, self.keys, self.values, self._ends, strict=True):
             for position in range(context - count, context):
                 q = next(queries)
                 first = max(0, position - window + 1) if window else 0
+                end = ends[position]
                 for_heads = []
                 for head in range(q.shape[0]):
                     shared = head // (q.shape[0] // k.shape[1])
-                    scores = k[first : position + 1, shared] @ q[head] * scale
+                    scores = k[first:end, shared] @ q[head] * scale
                     if soft_cap:
                         scores = soft_cap * torch.tanh(scores / soft_cap)
-                    for_heads.append(torch.softmax(scores, 0) @ v[first : position + 1, shared])
+                    for_heads.append(torch.softmax(scores, 0) @ v[first:end, shared])
                 out.append(torch.stack(for_heads))
         return torch.stack(out)

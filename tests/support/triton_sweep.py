@@ -13,7 +13,7 @@ from torch import Tensor
 
 from support.covering import by_turns, covering, extended
 from support.gpu_device import DEVICE as GPU_DEVICE
-from support.paged_batch import DECODES_RAGGED, MIXED, PREFILLS, PagedBatch
+from support.paged_batch import DECODES_RAGGED, IMAGES, MIXED, PREFILLS, WITH_IMAGES, PagedBatch
 from support.sampling_logits import EQUAL_TO_REFERENCE, impossible_tokens_at_the_end
 from support.token_masks import VOCAB_SIZES, masked_case, same_bits
 from support.triton_interpreter import prepare_once_for_each_launch
@@ -103,6 +103,15 @@ def test_attention_agrees_with_the_reference(
     batch.round_to(SWEPT)
     expected = attend_by_reference(batch, 0.11, window, soft_cap)
     assert_near(attend(batch, SWEPT, 0.11, window, soft_cap), expected, SWEPT)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_tokens_of_an_image_see_one_another(window: int | None) -> None:
+    images = {row: runs for row, runs in IMAGES.items() if row < 4}
+    batch = PagedBatch(WITH_IMAGES[:4], 6, 2, 64, 16, images=images)
+    batch.round_to(SWEPT)
+    expected = attend_by_reference(batch, 0.11, window, None)
+    assert_near(attend(batch, SWEPT, 0.11, window, None), expected, SWEPT)
 
 
 @pytest.mark.parametrize(

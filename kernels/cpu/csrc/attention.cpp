@@ -21,10 +21,16 @@ struct Span {
     int64_t begin, end;
 };
 
+// The position of the first query of a tile.
+inline int64_t first_position(const AttentionMetadata& step, const QueryTile& tile) {
+    return step.seq_lens[tile.row] - (step.query_start[tile.row + 1] - int64_t(tile.first));
+}
+
 // The positions that the queries of a tile see: all, or those of its part.
 inline Span keys_of(const AttentionMetadata& step, const Heads& heads, const QueryTile& tile) {
-    const int64_t end = step.seq_lens[tile.row] - (step.query_start[tile.row + 1] - int64_t(tile.first)) + tile.count;
-    const int64_t begin = heads.window ? std::max<int64_t>(0, end - tile.count + 1 - heads.window) : 0;
+    const int64_t first = first_position(step, tile), last = tile.count - 1;
+    const int64_t end = step.end_of(tile.first + last, first + last);
+    const int64_t begin = heads.window ? std::max<int64_t>(0, first + 1 - heads.window) : 0;
     if (tile.parts == 1) return {tile.row, begin, end};
     const int64_t start = (begin / PART + tile.part) * PART;
     return {tile.row, std::max(begin, start), std::min(end, start + PART)};
@@ -284,12 +290,12 @@ struct Running {
     float* sums;
 };
 
-// Adds a tile of keys to the result of the queries `q` [rows, key dim] of one KV head. Few queries read the values in
-// the cache; for many queries, packing the values is faster.
+// Adds a tile of keys to the result of the queries `q` [rows, key dim] of one KV head. `ends` are those of the query
+// tokens, or null. Few queries read the values in the cache; for many queries, packing the values is faster.
 template <class T>
 void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, const Cache<T>& v,
                  const SoonRows<T>& soon_keys, const SoonRows<T>& soon_values, const T* q, int64_t rows,
-                 int64_t first_position, const Running& running, Scratch<T>& s) {
+                 int64_t first_position, const int32_t* ends, const Running& running, Scratch<T>& s) {
     const int64_t group = heads.group(), dim = heads.padded_value_dim();
     const int count = (keys.to + NR - 1) / NR * NR;
     const T* rows_of_keys[KEYS];  // or groups
@@ -338,7 +344,8 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, con
             if (masks) {
                 const int64_t lowest = heads.window ? position - heads.window + 1 - keys.start : 0;
                 const int32_t from = int32_t(std::max<int64_t>(keys.from, lowest));
-                const int32_t to = int32_t(std::min<int64_t>(keys.to, position + 1 - keys.start));
+                const int64_t end = ends ? ends[row / group] : position + 1;
+                const int32_t to = int32_t(std::min<int64_t>(keys.to, end - keys.start));
                 const vi at = LANES + i;
                 score = select((at >= from) & (at < to), score, splat(NONE));
             }
@@ -398,8 +405,7 @@ template <class T>
 void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
                  const QueryTile& tile, const Span& span, const Span& next, const Caches<T>& caches, Scratch<T>& s) {
     const int64_t rows = tile.count * heads.group(), dim = heads.padded_value_dim();
-    const int64_t first_position =
-        step.seq_lens[tile.row] - (step.query_start[tile.row + 1] - int64_t(tile.first));
+    const int32_t* ends = step.attention_ends ? step.attention_ends + tile.first : nullptr;
     std::fill_n(s.part.begin(), num_heads * rows * dim, 0.0f);
     std::fill_n(s.highest.begin(), num_heads * rows, NONE);
     std::fill_n(s.sums.begin(), num_heads * rows, 0.0f);
@@ -420,7 +426,7 @@ void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t firs
             attend_keys(heads, tile_at(span, at, cells), keys_in(caches, heads, head), values_in(caches, heads, head),
                         SoonRows<T>(keys_in(caches, heads, then_head), then),
                         SoonRows<T>(values_in(caches, heads, then_head), then),
-                        s.q.data() + i * rows * heads.key_dim, rows, first_position, running, s);
+                        s.q.data() + i * rows * heads.key_dim, rows, first_position(step, tile), ends, running, s);
         }
     }
 }

@@ -26,6 +26,12 @@ struct AttentionMetadata {
     int64_t block_size;
     const int64_t* cell_mapping;
     int64_t isolates;
+    const int32_t* attention_ends;  // [num_tokens], or null: each query sees the keys up to its own position
+
+    // The end of the keys that a query token of the step sees, which is at `position` of its row.
+    int64_t end_of(int64_t token, int64_t position) const {
+        return attention_ends ? attention_ends[token] : position + 1;
+    }
 };
 
 struct Heads {

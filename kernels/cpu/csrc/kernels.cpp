@@ -144,7 +144,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0xb0aab7edu; }
+uint32_t vmp_interface() { return 0x22f9b977u; }
 
 int64_t vmp_panel_columns() { return NR; }
 

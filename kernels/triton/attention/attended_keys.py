@@ -48,6 +48,7 @@ def add_keys(
     total,  # float32 [ROWS], the sum of exp(score - highest) so far
     q,  # [ROWS, KEY_TILE]
     query_at,  # int32 [ROWS], the position of each query
+    last_at,  # int32 [ROWS], that of the last key which it sees
     begin,
     stop,
     k_head,
@@ -100,7 +101,7 @@ def add_keys(
         else:
             scores = scores * (scale * _LOG2_E)
         if CAUSAL:
-            seen = key_at[None, :] <= query_at[:, None]
+            seen = key_at[None, :] <= last_at[:, None]
             if WINDOW > 0:
                 seen = seen & (key_at[None, :] > query_at[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))

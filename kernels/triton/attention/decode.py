@@ -414,6 +414,7 @@ def _attend_part(
         tl.zeros([HEAD_TILE], tl.float32),
         queries,
         tl.zeros([HEAD_TILE], tl.int32) + context - 1,
+        tl.zeros([HEAD_TILE], tl.int32) + context - 1,
         begin,
         stop,
         k_cache + kv_head * KEY_DIM,

@@ -35,7 +35,7 @@ def prefill(
     num_prefills = metadata.seq_lens.shape[0] - num_decodes
     num_tiles = (q.shape[0] - num_decodes) // tokens + num_prefills
     num_head_tiles = num_kv_heads * triton.cdiv(group, heads)
-    counted = metadata.row_counts is not None
+    counted, ends = metadata.row_counts is not None, metadata.attention_ends
     looping = num_looping("PREFILL", num_tiles * num_head_tiles, q.device)
     _prefill_kernel[(looping,) if counted else (num_tiles, num_head_tiles)](
         q,
@@ -50,6 +50,7 @@ def prefill(
         metadata.seq_lens.shape[0],
         q.shape[0],
         metadata.row_counts if counted else metadata.seq_lens,
+        metadata.seq_lens if ends is None else ends,
         scale,
         soft_cap or 0.0,
         q.stride(0),
@@ -66,6 +67,7 @@ def prefill(
         WINDOW=window or 0,
         CAPPED=soft_cap is not None,
         COUNTED=counted,
+        ENDED=ends is not None,
         PRODUCT=factor_dtype(q, k_cache),
         **launch,
     )
@@ -85,6 +87,7 @@ def _prefill_kernel(
     num_rows,
     num_tokens,
     row_counts,  # if COUNTED, the numbers of decodes and of rows, else both are arguments
+    attention_ends,  # if ENDED, int32 [num_tokens], else queries see the keys up to their own
     scale,
     soft_cap,
     q_token_stride,
@@ -101,6 +104,7 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     COUNTED: tl.constexpr,
+    ENDED: tl.constexpr,
     PRODUCT: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -131,6 +135,7 @@ def _prefill_kernel(
                 v_cache,
                 out,
                 seq_lens,
+                attention_ends,
                 block_table,
                 table_stride,
                 row,
@@ -152,6 +157,7 @@ def _prefill_kernel(
                 BLOCK_SIZE,
                 WINDOW,
                 CAPPED,
+                ENDED,
                 PRODUCT,
                 ROWS,
                 KEYS,
@@ -183,6 +189,7 @@ def _attend_tile(
     v_cache,
     out,
     seq_lens,
+    attention_ends,
     block_table,
     table_stride,
     row,
@@ -204,6 +211,7 @@ def _attend_tile(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    ENDED: tl.constexpr,
     PRODUCT: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -218,7 +226,12 @@ def _attend_tile(
     head = kv_head * GROUP + in_group
     first_at = context - (end - token)
     query_at = first_at + in_row
+    last_at = query_at
     stop = tl.minimum(first_at + TOKENS, context)
+    if ENDED:
+        ends = tl.load(attention_ends + token + in_row, mask=in_tile, other=0)
+        last_at = tl.where(in_tile, ends - 1, query_at)
+        stop = tl.max(ends, 0)
 
     key_dims = tl.arange(0, KEY_TILE)
     value_dims = tl.arange(0, VALUE_TILE)
@@ -249,6 +262,7 @@ def _attend_tile(
             total,
             queries,
             query_at,
+            last_at,
             oldest,
             seen_by_all,
             k_head,
@@ -278,6 +292,7 @@ def _attend_tile(
         total,
         queries,
         query_at,
+        last_at,
         seen_by_all,
         newest,
         k_head,
@@ -306,6 +321,7 @@ def _attend_tile(
         total,
         queries,
         query_at,
+        last_at,
         newest,
         stop,
         k_head,
