@@ -75,7 +75,7 @@ def load_with_template(
         limit_this_thread(num_threads)
         model, *drafts = config.models
         loaded = load(model, progress)
-        if model.images is not None:
+        if config.images is not None:
             loaded.encoder = ImageEncoder(model, dtype, torch.device("cpu"))
         for draft in drafts:
             loaded.draft = load(draft, lambda _: progress(1.0))

@@ -27,7 +27,7 @@ class EngineControl:
 
     async def reset_mm_cache(self) -> None:
         """Forget images; see `AsyncLLM.reset_mm_cache`."""
-        if self._engine.vllm_config.model_config.images is None:
+        if self._engine.vllm_config.images is None:
             self._engine.attach()
             return
         self._engine.images.forget()

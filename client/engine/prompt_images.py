@@ -59,7 +59,7 @@ class PromptImages:
         if images is None or self._prompt_tokenizer is None:
             return None
         if not self._image_token:
-            self._image_token = str(self._prompt_tokenizer.tokenizer.convert_ids_to_tokens(images.token_id))
+            self._image_token = self._text_of_token(images.placeholder_id)
         return self._image_token
 
     @property
@@ -72,8 +72,8 @@ class PromptImages:
         if self._config.model_config.images is None:
             name = self._config.model_config.served_model_name
             raise ValueError(
-                f"the model {name} takes no images: leave multi_modal_data out, or serve a model of Idefics3, SmolVLM "
-                "or LLaVA, in GGUF files with its mmproj file"
+                f"the model {name} takes no images: leave multi_modal_data out, or serve a model that does, such as "
+                "SmolVLM, LLaVA, Qwen2.5-VL or Gemma 3, in GGUF files with its mmproj file"
             )
         limit = self._config.multimodal_config.max_images
         if num_images > limit:
@@ -84,11 +84,16 @@ class PromptImages:
     def check_without_images(self, token_ids: Sequence[int]) -> None:
         """Raise ValueError, with the remedy, for a prompt without images that has placeholders."""
         images = self._config.model_config.images
-        if images is not None and (num_placeholders := list(token_ids).count(images.token_id)):
-            raise ValueError(
-                f"the prompt has {num_placeholders} image tokens ({self.image_token or images.token_id!r}) and no "
-                "image; give the images in multi_modal_data, or remove these tokens"
-            )
+        if images is None:
+            return
+        ids = list(token_ids)
+        for token in dict.fromkeys((images.placeholder_id, images.token_id)):
+            if count := ids.count(token):
+                text = token if self._prompt_tokenizer is None else self._text_of_token(token)
+                raise ValueError(
+                    f"the prompt has {count} image tokens ({text!r}) and no image; give the images in "
+                    "multi_modal_data, or remove these tokens"
+                )
 
     async def prompt(
         self,
@@ -112,7 +117,7 @@ class PromptImages:
             assert text is not None
             expand_text(text, image_token, [_UNKNOWN] * len(given))  # so that a wrong number costs nothing
         else:
-            expand_ids(token_ids, config.token_id, image_token, [()] * len(given))
+            expand_ids(token_ids, config.placeholder_id, image_token, [()] * len(given))
         all_options = {**(self._config.multimodal_config.mm_processor_kwargs or {}), **options}
         packed = packed_processor_options("mm_processor_kwargs", all_options)
         results: list[ImageResult] = []
@@ -124,7 +129,8 @@ class PromptImages:
                     f"the arrays of the first {number + 1} images have {num_bytes} bytes, the limit for a prompt is "
                     f"{_MAX_PROMPT_BYTES}; give fewer or smaller images"
                 )
-        tokens = [self._tokens(result, number, image_token) for number, result in enumerate(results)]
+        token = self._text_of_token(config.token_id)
+        tokens = [self._tokens(result, number, token) for number, result in enumerate(results)]
         if token_ids is None:
             assert text is not None
             expanded = expand_text(text, image_token, tokens)
@@ -132,7 +138,7 @@ class PromptImages:
         else:
             no_special = {"add_special_tokens": False}
             texts = {image.text: await self._prompt_tokenizer.ids(image.text, no_special) for image in tokens}
-            ids = expand_ids(token_ids, config.token_id, image_token, [texts[image.text] for image in tokens])
+            ids = expand_ids(token_ids, config.placeholder_id, image_token, [texts[image.text] for image in tokens])
         placed = place(ids, config.token_id, tokens)
         images = {result.digest: ProcessedImage(result.digest, result.arrays) for result in results}
         return PromptWithImages(ids, placed, list(images.values()))
@@ -145,6 +151,10 @@ class PromptImages:
         """End the image processes; callers that wait get a RuntimeError. Idempotent; from any thread."""
         if self._processes is not None:
             self._processes.close()
+
+    def _text_of_token(self, token_id: int) -> str:
+        assert self._prompt_tokenizer is not None
+        return str(self._prompt_tokenizer.tokenizer.convert_ids_to_tokens(token_id))
 
     def _tokens(self, result: ImageResult, number: int, image_token: str) -> ImageTokens:
         """Return the tokens of the image `number`. Raises ValueError if it has none, or too many runs of them."""
@@ -178,8 +188,7 @@ class PromptImages:
         if self._processes is None:
             model = self._config.model_config
             assert model.images is not None
-            assert self.image_token is not None
-            self._processor = model_processor(model.images, self.image_token, self._files(), model.hf_config)
+            self._processor = model_processor(model.images, self._text_of_token, self._files(), model.hf_config)
             self._processes = ImageProcesses(self._processor.image_processor)
         return self._processes
 

@@ -102,6 +102,8 @@ def process(processor: Any, job: ImageJob) -> ImageResult:
     if "image_grid_thw" in made:
         made["pixel_values"] = _one_frame(made["pixel_values"], processor.temporal_patch_size, options)
     rows, columns = (int(made.pop(name)[0][0]) if name in made else 0 for name in _SPLIT_SIZES)
+    if "num_crops" in made:  # of Gemma 3, beside the whole image
+        rows, columns = 1, int(made.pop("num_crops")[0])
     arrays = [_array(name, value) for name, value in made.items()]
     num_bytes = sum(len(array.data) for array in arrays)
     if num_bytes > MAX_IMAGE_BYTES:

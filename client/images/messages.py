@@ -47,6 +47,6 @@ class ImageResult(msgspec.Struct, array_like=True, frozen=True):
     arrays: list[ImageArray] = []
     rows: int = 0
     columns: int = 0
-    """Rows and columns of tiles into which the image was split; 0 and 0: it was not."""
+    """Rows and columns of tiles into which the image was split, beside the whole image; 0: it was not."""
     error: str = ""
     """What is wrong with the image or the options, with the remedy; empty: nothing."""

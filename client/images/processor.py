@@ -20,6 +20,7 @@ _PROCESSORS: Final = {
     "llava": ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor"),
     "qwen2_vl": ("Qwen2VLImageProcessor",),
     "qwen2_5_vl": ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor"),
+    "gemma3": ("Gemma3ImageProcessor",),
 }
 """The image processors that a model of each family may have; the first is that of a folder which names none."""
 _PIXEL_LIMITS: Final = ("min_pixels", "max_pixels", "size")
@@ -28,6 +29,14 @@ _DEFAULT_SIZE: Final = {"shortest_edge": 56 * 56, "longest_edge": 1280 * 28 * 28
 _GRID_BYTES: Final = 24
 _DEFAULT_TOKENS_PER_TILE: Final = 169
 """Image tokens of a tile if the folder of an Idefics3 or SmolVLM model does not say, as in transformers."""
+_GEMMA3_SETTINGS: Final = {
+    "do_convert_rgb": True,
+    "do_pan_and_scan": False,
+    "pan_and_scan_min_crop_size": 256,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+"""What the processor of Gemma 3 has its image processor do, whatever the folder says, as in transformers."""
 
 
 class ModelProcessor(NamedTuple):
@@ -45,9 +54,14 @@ def read_processor_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def model_processor(
-    images: ImageConfig, image_token: str, files: dict[str, dict[str, Any]], hf_config: dict[str, Any]
+    images: ImageConfig,
+    text_of_token: Callable[[int], str],
+    files: dict[str, dict[str, Any]],
+    hf_config: dict[str, Any],
 ) -> ModelProcessor:
     """Return the processor of a model that takes images; `files` are those of `read_processor_files`.
+
+    `text_of_token` returns the text of a token of the model's tokenizer.
 
     No code that a folder names is run: its processor must be one of transformers' own. Raises ValueError, with the
     remedy, if the files have no image processor or one that the model cannot have.
@@ -66,14 +80,36 @@ def model_processor(
             f"the model's image processor {name!r:.100} is not served for {images.family}; use a checkpoint with "
             + " or ".join(known)
         )
-    chosen = ProcessorSettings(f"{name}Pil", json.dumps(settings).encode())
+    image_token = text_of_token(images.token_id)
+    if images.begin_id is not None and images.end_id is not None:
+        settings = {**settings, **_GEMMA3_SETTINGS}
+        num_tokens = _integer("image_seq_length", whole.get("image_seq_length", images.tile_tokens), 1)
+        tile = f"\n\n{text_of_token(images.begin_id)}{image_token * num_tokens}{text_of_token(images.end_id)}\n\n"
+        return ModelProcessor(_settings(name, settings), _panned_text(tile))
     if images.merge_size:
-        chosen = ProcessorSettings("Qwen2VLImageProcessorPil", json.dumps(_bounded(settings, images)).encode())
-        return ModelProcessor(chosen, _grid_text(image_token, images.merge_size))
+        bounded = _settings("Qwen2VLImageProcessor", _bounded(settings, images))
+        return ModelProcessor(bounded, _grid_text(image_token, images.merge_size))
+    chosen = _settings(name, settings)
     if images.family == "llava":
         return ModelProcessor(chosen, _llava_text(image_token, whole, hf_config))
     num_tokens = whole.get("image_seq_len", _DEFAULT_TOKENS_PER_TILE)
     return ModelProcessor(chosen, _tiled_text(image_token, _integer("image_seq_len", num_tokens, 1)))
+
+
+def _settings(name: str, settings: dict[str, Any]) -> ProcessorSettings:
+    return ProcessorSettings(f"{name}Pil", json.dumps(settings).encode())
+
+
+def _panned_text(tile: str) -> Callable[[ImageResult], str]:
+    """Return `text_of` of Gemma 3: the whole image, and with pan and scan the crops that were made of it."""
+
+    def text_of(image: ImageResult) -> str:
+        if not image.columns:
+            return tile
+        crops = " ".join([tile] * image.columns)
+        return f"Here is the original image {tile} and here are some crops to help you see better {crops}"
+
+    return text_of
 
 
 def _tiled_text(image_token: str, num_tokens: int) -> Callable[[ImageResult], str]:

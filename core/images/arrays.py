@@ -21,6 +21,8 @@ class ImageShape(NamedTuple):
     columns: int = 0
     """Number of embeddings in a row of the image, whose rows and columns are positions of the tokens; 0: they are
     not."""
+    is_whole: bool = False
+    """True: the tokens of a tile attend to one another, so a step computes all of them or none."""
 
 
 def image_shape(image: ProcessedImage, config: ImageConfig) -> ImageShape:
@@ -30,7 +32,7 @@ def image_shape(image: ProcessedImage, config: ImageConfig) -> ImageShape:
     not looked at, which would take time for each tile.
     """
     arrays = {array.name: array for array in image.arrays}
-    allowed = {_PIXELS, _MASK} if config.has_many_tiles else {_PIXELS}
+    allowed = {_PIXELS, _MASK} if config.has_masks else {_PIXELS}
     if config.merge_size:
         allowed = {_PIXELS, _GRID}
     if _PIXELS not in arrays or len(arrays) != len(image.arrays) or not arrays.keys() <= allowed:
@@ -53,7 +55,7 @@ def image_shape(image: ProcessedImage, config: ImageConfig) -> ImageShape:
         begins = np.frombuffer(mask.data, mask.dtype)[:: size * size]
         if math.prod(mask.shape[:-2]) != num_tiles or not begins.all():
             raise ValueError(f"pixel_attention_mask must begin with an image in each of {num_tiles} tiles; {_REMEDY}")
-    return ImageShape(num_tiles, config.tile_tokens)
+    return ImageShape(num_tiles, config.tile_tokens, is_whole=config.attends_both_ways)
 
 
 def _grid_shape(arrays: dict[str, ImageArray], config: ImageConfig) -> ImageShape:

@@ -69,8 +69,8 @@ class ImageEncoder:
         """Return the embeddings [num_tokens, hidden_size] of the tiles [first_tile, last_tile) of an image.
 
         Its shape must have been checked. `beat` is called after each layer. The embeddings of a tile that no processor
-        makes, with values that are not finite or, of several tiles, with zeros only, are NaN, so that its request fails
-        alone.
+        makes, with values that are not finite or, of a model with masks, with zeros only, are NaN, so that its request
+        fails alone.
         """
         self._beat = beat
         arrays = {array.name: array for array in image.arrays}
@@ -83,7 +83,7 @@ class ImageEncoder:
         for number in range(first_tile, last_tile):
             pixels = _tile(arrays["pixel_values"], 3, number, self._device).to(self._dtype)
             # transformers leaves tiles of zeros out, as padding.
-            is_left_out = self._config.has_many_tiles and not pixels.any()
+            is_left_out = self._config.has_masks and not pixels.any()
             if is_left_out or not pixels.sum(dtype=torch.float64).isfinite():
                 parts.append(pixels.new_full((self._config.tile_tokens, self._hidden_size), torch.nan))
                 continue
@@ -93,6 +93,8 @@ class ImageEncoder:
                     vision_feature_layer=module.config.vision_feature_layer,
                     vision_feature_select_strategy=module.config.vision_feature_select_strategy,
                 )
+            elif self._config.family == "gemma3":
+                output = module.get_image_features(pixel_values=pixels[None])
             else:
                 mask = None if masks is None else _tile(masks, 2, number, self._device).bool()[None, None]
                 output = module.get_image_features(pixel_values=pixels[None, None], pixel_attention_mask=mask)
@@ -178,7 +180,11 @@ def _load(module: nn.Module, config: ModelConfig) -> None:
     missing, problems = set(parameters), []
     mmproj = mapped_mmproj(config.folder)
     if mmproj is None:
-        source, remedy = str(config.folder), "Check that config.json and the weights belong to the same model."
+        source = str(config.folder)
+        remedy = (
+            "Check that config.json and the weights belong to the same model, or leave images out with "
+            'limit_mm_per_prompt={"image": 0}.'
+        )
         tensors = read_tensors(checkpoint_files(config.folder), None)
     else:
         source, remedy = mmproj.path, "Convert the model to GGUF again."

@@ -1,4 +1,9 @@
-"""The images of a request: which tokens of its prompt stand for which embeddings."""
+"""The images of a request: which tokens of its prompt stand for which embeddings.
+
+The tokens of an image may attend to one another (Gemma 3). Then a step computes all of them or none, so a chunk of a
+prompt ends at no token within an image. A cached prefix may end there: its keys and values were computed by a step with
+the whole image, which the hashes of its blocks cover. The tokens that are left see the cached ones and one another.
+"""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -46,12 +51,19 @@ class RequestImages:
                         "images must stand at tokens of the prompt, one after another; got "
                         f"{count} tokens from {first} on in a prompt of {num_prompt_tokens}, after token {end - 1}"
                     )
+                if image.shape.is_whole and count != image.shape.tile_tokens:
+                    raise ValueError(
+                        f"a tile of an image of this model must stand at {image.shape.tile_tokens} consecutive tokens, "
+                        f"got a span of {count}"
+                    )
                 parts.append(ImagePart(first, image, offset, count))
                 end, offset = first + count, offset + count
             if offset != image.num_tokens:
                 raise ValueError(
                     f"an image has {image.num_tokens} embeddings, but its places in the prompt have {offset} tokens"
                 )
+        self.are_whole = any(image.shape.is_whole for image in images)
+        """True: the tokens of a part attend to one another, and a step computes all of them or none."""
         self._parts = parts
         self._ends = np.array([part.position + part.num_tokens for part in parts], np.int64)
         self.images = list({id(image): image for image in images}.values())
@@ -84,6 +96,13 @@ class RequestImages:
             shift += max(part.num_tokens // columns, columns) - part.num_tokens
         positions[:, end:] = np.arange(end, num_tokens) + shift
         return positions
+
+    def divided_by(self, position: int) -> tuple[int, int] | None:
+        """Return (first token, end) of the part that begins before `position` and ends after it; None if none does."""
+        index = int(np.searchsorted(self._ends, position, "right"))
+        if index == len(self._parts) or self._parts[index].position >= position:
+            return None
+        return self._parts[index].position, int(self._ends[index])
 
     def overlaps(self, first: int, last: int) -> bool:
         """Return whether any of the tokens [first, last) stands for an embedding."""

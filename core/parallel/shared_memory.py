@@ -42,6 +42,7 @@ class MemoryLayout(msgspec.Struct, frozen=True, kw_only=True):
         step_tokens = scheduler.max_num_batched_tokens or max(
             _MIN_STEP_TOKENS, scheduler.max_num_seqs, model.max_model_len
         )
+        step_tokens += config.num_excess_tokens
         max_blocks = -(-model.max_model_len // config.cache_config.block_size)
         step_bytes = 64 + message_bytes(scheduler.max_num_seqs, step_tokens, max_blocks)
         return cls(

@@ -75,6 +75,8 @@ class Batch:
         """Rows whose output must match a grammar."""
         self.has_embeds = np.zeros(max_num_seqs, np.bool_)
         """Rows whose prompt is given as embeddings, in the place of all tokens or, of images, of some."""
+        self.has_whole_images = np.zeros(max_num_seqs, np.bool_)
+        """Rows of whose images a step computes all tokens or none, because these attend to one another."""
         self.num_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
         self.sampling = np.zeros(max_num_seqs, _SAMPLING_COLUMNS)
@@ -132,6 +134,7 @@ class Batch:
             or (request.logits_processors is not None and request.logits_processors.reads_output)
         )
         self.has_embeds[row] = request.prompt_embeds is not None or request.images is not None
+        self.has_whole_images[row] = request.images is not None and request.images.are_whole
         self.num_logprobs[row] = request.num_logprobs
         self.num_prompt_logprobs[row] = request.num_prompt_logprobs
         if isinstance(request.params, SamplingParams):

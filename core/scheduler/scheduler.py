@@ -460,6 +460,8 @@ class Scheduler:
         if known > batch.num_prompt_tokens[row] and wanted > batch.num_forced_tokens[row] + 1:
             wanted -= 1  # A decode computes the last output.
         count = prefills.chunk(wanted)
+        if batch.has_whole_images[row] and (images := batch.request(row).images) is not None:
+            count = prefills.whole(images, computed, count)
         if count > 0:
             self.cache.register(row, computed + count)
         prefills.add(row, count, wanted)
@@ -489,7 +491,9 @@ class Scheduler:
             if wanted > 1 and request.num_output_tokens:
                 wanted -= 1  # A decode computes the last output.
             count = prefills.chunk(wanted)
-            if count < wanted and not config.enable_chunked_prefill:
+            if request.images is not None and request.images.are_whole:
+                count = prefills.whole(request.images, num_cached, count)
+            if not count or (count < wanted and not config.enable_chunked_prefill):
                 break
             self.waiting.pop(request, wanted)
             row = batch.add(request, cache.allocate(request, found), num_cached)

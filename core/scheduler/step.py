@@ -6,7 +6,7 @@ its `ModelOutput`. The `StepUpdate` holds the changes.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Counts, Mask, Rows, Vec
 from vllm_mp.core.scheduler.request import Request, RequestKey
 from vllm_mp.core.speculation.drafts import Drafts, num_accepted, spread
 from vllm_mp.wire import Finished, TokenLogprobs
+
+if TYPE_CHECKING:
+    from vllm_mp.core.images.request_images import RequestImages
 
 
 class ScheduledStep(NamedTuple):
@@ -40,6 +43,10 @@ class ScheduledStep(NamedTuple):
     """Tokens of prompts; rows in decode have none."""
     drafts: Drafts | None = None
     """The drafts among the tokens; None if no row has any."""
+    attention_ends: Counts | None = None
+    """[num_tokens] the number of tokens of its row that each token sees; None: it sees those up to itself.
+
+    Not None only for steps with images whose tokens attend to one another."""
 
     @classmethod
     def of(
@@ -58,7 +65,8 @@ class ScheduledStep(NamedTuple):
         is_pooled = batch.is_pooled[rows]
         after_update = bool(batch.reads_output[rows[awaits]].any())
         samples, pools = reaches_end & ~is_pooled, reaches_end & is_pooled
-        return cls(rows, counts, num_decodes, samples, pools, awaits, awaited, after_update, drafts=drafts)
+        ends = _attention_ends(batch, rows, counts)
+        return cls(rows, counts, num_decodes, samples, pools, awaits, awaited, after_update, 0, drafts, ends)
 
     @property
     def num_choices(self) -> Counts:
@@ -100,7 +108,7 @@ class ScheduledStep(NamedTuple):
         return is_yielded
 
     def of_rows(self, is_kept: Mask) -> "ScheduledStep":
-        """Return the step with the rows that `is_kept` [num_rows] marks, without awaited tokens."""
+        """Return the computed step with the rows that `is_kept` [num_rows] marks, without awaited tokens."""
         return self._replace(
             rows=self.rows[is_kept],
             counts=self.counts[is_kept],
@@ -108,7 +116,25 @@ class ScheduledStep(NamedTuple):
             samples=self.samples[is_kept],
             pools=self.pools[is_kept],
             drafts=None if self.drafts is None else self.drafts.of_rows(is_kept),
+            attention_ends=None,
         )
+
+
+def _attention_ends(batch: Batch, rows: Rows, counts: npt.NDArray[np.int64]) -> Counts | None:
+    """Return `ScheduledStep.attention_ends` of a step of the next `counts` [num_rows] tokens of `rows` [num_rows]."""
+    if not batch.has_whole_images[rows].any():
+        return None
+    firsts, starts = batch.num_computed_tokens[rows], np.cumsum(counts) - counts
+    ends = None
+    for i in np.flatnonzero(batch.has_whole_images[rows] & (firsts < batch.num_prompt_tokens[rows])).tolist():
+        first, images = int(firsts[i]), batch.request(int(rows[i])).images
+        assert images is not None
+        for part in images.parts(first, first + int(counts[i])):
+            if ends is None:
+                ends = 1 + np.arange(int(counts.sum())) - np.repeat(starts - firsts, counts)
+            at = int(starts[i]) + part.position - first
+            ends[at : at + part.num_tokens] = part.position + part.num_tokens
+    return ends
 
 
 class Prefills:
@@ -133,7 +159,21 @@ class Prefills:
 
     def chunk(self, wanted: int) -> int:
         """Return the number of tokens that a prompt gets if it wants `wanted`; may be 0."""
-        return min(wanted, -(-self.budget // max(1, self._shares - self.num_partial)))
+        return min(wanted, -(-max(0, self.budget) // max(1, self._shares - self.num_partial)))
+
+    def whole(self, images: "RequestImages", first: int, count: int) -> int:
+        """Return the number of tokens that a prompt gets from `first` on instead of `count`, so as to divide no image.
+
+        An image at `first` that exceeds the budget is computed nevertheless if no other prompt has tokens in the step,
+        so that it never waits for ever.
+        """
+        divided = images.divided_by(first + count) if count else None
+        if divided is None:
+            return count
+        begin, end = divided
+        if begin > first:
+            return begin - first
+        return end - first if end - first <= self.budget or not self.num_prompt_tokens else 0
 
     def add(self, row: int, count: int, wanted: int) -> None:
         """Give `row` a chunk of `count` tokens, where it wants `wanted`."""

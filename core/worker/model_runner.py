@@ -142,7 +142,7 @@ class ModelRunner:
         self.images: ImageEncoder | None = None
         """Makes embeddings of images; None if the model takes none, or another rank makes them."""
         self._encoder_memory: EncoderMemory | None = None
-        if config.model_config.images is not None and self._all_ranks.rank == 0:
+        if config.images is not None and self._all_ranks.rank == 0:
             held_encoder = None if loaded is None else loaded.encoder
             self.images = held_encoder or ImageEncoder(config.model_config, dtype, device)
             self._encoder_memory = EncoderMemory(self.images, device, beat, loaded)
@@ -358,7 +358,7 @@ class ModelRunner:
         if embeds is not None:
             embeds = embeds._replace(values=self._group.broadcast(embeds.values))
         graphs = self.memory.graphs
-        is_plain = embeds is None and positions.dim() == 1 and not isolates
+        is_plain = embeds is None and step.attention_ends is None and positions.dim() == 1 and not isolates
         if graphs is not None and is_plain and (shape := graphs.shape_of(step)) is not None:
             hidden = graphs.run(shape, input_ids, positions, metadata, self._latest)
             if hidden is not None:
@@ -484,7 +484,8 @@ class ModelRunner:
                 pooling_type="last", normalize=False, task="classify" if self._has_classes else "embed"
             )
         block_size = self._config.cache_config.block_size
-        num_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * model.max_model_len)
+        most = scheduler.max_num_batched_tokens + self._config.num_excess_tokens
+        num_tokens = min(most, scheduler.max_num_seqs * model.max_model_len)
         num_rows = -(-num_tokens // model.max_model_len)
         count = -(-num_tokens // num_rows)
         num_blocks = -(-count // block_size)
@@ -541,6 +542,9 @@ class ModelRunner:
             compute(step)
             if self.memory.adapters is not None:
                 compute(step, adapter_slots=torch.full((count,), -1, dtype=torch.int32, device=self._device))
+            if self._config.num_excess_tokens:
+                ends = torch.full((count,), count, dtype=torch.int32, device=self._device)
+                compute(step, attention_ends=ends)
 
     def _received_of(self, step: ScheduledStep) -> Tensor | None:
         """Return a stand-in for what the stage before gives to `step`; None in the first stage."""

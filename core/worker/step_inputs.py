@@ -60,9 +60,12 @@ def step_inputs(
         batch.block_table[rows, : -(-max_seq_len // block_size)],
     ]
     slots = batch.adapter_slot[rows]
-    if (slots != NO_SLOT).any():
+    has_adapters = bool((slots != NO_SLOT).any())
+    if has_adapters:
         columns.append(np.repeat(slots, counts))
-    of_tokens, of_positions, cell_mapping, query_start, of_rows, block_table, *adapter_slots = to_device(columns)
+    if step.attention_ends is not None:
+        columns.append(step.attention_ends.astype(np.int32))
+    of_tokens, of_positions, cell_mapping, query_start, of_rows, block_table, *others = to_device(columns)
     metadata = AttentionMetadata(
         query_start=query_start,
         seq_lens=of_rows,
@@ -72,7 +75,8 @@ def step_inputs(
         host_seq_lens=seq_lens.tolist(),
         num_decodes=step.num_decodes,
         max_seq_len=max_seq_len,
-        adapter_slots=adapter_slots[0] if adapter_slots else None,
+        adapter_slots=others[0] if has_adapters else None,
+        attention_ends=None if step.attention_ends is None else others[-1],
     )
     return of_tokens, of_positions, metadata
 

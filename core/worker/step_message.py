@@ -3,7 +3,7 @@
 A message holds what `step_inputs` reads of the batch: for each row the tokens of the step, how many were computed
 before, their rotary positions if these are not their indices, the adapter slot, the position of a second text, and the
 blocks that the row got since it was last sent. It also says how many tokens are chosen for the row: one, and one more
-for each draft.
+for each draft; and how far the tokens of images see.
 """
 
 from typing import Final, NamedTuple
@@ -88,12 +88,14 @@ class StepEncoder:
         tokens = batch.token_ids[cells]
         blocks = batch.block_table[_cells(rows, first_blocks, num_blocks)]
         indices = np.zeros(0, np.int64) if embeds is None else embeds
-        flags = sampling | isolates << 2 | returns_all << 3
+        ends = np.zeros(0, np.int64) if step.attention_ends is None else step.attention_ends
+        flags = sampling | isolates << 2 | returns_all << 3 | (len(ends) > 0) << 4
         head = [len(rows), len(tokens), len(blocks), len(step.awaits), len(indices), step.num_decodes, flags]
         of_rows = batch.adapter_slot[rows], batch.second_text_at[rows]
         num_choices = step.samples if step.drafts is None else step.samples * (step.drafts.counts + 1)
         columns = (rows, counts, first_tokens, *of_rows, first_blocks, num_blocks, num_choices)
-        wide = np.concatenate((head, *columns, step.awaits, step.awaited, indices), dtype=_INT64, casting="unsafe")
+        of_tokens = step.awaits, step.awaited, indices, ends
+        wide = np.concatenate((head, *columns, *of_tokens), dtype=_INT64, casting="unsafe")
         parts = [wide.tobytes(), tokens.tobytes(), blocks.tobytes()]
         if batch.rope_positions is not None:
             parts.append(batch.rope_positions[:, *cells].tobytes())
@@ -103,7 +105,7 @@ class StepEncoder:
 def message_bytes(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> int:
     """Return the most bytes that a step can take, whose rows have up to `max_blocks` blocks."""
     # A token has up to 3 rotary positions beside its id.
-    return 8 * (7 + 10 * max_num_seqs + max_num_batched_tokens) + 4 * (
+    return 8 * (7 + 10 * max_num_seqs + 2 * max_num_batched_tokens) + 4 * (
         4 * max_num_batched_tokens + max_num_seqs * max_blocks
     )
 
@@ -116,13 +118,16 @@ def decode_step(data: memoryview, mirror: RowMirror) -> StepMessage:
     try:
         head = np.frombuffer(data, _INT64, 7).tolist()
         num_rows, num_tokens, num_blocks, num_awaits, num_indices, num_decodes, flags = head
-        wide = np.frombuffer(data, _INT64, 8 * num_rows + 2 * num_awaits + num_indices, 56).copy()  # torch writes
+        num_ends = num_tokens if flags & 16 else 0
+        num_wide = 8 * num_rows + 2 * num_awaits + num_indices + num_ends
+        wide = np.frombuffer(data, _INT64, num_wide, 56).copy()  # torch writes
         at = 56 + wide.nbytes
         tokens = np.frombuffer(data, _INT32, num_tokens, at)
         blocks = np.frombuffer(data, _INT32, num_blocks, at + tokens.nbytes)
         columns = wide[: 8 * num_rows].reshape(8, num_rows)
         rows, counts, first_tokens, adapter_slot, second_text_at, first_blocks, block_counts, num_choices = columns
-        awaits, awaited, indices = np.split(wide[8 * num_rows :], [num_awaits, 2 * num_awaits])
+        splits = [num_awaits, 2 * num_awaits, 2 * num_awaits + num_indices]
+        awaits, awaited, indices, ends = np.split(wide[8 * num_rows :], splits)
         cells = _cells(rows, first_tokens, counts)
         mirror.token_ids[cells] = tokens
         if mirror.rope_positions is not None:
@@ -140,6 +145,8 @@ def decode_step(data: memoryview, mirror: RowMirror) -> StepMessage:
         # The other ranks do not learn which tokens are accepted.
         drafts = Drafts(np.maximum(num_choices - 1, 0), np.zeros(0, np.int64))
     step = ScheduledStep(rows, counts, num_decodes, num_choices > 0, is_pooled, awaits, awaited, drafts=drafts)
+    if num_ends:
+        step = step._replace(attention_ends=ends)
     return StepMessage(step, flags & 3, bool(flags & 4), bool(flags & 8), indices)
 
 

@@ -8,7 +8,18 @@ import signal
 import pytest
 import torch
 import transformers
-from support.image_models import CROPPED, GRID, IMAGE_TOKEN, TILED, image_tokenizer, picture, save_processor
+from support.image_models import (
+    CROPPED,
+    GRID,
+    IMAGE_TOKEN,
+    RESIZED,
+    TILED,
+    TOKENS_PER_IMAGE,
+    image_tokenizer,
+    picture,
+    placeholder,
+    save_processor,
+)
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
 from vllm_mp.testing.image_models import save_image_model
@@ -38,7 +49,10 @@ class Served:
         self.family = family
         # transformers takes images of Qwen2-VL side by side for one.
         between = " " if family.startswith("qwen") else ""
-        self.prompts = [(text.replace("><", f">{between}<"), images) for text, images in PROMPTS]
+        self.prompts = [
+            (text.replace("><", f">{between}<").replace(IMAGE_TOKEN, placeholder(family)), images)
+            for text, images in PROMPTS
+        ]
         self.args = AsyncEngineArgs(
             model=str(folder),
             dtype="float32",
@@ -49,12 +63,12 @@ class Served:
 
     def num_tiles(self, images):
         """Return the number of tiles that the images have together."""
-        if self.family in ("llava", "qwen2_vl", "qwen2_5_vl"):
+        if self.family in ("llava", "qwen2_vl", "qwen2_5_vl", "gemma3"):
             return len(images)
         processor = transformers.Idefics3ImageProcessorPil(**TILED)
         return sum(processor([image], return_tensors="np")["pixel_values"].shape[1] for image in images)
 
-    def expected(self, token_ids, images, num_tokens):
+    def expected(self, token_ids, images, num_tokens, **options):
         """Return the token ids that transformers' model generates greedily."""
         inputs = {}
         if images and self.family == "llava":
@@ -63,16 +77,22 @@ class Served:
         elif images and self.family.startswith("qwen"):
             made = transformers.Qwen2VLImageProcessorPil(**GRID)(images, return_tensors="pt")
             inputs = dict(made) | {"mm_token_type_ids": torch.tensor([[int(i == self.token_id) for i in token_ids]])}
+        elif images and self.family == "gemma3":
+            made = transformers.Gemma3ImageProcessorPil(**RESIZED, **options)(images, return_tensors="pt")
+            inputs = {
+                "pixel_values": made["pixel_values"],
+                "token_type_ids": (torch.tensor([token_ids]) == self.token_id).long(),
+            }
         elif images:
             made = transformers.Idefics3ImageProcessorPil(**TILED)([images], return_tensors="pt")
             inputs = {name: made[name] for name in ("pixel_values", "pixel_attention_mask")}
         ids = torch.tensor([token_ids])
-        options = {"max_new_tokens": num_tokens, "do_sample": False}
-        made = self.hub_model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs, **options)
+        lengths = {"max_new_tokens": num_tokens, "do_sample": False}
+        made = self.hub_model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs, **lengths)
         return made[0, len(token_ids) :].tolist()
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "llava", "qwen2_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "gemma3"])
 def served(request, tmp_path_factory):
     return Served(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -81,9 +101,10 @@ def prompt(text, images):
     return {"prompt": text, "multi_modal_data": {"image": images}} if images else text
 
 
-async def answer(llm, text, images, **params):
+async def answer(llm, text, images, options=None, **params):
     params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True} | params
-    async for output in llm.generate(prompt(text, images), SamplingParams(**params)):
+    given = prompt(text, images) if options is None else prompt(text, images) | {"mm_processor_kwargs": options}
+    async for output in llm.generate(given, SamplingParams(**params)):
         last = output
     return last
 
@@ -132,6 +153,23 @@ def test_kill_of_the_core_loses_nothing(served):
     assert [each.outputs[0].token_ids for each in killed] == [each.outputs[0].token_ids for each in undisturbed]
 
 
+def test_without_images_the_vision_tower_is_not_loaded(served):
+    text = "No image at all"
+    args = dataclasses.replace(served.args, limit_mm_per_prompt={"image": 0})
+
+    async def run():
+        async with await AsyncLLM.start(args) as llm:
+            output = await answer(llm, text, [])
+            with pytest.raises(ValueError, match=r"at most 0 images .limit_mm_per_prompt., got 1"):
+                await answer(llm, *served.prompts[0])
+            await llm.reset_mm_cache()
+            return output, await llm.core_status()
+
+    output, status = asyncio.run(run())
+    assert output.outputs[0].token_ids == served.expected(output.prompt_token_ids, [], 12)
+    assert "num_encoded_tiles" not in status
+
+
 @pytest.mark.parametrize(
     ("served", "others"),
     [
@@ -144,8 +182,9 @@ def test_kill_of_the_core_loses_nothing(served):
                 {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
             ],
         ),
+        ("gemma3", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]),
     ],
-    ids=["cores and a small cache", "ranks, stages and drafts"],
+    ids=["cores and a small cache", "ranks, stages and drafts", "ranks and stages"],
     indirect=["served"],
 )
 def test_other_engines_answer_the_same(served, others):
@@ -158,3 +197,26 @@ def test_other_engines_answer_the_same(served, others):
     expected = asyncio.run(run())
     for options in others:
         assert asyncio.run(run(**options)) == expected, options
+
+
+def test_images_that_a_step_may_not_divide_are_read_whole_beside_running_requests(tmp_path):
+    """Steps have fewer tokens than an image, and the KV cache is too small for all requests at once."""
+    served = Served("gemma3", tmp_path)
+    limits = {"max_model_len": 320, "block_size": 8, "kv_cache_memory_bytes": 42 * 3072}
+    args = dataclasses.replace(served.args, max_num_batched_tokens=7, max_num_seqs=6, **limits)
+    options = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20}
+    defaults = {"pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2}
+    wide = [picture(100, 40)]
+
+    async def run():
+        async with await AsyncLLM.start(args) as llm:
+            outputs = await asyncio.gather(*(answer(llm, *each, max_tokens=40) for each in served.prompts * 2))
+            panned = await answer(llm, f"A wide {placeholder('gemma3')}?", wide, options)
+            return outputs, panned, await llm.core_status()
+
+    outputs, panned, status = asyncio.run(run())
+    for output, (_, images) in zip(outputs, served.prompts * 2, strict=True):
+        assert output.outputs[0].token_ids == served.expected(output.prompt_token_ids, images, 40)
+    assert panned.prompt_token_ids.count(served.token_id) == 4 * TOKENS_PER_IMAGE
+    assert panned.outputs[0].token_ids == served.expected(panned.prompt_token_ids, wide, 12, **options, **defaults)
+    assert status["num_preemptions"] > 0

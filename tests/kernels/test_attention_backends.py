@@ -190,7 +190,7 @@ def test_flash_attention_agrees_with_the_reference(
     torch.testing.assert_close(got, batch.expected(0.2, window, soft_cap), atol=2e-5, rtol=1e-4)
 
 
-def test_flash_attention_gets_only_prefills_of_steps_that_need_not_isolate(machine: Machine) -> None:
+def test_flash_attention_gets_only_prefills_of_causal_steps_that_need_not_isolate(machine: Machine) -> None:
     batch = PagedBatch(MIXED, 4, 2, 16, 16)
     called: list[Any] = []
 
@@ -211,8 +211,10 @@ def test_flash_attention_gets_only_prefills_of_steps_that_need_not_isolate(machi
     decoded = attend()[:2]
     torch.testing.assert_close(decoded, batch.expected(0.2, None, None)[:2], atol=2e-5, rtol=1e-4)
     assert called == [("flash", 10, [0, 7, 10], 7, 50), ("fallback", 2, [1, 1], [40, 2], 40)]
-    attend(isolates=True)
-    assert called == [("fallback", 12, [1, 1, 7, 3], [40, 2, 7, 50], 50)]
+    ends = torch.cat([torch.arange(last - count, last) + 1 for count, last in MIXED]).int()
+    for changes in ({"isolates": True}, {"attention_ends": ends}):
+        attend(**changes)
+        assert called == [("fallback", 12, [1, 1, 7, 3], [40, 2, 7, 50], 50)]
 
 
 def test_auto_chooses_the_first_backend_that_can_be_used(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from support.tiny_tokenizers import byte_level
 
 IMAGE_TOKEN = "<image>"
-SPECIAL = [IMAGE_TOKEN, "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"] + [
+BEGIN, END = "<start_of_image>", "<end_of_image>"
+"""The tokens around an image of Gemma 3; the first is its placeholder."""
+SPECIAL = [IMAGE_TOKEN, BEGIN, END, "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"] + [
     f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)
 ]
 TILED = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
@@ -22,7 +24,11 @@ CROPPED = {"size": {"shortest_edge": 30}, "crop_size": {"height": 30, "width": 3
 """Settings of an image processor of LLaVA with images of 30 x 30 pixels."""
 GRID = {"size": {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}, "patch_size": 4}
 """Settings of an image processor of Qwen2-VL with patches of 4 x 4 pixels."""
+RESIZED = {"size": {"height": 32, "width": 32}}
+"""Settings of an image processor of Gemma 3 with images of 32 x 32 pixels."""
 TOKENS_PER_TILE = 4
+TOKENS_PER_IMAGE = 16
+"""Image tokens of an image of Gemma 3."""
 PATCH_SIZE = 10
 PARTS_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}:{% for part in message['content'] %}"
@@ -43,15 +49,24 @@ def image_tokenizer() -> PreTrainedTokenizerFast:
 
 def image_fields(family: str) -> dict[str, Any]:
     """Return the fields of a `config.json` that say what a small model of a family takes as images."""
-    token_id = image_tokenizer().convert_tokens_to_ids(IMAGE_TOKEN)
+    token_id, begin_id, end_id = image_tokenizer().convert_tokens_to_ids([IMAGE_TOKEN, BEGIN, END])
     if family.startswith("qwen"):
         return {"model_type": family, "image_token_id": token_id, "vision_config": {"patch_size": 4}}
+    if family == "gemma3":
+        around = {"boi_token_index": begin_id, "eoi_token_index": end_id, "mm_tokens_per_image": TOKENS_PER_IMAGE}
+        vision = {"image_size": 32, "patch_size": 4}
+        return {"model_type": family, "image_token_index": token_id, "vision_config": vision, **around}
     vision = {"image_size": 30, "patch_size": PATCH_SIZE} if family == "llava" else {"image_size": 32, "patch_size": 8}
     return {"model_type": family, "image_token_id": token_id, "vision_config": vision}
 
 
 def processor_files(family: str) -> dict[str, dict[str, Any]]:
     """Return the files of the processor of a small model of a family."""
+    if family == "gemma3":
+        return {
+            "preprocessor_config.json": {"image_processor_type": "Gemma3ImageProcessor", **RESIZED},
+            "processor_config.json": {"image_seq_length": TOKENS_PER_IMAGE},
+        }
     if family == "llava":
         return {
             "preprocessor_config.json": {"image_processor_type": "CLIPImageProcessor", **CROPPED},
@@ -75,6 +90,11 @@ def save_processor(folder: Path, family: str) -> None:
     image_tokenizer().save_pretrained(folder)
     for name, content in processor_files(family).items():
         (folder / name).write_text(json.dumps(content))
+
+
+def placeholder(family: str) -> str:
+    """Return the placeholder of a family."""
+    return BEGIN if family == "gemma3" else IMAGE_TOKEN
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -157,6 +157,7 @@ class Engine:
         after_pause=False,
         adapter=None,
         arrival_time=0.0,
+        images=None,
         **params,
     ):
         """Add a request. It shares nothing if `salt` is None, and is a pooling request if `pooled`.
@@ -193,6 +194,7 @@ class Engine:
             owner=owner,
             tenant=tenant,
             max_drafts=self.max_drafts,
+            images=images,
         )
         if not pooled:
             request.logits_processors = LogitsProcessors.from_params(request.sampling, [])

@@ -353,3 +353,14 @@ class VllmConfig(msgspec.Struct, kw_only=True):
         """The model, and the draft model if there is one."""
         draft = None if self.speculative_config is None else self.speculative_config.draft_model_config
         return [self.model_config] if draft is None else [self.model_config, draft]
+
+    @property
+    def images(self) -> ImageConfig | None:
+        """How the model takes images; None: no prompt may have one."""
+        return self.model_config.images if self.multimodal_config.max_images else None
+
+    @property
+    def num_excess_tokens(self) -> int:
+        """Number of tokens by which a step may exceed `max_num_batched_tokens`, so that it need not divide an image."""
+        images = self.images
+        return images.tile_tokens - 1 if images is not None and images.attends_both_ways else 0

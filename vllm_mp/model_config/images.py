@@ -1,5 +1,6 @@
 """What the configuration of a model says of the images that its prompts may have."""
 
+import math
 from typing import Final
 
 import msgspec
@@ -12,8 +13,11 @@ _PLACEHOLDERS: Final = {
     "llava": 32_000,
     "qwen2_vl": 151_655,
     "qwen2_5_vl": 151_655,
+    "gemma3": 262_144,
 }
-"""The models whose images are served, by `model_type`, and the placeholder of configurations that leave it out."""
+"""The models whose images are served, by `model_type`, and the image token of configurations that leave it out."""
+_GEMMA3_BEGIN, _GEMMA3_END = 255_999, 256_000
+"""The tokens around an image in configurations that leave them out."""
 
 
 class ImageConfig(msgspec.Struct, kw_only=True, frozen=True):
@@ -24,9 +28,9 @@ class ImageConfig(msgspec.Struct, kw_only=True, frozen=True):
     """
 
     family: str
-    """"idefics3", "smolvlm", "llava", "qwen2_vl" or "qwen2_5_vl"."""
+    """"idefics3", "smolvlm", "llava", "qwen2_vl", "qwen2_5_vl" or "gemma3"."""
     token_id: int
-    """The placeholder: the token in the place of each embedding."""
+    """The token in the place of each embedding."""
     tile_size: int
     """Pixels of a side of a tile; 0: as the image has it."""
     tile_tokens: int
@@ -37,6 +41,19 @@ class ImageConfig(msgspec.Struct, kw_only=True, frozen=True):
     """Pixels of a side of a patch, of which a tile is made."""
     merge_size: int = 0
     """Patches of a side of the square that an embedding stands for; 0: tiles have one size."""
+    has_masks: bool = False
+    """True: the arrays of an image may say which pixels of a tile are padding, and a tile of zeros is all padding."""
+    begin_id: int | None = None
+    """The token before a tile, which is also the placeholder; None: the placeholder is `token_id`."""
+    end_id: int | None = None
+    """The token after a tile, if there is a `begin_id`."""
+    attends_both_ways: bool = False
+    """True: the tokens of a tile attend to one another, so a step computes all of them or none."""
+
+    @property
+    def placeholder_id(self) -> int:
+        """The token that stands for an image in a prompt."""
+        return self.token_id if self.begin_id is None else self.begin_id
 
 
 def read_image_config(config: Config) -> ImageConfig | None:
@@ -50,6 +67,8 @@ def read_image_config(config: Config) -> ImageConfig | None:
     vision = config.get("vision_config") or {}
     if not isinstance(vision, dict):
         raise ValueError(f"config field 'vision_config' is {shorten(vision)}; it must be an object")
+    if family == "gemma3":
+        return _gemma3(config, vision) if vision else None
     name = next((name for name in ("image_token_id", "image_token_index") if name in config), "image_token_id")
     token_id = integer(config, name, _PLACEHOLDERS[family], minimum=0)
     if family.startswith("qwen"):
@@ -85,4 +104,30 @@ def read_image_config(config: Config) -> ImageConfig | None:
         tile_tokens=num_tokens,
         has_many_tiles=not is_llava,
         patch_size=patch,
+        has_masks=not is_llava,
+    )
+
+
+def _gemma3(config: Config, vision: Config) -> ImageConfig | None:
+    size, patch = integer(vision, "image_size", 224), integer(vision, "patch_size", 16)
+    num_tokens = integer(config, "mm_tokens_per_image", 256)
+    side, pooled = size // patch, math.isqrt(num_tokens)
+    if side < pooled:
+        return None  # transformers writes such a tower, of which no image can be computed, for a model of texts alone
+    if pooled**2 != num_tokens or side // (side // pooled) != pooled:
+        raise ValueError(
+            f"config field 'mm_tokens_per_image' is {num_tokens}; it must be a square to whose side the {side} patches "
+            "of a side of an image can be pooled"
+        )
+    name = "image_token_id" if "image_token_id" in config else "image_token_index"
+    return ImageConfig(
+        family="gemma3",
+        token_id=integer(config, name, _PLACEHOLDERS["gemma3"], minimum=0),
+        tile_size=size,
+        tile_tokens=num_tokens,
+        has_many_tiles=True,
+        patch_size=patch,
+        begin_id=integer(config, "boi_token_index", _GEMMA3_BEGIN, minimum=0),
+        end_id=integer(config, "eoi_token_index", _GEMMA3_END, minimum=0),
+        attends_both_ways=True,
     )

@@ -8,6 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlavaConfig,
@@ -59,14 +61,42 @@ _OF_QWEN: Final[dict[str, Any]] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 2, 1]},
 }
 _PATCHES: Final[dict[str, Any]] = {"depth": 3, "num_heads": 4, "patch_size": 4, "in_channels": 3}
-IMAGE_MODELS: Final = ("idefics3", "smolvlm", "llava", "llava-full", "qwen2_vl", "qwen2_5_vl")
+_SIGLIP: Final = {**_VISION, "model_type": "siglip_vision_model", "patch_size": 4, "vision_use_head": False}
+_GEMMA3: Final = {
+    **_TEXT,
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 7,  # shorter than the 16 tokens of an image
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}
+IMAGE_MODELS: Final = ("idefics3", "smolvlm", "llava", "llava-full", "qwen2_vl", "qwen2_5_vl", "gemma3")
 
 
 def make_image_model(name: str, token_id: int = IMAGE_TOKEN, **text: Any) -> PreTrainedModel:
-    """Return a model named in `IMAGE_MODELS`, whose placeholder is `token_id`; `text` changes its text part."""
+    """Return a model named in `IMAGE_MODELS`, whose image token is `token_id`; `text` changes its text part.
+
+    The tokens around an image of Gemma 3 are the two that follow `token_id`.
+    """
     torch.manual_seed(0)
     if name.startswith("qwen"):
         return _make_qwen(name, token_id, {**_TEXT, "model_type": f"{name}_text", **_OF_QWEN, **text})
+    if name == "gemma3":
+        model = Gemma3ForConditionalGeneration(
+            Gemma3Config(
+                text_config={**_GEMMA3, **text},
+                vision_config=_SIGLIP,
+                mm_tokens_per_image=16,
+                image_token_index=token_id,
+                boi_token_index=token_id + 1,
+                eoi_token_index=token_id + 2,
+            )
+        )
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.1)  # else zeros
+        return model
     fields = {"text_config": {**_TEXT, **text}}
     if name == "idefics3":
         return Idefics3ForConditionalGeneration(
@@ -124,9 +154,9 @@ def image_arrays(config: ImageConfig, num_tiles: int, seed: int) -> tuple[Proces
         }
         return ProcessedImage(seed.to_bytes(IMAGE_DIGEST_BYTES, "little"), sent), tensors
     size = config.tile_size
-    shape = (1, num_tiles, 3, size, size) if config.has_many_tiles else (1, 3, size, size)
+    shape = (1, num_tiles, 3, size, size) if config.has_masks else (num_tiles, 3, size, size)
     arrays: dict[str, npt.NDArray[Any]] = {"pixel_values": generator.standard_normal(shape, np.float32)}
-    if config.has_many_tiles:
+    if config.has_masks:
         mask = np.ones((1, num_tiles, size, size), np.int64)
         mask[:, -1, :, size // 2 :] = 0  # the right half of the last tile is padding
         arrays["pixel_attention_mask"] = mask

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from transformers import SiglipVisionConfig
 
 from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.model_config.images import read_image_config
@@ -42,6 +43,29 @@ def test_size_of_an_image_follows_from_its_patches():
     assert read_image_config({"model_type": "llava"}).tile_tokens == 576
     assert read_image_config({"model_type": "llava", "image_token_index": 7}).token_id == 7
     assert read_image_config(CONFIGS["llama"].to_dict()) is None
+
+
+GEMMA3 = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": CONFIGS["gemma3"].to_dict(),
+    "vision_config": {"image_size": 896, "patch_size": 14},
+}
+
+
+def test_images_of_gemma_3_are_read_if_there_is_a_vision_tower():
+    images = read_image_config(GEMMA3)
+    assert (images.tile_tokens, images.token_id, images.placeholder_id, images.end_id) == (256, 262144, 255999, 256000)
+    assert images.attends_both_ways
+    assert read_image_config(GEMMA3 | {"mm_tokens_per_image": 4096, "boi_token_index": 7}).placeholder_id == 7
+    assert read_image_config({**GEMMA3, "vision_config": None}) is None
+    assert read_image_config(GEMMA3 | {"vision_config": SiglipVisionConfig().to_dict()}) is None
+
+
+@pytest.mark.parametrize("num_tokens", [255, 900])
+def test_embeddings_of_gemma_3_that_patches_cannot_be_pooled_to_are_named(num_tokens):
+    with pytest.raises(ValueError, match=rf"'mm_tokens_per_image' is {num_tokens}; .*the 64 patches"):
+        read_architecture(GEMMA3 | {"mm_tokens_per_image": num_tokens})
 
 
 @pytest.mark.parametrize(

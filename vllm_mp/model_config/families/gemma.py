@@ -1,4 +1,4 @@
-"""Read the `config.json` of Gemma 2, and of Gemma 3, whose text part is served.
+"""Read the `config.json` of Gemma 2, and of the text part of Gemma 3; `model_config.images` reads what is of images.
 
 A field that a configuration leaves out takes the default of the transformers class that would have read it.
 """
@@ -17,6 +17,7 @@ from vllm_mp.model_config.config_json import (
     shorten,
 )
 from vllm_mp.model_config.families.llama import layer_types, llama_family
+from vllm_mp.model_config.images import read_image_config
 from vllm_mp.model_config.rope import Rope, read_layer_rope
 
 _GLOBAL_THETA: Final = 1_000_000.0
@@ -48,6 +49,7 @@ def read_gemma3(name: str, config: Config) -> NativeArchitecture:
     As in transformers, `attn_logit_softcapping`, a field of Gemma 2 that some files keep, has no effect.
     """
     if name == "Gemma3ForConditionalGeneration":
+        read_image_config(config)
         config = _text_fields(config)
     layers = integer(config, "num_hidden_layers")
     max_position = integer(config, "max_position_embeddings", 131_072)

@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 import transformers
 from support.image_models import (
+    BEGIN,
     CROPPED,
+    END,
     GRID,
     IMAGE_TOKEN,
     PATCH_SIZE,
+    RESIZED,
     TILED,
+    TOKENS_PER_IMAGE,
     TOKENS_PER_TILE,
     image_fields,
     image_tokenizer,
     picture,
+    placeholder,
 )
 from support.image_models import processor_files as files_of
 from transformers.models.smolvlm import processing_smolvlm
@@ -31,13 +36,16 @@ from vllm_mp.model_config.images import ImageConfig, read_image_config
 pytestmark = pytest.mark.extended
 IMAGES = [picture(50, 40), picture(33, 64, 1), picture(1, 1, 2)]
 TEXT = f"A {IMAGE_TOKEN} and {IMAGE_TOKEN}, then\n{IMAGE_TOKEN}?"
-FAMILIES = ["idefics3", "smolvlm", "llava", "qwen2_vl"]
+FAMILIES = ["idefics3", "smolvlm", "llava", "qwen2_vl", "gemma3"]
 
 
 class Prompts:
     """The images of prompts to a small model."""
 
     def __init__(self, family, files=None, **options):
+        self.family = family
+        self.placeholder = placeholder(family)
+        self.text = TEXT.replace(IMAGE_TOKEN, self.placeholder)
         self.tokenizer = image_tokenizer()
         self.token_id = self.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         model = SimpleNamespace(
@@ -55,14 +63,25 @@ class Prompts:
 @pytest.fixture(scope="module", params=FAMILIES)
 def prompts(request):
     prompts = Prompts(request.param)
-    prompts.family = request.param
     yield prompts
     prompts.images.close()
+
+
+def gemma3_processor(tokenizer):
+    for name, text in (("boi", BEGIN), ("eoi", END), ("image", IMAGE_TOKEN)):
+        setattr(tokenizer, f"{name}_token", text)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(text))
+    image_processor = transformers.Gemma3ImageProcessorPil(**RESIZED)
+    return transformers.Gemma3Processor(image_processor, tokenizer, image_seq_length=TOKENS_PER_IMAGE)
 
 
 def reference(prompts):
     """Return the token ids and the pixels of each image, as the processor of transformers makes them."""
     tokenizer = prompts.tokenizer
+    if prompts.family == "gemma3":
+        processor = gemma3_processor(tokenizer)
+        made = processor(images=IMAGES, text=prompts.text)
+        return made["input_ids"][0], [np.asarray(pixels)[None] for pixels in made["pixel_values"]]
     if prompts.family == "llava":
         processor = transformers.LlavaProcessor(
             transformers.CLIPImageProcessorPil(**CROPPED),
@@ -106,7 +125,7 @@ def reference(prompts):
 
 def test_prompt_has_the_tokens_and_the_arrays_of_transformers(prompts):
     token_ids, pixels = reference(prompts)
-    made = prompts.prompt(IMAGES, TEXT)
+    made = prompts.prompt(IMAGES, prompts.text)
     assert made.token_ids == token_ids
     by_digest = {image.digest: image.arrays[0] for image in made.images}
     for placed, expected in zip(made.placed, pixels, strict=True):
@@ -120,16 +139,16 @@ def test_prompt_has_the_tokens_and_the_arrays_of_transformers(prompts):
 
 def test_token_ids_with_placeholders_give_the_same_prompt(prompts):
     images = IMAGES[:1]
-    of_text = prompts.prompt(images, f"A{IMAGE_TOKEN}")
-    ids = prompts.tokenizer(f"A{IMAGE_TOKEN}").input_ids
+    of_text = prompts.prompt(images, f"A{prompts.placeholder}")
+    ids = prompts.tokenizer(f"A{prompts.placeholder}").input_ids
     assert prompts.prompt(images, token_ids=ids) == of_text
 
 
 def test_images_are_refused_where_they_cannot_be_used(prompts):
     with pytest.raises(ValueError, match=r"\['image'\]\[1\] cannot be used: it is no image in the format"):
-        prompts.prompt([IMAGES[0], b"x"], f"{IMAGE_TOKEN}{IMAGE_TOKEN}")
+        prompts.prompt([IMAGES[0], b"x"], prompts.placeholder * 2)
     with pytest.raises(ValueError, match="'crop'; correct mm_processor_kwargs"):
-        prompts.prompt(IMAGES[:1], IMAGE_TOKEN, crop=1)
+        prompts.prompt(IMAGES[:1], prompts.placeholder, crop=1)
     with pytest.raises(ValueError, match=r"has 1 image tokens .'<image>'. and no image"):
         prompts.images.check_without_images([5, prompts.token_id])
 
@@ -159,8 +178,31 @@ def test_image_of_more_pixels_than_a_message_holds_is_scaled_down():
     images = ImageConfig(
         family="qwen2_vl", token_id=0, tile_size=0, tile_tokens=0, has_many_tiles=False, patch_size=14, merge_size=2
     )
-    settings = json.loads(model_processor(images, IMAGE_TOKEN, files, {}).image_processor.settings)
+    settings = json.loads(model_processor(images, lambda _: IMAGE_TOKEN, files, {}).image_processor.settings)
     assert settings["size"] == {"shortest_edge": 3136, "longest_edge": 6241 * 28 * 28}
+
+
+def test_crops_of_pan_and_scan_follow_the_whole_image():
+    prompts = Prompts("gemma3")
+    wide = picture(100, 40)
+    options = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20}
+    try:
+        made = prompts.prompt([wide], f"A {BEGIN}", **options)
+        expected = gemma3_processor(prompts.tokenizer)(images=wide, text=f"A {BEGIN}", **options)
+        assert made.token_ids == expected["input_ids"][0]
+        (array,) = made.images[0].arrays
+        assert array.shape == [4, 3, 32, 32]
+        pixels = np.frombuffer(array.data, np.float32).reshape(array.shape)
+        assert np.array_equal(pixels, np.asarray(expected["pixel_values"], np.float32))
+        assert [count for _, count in made.placed[0].spans] == [TOKENS_PER_IMAGE] * 4
+    finally:
+        prompts.images.close()
+
+
+def test_placeholders_of_gemma_3_without_images_are_refused():
+    prompts = Prompts("gemma3")
+    with pytest.raises(ValueError, match=r"has 1 image tokens .'<start_of_image>'. and no image"):
+        prompts.images.check_without_images(prompts.tokenizer(f"A {BEGIN}").input_ids)
 
 
 def test_options_that_leave_no_token_of_an_image_are_refused():

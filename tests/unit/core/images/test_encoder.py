@@ -10,7 +10,7 @@ from support.image_gguf import F16, F32, Q8_0, make_half_model, rounded, write_m
 from support.image_models import image_tokenizer
 
 from vllm_mp import AsyncEngineArgs
-from vllm_mp.core.images.arrays import image_shape
+from vllm_mp.core.images.arrays import ImageShape, image_shape
 from vllm_mp.core.images.encoder import ImageEncoder
 from vllm_mp.core.images.image_store import ImageStore
 from vllm_mp.core.images.request_images import RequestImages
@@ -39,9 +39,10 @@ def test_embeddings_are_those_of_transformers(saved):
     for num_tiles in (1, 6) if encoder._config.has_many_tiles else (1,):
         image, tensors = image_arrays(encoder._config, num_tiles, seed=num_tiles)
         expected = torch.cat(list(hub_model.model.get_image_features(**tensors).pooler_output))
-        shape = encoder.shape_of(image)
+        shape, beats = encoder.shape_of(image), []
         assert shape.num_tiles == num_tiles
-        got = encoder.encode(image, 0, num_tiles)
+        got = encoder.encode(image, 0, num_tiles, lambda beats=beats: beats.append(1))
+        assert len(beats) >= 2 * num_tiles, "each tower has at least two layers"
         assert got.shape == (num_tiles * shape.tile_tokens, 48)
         torch.testing.assert_close(got, expected.flatten(0, -2), atol=1e-5, rtol=1e-4)
         assert torch.equal(encoder.encode(image, num_tiles - 1, num_tiles), got[-shape.tile_tokens :])
@@ -142,7 +143,7 @@ WRONG = {
 def test_grid_that_is_not_that_of_the_patches_is_refused(grid):
     config = read_image_config({"model_type": "qwen2_vl", "vision_config": {"patch_size": 4}})
     image, _ = image_arrays(config, 1, seed=1)
-    assert image_shape(image, config) == (1, 8, 2)
+    assert image_shape(image, config) == ImageShape(1, 8, 2)
     with pytest.raises(ValueError, match=r"image_grid_thw must be|pixel_values must be float32"):
         image_shape(changed(image, "image_grid_thw", data=np.array(grid).tobytes()), config)
     with pytest.raises(ValueError, match="must have image_grid_thw"):
@@ -177,7 +178,7 @@ def test_tile_that_no_processor_makes_is_not_a_number_and_changes_no_other(value
     pixels = np.frombuffer(image.arrays[0].data, np.float32).reshape(3, -1).copy()
     pixels[1] = value
     wrong = changed(image, "pixel_values", data=pixels.tobytes())
-    assert encoder.shape_of(wrong) == (3, 4, 0)
+    assert encoder.shape_of(wrong) == ImageShape(3, 4)
     right, got = (encoder.encode(each, 0, 3).view(3, 4, -1) for each in (image, wrong))
     assert got[1].isnan().all()
     assert torch.equal(got[[0, 2]], right[[0, 2]])

@@ -115,6 +115,19 @@ def test_tokens_have_the_embeddings_of_their_image_in_order():
     assert not images.overlaps(4, 5)
 
 
+def test_tiles_whose_tokens_attend_to_one_another_stand_in_one_piece():
+    spans = placed(0, (2, 3), (6, 3))
+    stored = StoredImage(image(0), ImageShape(2, 3, is_whole=True), 8)
+    images = RequestImages([spans], [stored], 20)
+    assert images.are_whole
+    assert [images.divided_by(position) for position in (1, 2, 3, 4, 5, 6, 8, 9, 19)] == [
+        *(None, None, (2, 5), (2, 5), None, None, (6, 9), None, None)
+    ]
+    divided = placed(0, (2, 2), (5, 1), (6, 3))
+    with pytest.raises(ValueError, match="must stand at 3 consecutive tokens, got a span of 2"):
+        RequestImages([divided], [stored], 20)
+
+
 def test_content_differs_with_image_and_place_and_not_with_the_digest_that_a_client_gives():
     spans = [(4, 2)]
     content = request_images(placed(0, *spans), contents=(9, 9, 5)).content(0, 16)

@@ -78,6 +78,8 @@ def test_other_ranks_lay_out_the_same_inputs_in_random_runs(has_rope_positions):
         while not len(batch) or (not batch.is_full and chance.random() < 0.5):
             add_request(batch, chance)
         step = next_step(batch, chance)
+        if step_number % 7 == 0:
+            step = step._replace(attention_ends=np.arange(step.counts.sum()))
         sampling = (NO_LOGITS, ARGMAX, LOGITS)[step_number % 3]
         isolates, returns_all = step_number % 2 == 0, step_number % 5 == 0
         data = b"".join(encoder.encode(step, batch, sampling, isolates, None, returns_all))
@@ -86,7 +88,8 @@ def test_other_ranks_lay_out_the_same_inputs_in_random_runs(has_rope_positions):
         assert (message.sampling, message.isolates, message.returns_all) == (sampling, isolates, returns_all)
         for name in ("rows", "counts", "samples", "awaits", "awaited"):
             assert np.array_equal(getattr(message.step, name), getattr(step, name)), name
-        own, theirs = (step_inputs(step, rows, BLOCK, on_cpu) for rows in (batch, mirror))
+        own = step_inputs(step, batch, BLOCK, on_cpu)
+        theirs = step_inputs(message.step, mirror, BLOCK, on_cpu)
         assert torch.equal(own[0], theirs[0])
         assert torch.equal(own[1], theirs[1])
         assert torch.equal(own[2].cell_mapping, theirs[2].cell_mapping)
@@ -96,6 +99,11 @@ def test_other_ranks_lay_out_the_same_inputs_in_random_runs(has_rope_positions):
             None if inputs[2].adapter_slots is None else inputs[2].adapter_slots.tolist() for inputs in (own, theirs)
         ]
         assert slots[0] == slots[1]
+        ends = [
+            None if inputs[2].attention_ends is None else inputs[2].attention_ends.tolist() for inputs in (own, theirs)
+        ]
+        assert ends[0] == ends[1]
+        assert (ends[0] is None) == (step_number % 7 != 0)
         assert np.array_equal(batch.second_text_at[step.rows], mirror.second_text_at[step.rows])
         # Blocks past the end of a row are never read.
         for row, length in enumerate(own[2].host_seq_lens):
