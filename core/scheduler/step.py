@@ -165,7 +165,7 @@ class Prefills:
         """Return the number of tokens that a prompt gets from `first` on instead of `count`, so as to divide no image.
 
         An image at `first` that exceeds the budget is computed nevertheless if no other prompt has tokens in the step,
-        so that it never waits for ever.
+        so that it is computed in the end.
         """
         divided = images.divided_by(first + count) if count else None
         if divided is None:
