@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
@@ -74,6 +74,13 @@ class StoredImage:
                 assert self._image is not None
                 self._keys[number] = _key(self._image.arrays, number, len(self._tiles))
         return b"".join(self._keys[number] for number in numbers)
+
+    def tiles_to_encode(self, first: int, last: int) -> Iterator[int]:
+        """Yield the index of the first embedding of each tile that `embeddings` would encode now for [first, last)."""
+        size = self.shape.tile_tokens
+        for number in range(first // size, -(-last // size)):
+            if self._tiles[number] is None:
+                yield number * size
 
     def embeddings(self, first: int, last: int, encode: Encode) -> "list[Tensor]":
         """Return the embeddings [first, last) of the image, in parts [n, hidden_size] on the host.

@@ -97,6 +97,19 @@ class RequestImages:
         positions[:, end:] = np.arange(end, num_tokens) + shift
         return positions
 
+    def within_tiles(self, first: int, count: int, most: int) -> tuple[int, int]:
+        """Return how many of the `count` tokens from `first` on need at most `most` tiles that are not encoded yet.
+
+        The second number is that of these tiles.
+        """
+        num_tiles = 0
+        for part in self.parts(first, first + count):
+            for begin in part.image.tiles_to_encode(part.offset, part.offset + part.num_tokens):
+                if num_tiles == most:
+                    return part.position + max(0, begin - part.offset) - first, num_tiles
+                num_tiles += 1
+        return count, num_tiles
+
     def divided_by(self, position: int) -> tuple[int, int] | None:
         """Return (first token, end) of the part that begins before `position` and ends after it; None if none does."""
         index = int(np.searchsorted(self._ends, position, "right"))

@@ -318,7 +318,7 @@ class Scheduler:
         awaited = self.pending_steps.indices_of_tokens(rows[awaits]) if len(awaits) else NO_ROWS
         step = ScheduledStep.of(self.batch, rows, counts, len(decodes), awaits, awaited, drafts)
         self._scheduled_at = self._pace.clock()
-        return step._replace(num_prompt_tokens=prefills.num_prompt_tokens)
+        return step._replace(num_prompt_tokens=prefills.num_prompt_tokens, num_tiles=prefills.num_tiles)
 
     def launched(self, step: ScheduledStep, output: OutputHandle, number: int) -> None:
         """Queue `step`, just launched under `number`, as pending; from now on its tokens count as known tokens."""
@@ -419,7 +419,8 @@ class Scheduler:
         """Note how long a step has taken whose output is processed now; steps that overlap begin one after another."""
         now, step = self._pace.clock(), pending.step
         seconds = now - max(pending.scheduled_at, self._updated_at)
-        self._pace.observe(step.num_prompt_tokens, int(step.counts.sum()) - step.num_prompt_tokens, seconds)
+        if not step.num_tiles:  # which take far longer than tokens
+            self._pace.observe(step.num_prompt_tokens, int(step.counts.sum()) - step.num_prompt_tokens, seconds)
         if self.drafting is not None and not step.num_prompt_tokens:
             num_drafts = 0 if step.drafts is None else len(step.drafts.tokens)
             self.drafting.observe(len(step.rows), num_drafts, seconds)
@@ -434,10 +435,13 @@ class Scheduler:
         budget = config.max_num_batched_tokens - num_decodes
         # If several prompts may be in progress they share the budget, so that a short prompt does not wait for a long
         # prompt before it.
-        shares = 1
+        shares, max_tiles = 1, None
         if config.enable_chunked_prefill:
-            shares = min(config.max_num_partial_prefills, len(rows) + len(self.waiting))
-        prefills = Prefills(budget, shares)
+            num_wanting = len(rows) + len(self.waiting)
+            shares = min(config.max_num_partial_prefills, num_wanting)
+            if config.max_prefill_slowdown and num_decodes + num_wanting > 1:
+                max_tiles = 1  # so that no image makes other requests wait for all of its tiles
+        prefills = Prefills(budget, shares, max_tiles)
         known, prompt = batch.num_tokens[rows], batch.num_prompt_tokens[rows]
         is_forced = (known > prompt) & (known - batch.num_computed_tokens[rows] <= batch.num_forced_tokens[rows] + 1)
         for row in rows[is_forced].tolist():
@@ -460,8 +464,8 @@ class Scheduler:
         if known > batch.num_prompt_tokens[row] and wanted > batch.num_forced_tokens[row] + 1:
             wanted -= 1  # A decode computes the last output.
         count = prefills.chunk(wanted)
-        if batch.has_whole_images[row] and (images := batch.request(row).images) is not None:
-            count = prefills.whole(images, computed, count)
+        if batch.has_embeds[row] and (images := batch.request(row).images) is not None:
+            count = prefills.with_images(images, computed, count)
         if count > 0:
             self.cache.register(row, computed + count)
         prefills.add(row, count, wanted)
@@ -491,8 +495,8 @@ class Scheduler:
             if wanted > 1 and request.num_output_tokens:
                 wanted -= 1  # A decode computes the last output.
             count = prefills.chunk(wanted)
-            if request.images is not None and request.images.are_whole:
-                count = prefills.whole(request.images, num_cached, count)
+            if request.images is not None:
+                count = prefills.with_images(request.images, num_cached, count)
             if not count or (count < wanted and not config.enable_chunked_prefill):
                 break
             self.waiting.pop(request, wanted)
