@@ -377,7 +377,7 @@ class EngineCoreClient:
             if awaited.finish is not None or stream.is_over:  # it was aborted, of which the core reports no end
                 self.requests.free_unsent(awaited)
                 continue
-            if not self._sent_images.may_send_again(stream):
+            if not self._sent_images.may_send_again(stream, awaited.index):
                 why = "the core has no memory for its images; raise mm_processor_cache_gb, or give fewer images"
                 self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {why}"))
                 self.requests.free_unsent(awaited)

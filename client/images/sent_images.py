@@ -1,6 +1,6 @@
 """The images that a client has sent to a core."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -19,7 +19,8 @@ class SentImages:
     def __init__(self) -> None:
         self._digests: OrderedDict[bytes, None] = OrderedDict()
         """Those of the images that were sent, the one that was used last at the end."""
-        self._attempts: WeakKeyDictionary[Hashable, int] = WeakKeyDictionary()
+        self._attempts: WeakKeyDictionary[Hashable, Counter[int]] = WeakKeyDictionary()
+        """By stream, and by the index of its completion."""
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._digests
@@ -35,10 +36,14 @@ class SentImages:
         while len(self._digests) > _MAX_DIGESTS:
             self._digests.popitem(last=False)
 
-    def may_send_again(self, stream: Hashable) -> bool:
-        """Count that the core lacked images of a request; return whether the request may be sent once more."""
-        attempts = self._attempts[stream] = self._attempts.get(stream, 0) + 1
-        return attempts < _MAX_ATTEMPTS
+    def may_send_again(self, stream: Hashable, index: int) -> bool:
+        """Count that the core lacked images of a request, the completion `index` of a stream.
+
+        Return whether the request may be sent once more.
+        """
+        attempts = self._attempts.setdefault(stream, Counter())
+        attempts[index] += 1
+        return attempts[index] < _MAX_ATTEMPTS
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Note that the core does not have these images."""

@@ -188,11 +188,11 @@ def test_without_images_the_vision_tower_is_not_loaded(served):
     indirect=["served"],
 )
 def test_other_engines_answer_the_same(served, others):
-
     async def run(**options):
         async with await AsyncLLM.start(dataclasses.replace(served.args, **options)) as llm:
             outputs = await asyncio.gather(*(answer(llm, *each) for each in served.prompts * 2))
-            return [output.outputs[0].token_ids for output in outputs]
+            many = await answer(llm, *served.prompts[0], n=9, temperature=1, top_k=1)
+            return [each.token_ids for output in [*outputs, many] for each in output.outputs]
 
     expected = asyncio.run(run())
     for options in others:
