@@ -1,4 +1,4 @@
-"""tools/speed/prefill_flow.py, run as a user runs it, in its short form."""
+"""tools/speed/prompts/prefill_flow.py, run as a user runs it, in its short form."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "speed" / "prefill_flow.py"
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "speed" / "prompts" / "prefill_flow.py"
 
 
 @pytest.mark.slow

@@ -44,8 +44,11 @@ PATCH_SIZE: Final = 16
 TOKENS_PER_TILE: Final = 64
 
 
-def write_model(folder: Path, tile_size: int) -> None:
-    """Write the configuration, the tokenizer and the settings of the processor of a model; its weights are random."""
+def write_model(folder: Path, tile_size: int, layers: dict[str, int]) -> None:
+    """Write the configuration, the tokenizer and the settings of the processor of a model; its weights are random.
+
+    `layers` changes the number of layers of both parts.
+    """
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(resolve_model(DEFAULT_MODEL))
     marks = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     tokenizer.add_special_tokens(
@@ -54,8 +57,8 @@ def write_model(folder: Path, tile_size: int) -> None:
     tokenizer.save_pretrained(folder)
     scale = tile_size // PATCH_SIZE // 8
     config = transformers.SmolVLMConfig(
-        text_config=TEXT | {"vocab_size": len(tokenizer)},
-        vision_config=VISION | {"image_size": tile_size, "patch_size": PATCH_SIZE},
+        text_config=TEXT | {"vocab_size": len(tokenizer)} | layers,
+        vision_config=VISION | {"image_size": tile_size, "patch_size": PATCH_SIZE} | layers,
         image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
         scale_factor=scale,
         architectures=["SmolVLMForConditionalGeneration"],
@@ -148,16 +151,16 @@ def record(name: str, base: list[float], measured: list[float], goal: float) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="use small tiles and one round, to test the tool")
+    parser.add_argument("--quick", action="store_true", help="use a small model and one round, to test the tool")
     parser.add_argument("--rounds", type=int, default=5, help="number of images (default: 5)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="dtype of the model")
     args = parser.parse_args()
-    tile_size = 128 if args.quick else 512
+    tile_size, layers = (128, {"num_hidden_layers": 2}) if args.quick else (512, {})
     args.rounds = 1 if args.quick else args.rounds
     size = 2 * tile_size
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder, tile_size)
+        write_model(folder, tile_size, layers)
         records = [
             record("second question", *asyncio.run(question_times(folder, args, size)), QUESTION_GOAL),
             record("encoding", *encoding_times(folder, args, size), ENCODING_GOAL),
