@@ -16,7 +16,12 @@ import msgspec
 
 from vllm_mp.client.cores.sources.core_source import Core
 from vllm_mp.client.images.processor import read_processor_files
-from vllm_mp.client.prompts.tokenizer import load_awaitable_tokenizer, load_fast_tokenizer, make_awaitable
+from vllm_mp.client.prompts.tokenizer import (
+    load_awaitable_tokenizer,
+    load_fast_tokenizer,
+    make_awaitable,
+    use_processor_template,
+)
 from vllm_mp.model_store import resolve_model
 from vllm_mp.model_store.tokenizer_files import (
     CHUNK_BYTES,
@@ -24,6 +29,7 @@ from vllm_mp.model_store.tokenizer_files import (
     LIST_CALL,
     MAX_TOKENIZER_BYTES,
     PROCESSOR_FILES,
+    PROCESSOR_TEMPLATE_FILES,
     READ_CALL,
     SENT_FILES,
 )
@@ -101,7 +107,7 @@ def receive_tokenizer(ask: Callable[..., Any], hf_config: dict[str, Any]) -> Any
 
     Raises ValueError, with the remedy, if the core has no tokenizer that can be sent as data, or sends anything else.
     """
-    files = _receive(ask, DATA_FILES)
+    files = _receive(ask, (*DATA_FILES, *PROCESSOR_TEMPLATE_FILES))
     if "tokenizer.json" not in files:
         raise ValueError(f"the core has no tokenizer.json, which is needed to send a tokenizer as data; {_REMEDY}")
     try:
@@ -112,7 +118,9 @@ def receive_tokenizer(ask: Callable[..., Any], hf_config: dict[str, Any]) -> Any
                 (folder / file).write_bytes(json.dumps(_settings(content)).encode() if has_settings else content)
             model = {key: hf_config[key] for key in _MODEL_SETTINGS if isinstance(hf_config.get(key), str)}
             (folder / "config.json").write_text(json.dumps(model))
-            return load_fast_tokenizer(folder)
+            tokenizer = load_fast_tokenizer(folder)
+            use_processor_template(tokenizer, folder)
+            return tokenizer
     except Exception as error:
         raise ValueError(f"cannot load the tokenizer that the core sent: {str(error) or repr(error)}; {_REMEDY}") from (
             error

@@ -14,6 +14,7 @@ from vllm_mp.config import ModelConfig
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_store import NO_TOKENIZER_FILE, cache_root, resolve_model
 from vllm_mp.model_store.fast_tokenizer import FAST_FILE, fast_tokenizer_folder
+from vllm_mp.model_store.tokenizer_files import PROCESSOR_TEMPLATE_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,6 +91,7 @@ def load_tokenizer(
         raise ValueError("the working folder of this process was removed: change to a folder that exists") from error
     try:
         tokenizer = _load(folder, mode, trust_remote_code, cache_dir)
+        use_processor_template(tokenizer, folder)
     except Exception as error:
         raise ValueError(
             f"cannot load a tokenizer from {folder}: {str(error) or repr(error)}. "
@@ -153,6 +155,19 @@ def load_fast_tokenizer(folder: Path) -> Any:
         file = msgspec.json.decode((folder / FAST_FILE).read_bytes(), type=_FastFile)
         options["added_tokens_decoder"] = {token.pop("id"): token for token in file.added_tokens}
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **options)
+
+
+def use_processor_template(tokenizer: Any, folder: Path) -> None:
+    """Give a `tokenizer` without a chat template that of the processor in `folder`.
+
+    Older folders of models with images have their template there alone. Raises ValueError for a file that is not JSON.
+    """
+    for name in PROCESSOR_TEMPLATE_FILES:
+        if tokenizer.chat_template:
+            return
+        template = (read_json(folder / name, dict) or {}).get("chat_template")
+        if isinstance(template, str):
+            tokenizer.chat_template = template
 
 
 def _load_auto(folder: Path, *, use_fast: bool, trust_remote_code: bool) -> Any:

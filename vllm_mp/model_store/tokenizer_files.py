@@ -11,11 +11,14 @@ DATA_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 """The files that are sent: a fast tokenizer, its settings and its chat template. None of them holds code but the
 template, which Jinja's sandbox runs."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """The files with the settings of a model's processor of images; the first may hold all of them."""
+PROCESSOR_TEMPLATE_FILES = ("chat_template.json", "processor_config.json")
+"""The files in which older processors have their chat template."""
 SENT_FILES = (*DATA_FILES, *PROCESSOR_FILES)
 MAX_TOKENIZER_BYTES = 2**26
 """Maximum size of all files together."""

@@ -112,6 +112,12 @@ def test_received_tokenizer_is_the_one_of_the_core(connect, folder):
     assert received.apply_chat_template(messages, tokenize=False) == "hi<end>"
 
 
+def test_template_of_the_processor_arrives_where_the_tokenizer_has_none(connect, folder):
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
+    assert connect().get_tokenizer().chat_template == "of the processor"
+
+
 def test_file_arrives_in_pieces(connect, folder):
     path = folder / "chat_template.jinja"
     path.write_text("{# " + "x" * (2 * CHUNK_BYTES) + " #}end")

@@ -201,6 +201,15 @@ def test_code_in_the_folder_runs_only_if_it_is_trusted(fast_folder: Path) -> Non
     assert type(load(fast_folder, trust_remote_code=True)).__name__ == "Mine"
 
 
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
+def test_template_of_the_processor_is_that_of_a_tokenizer_without_one(fast_folder: Path, file: str) -> None:
+    (fast_folder / file).write_text(json.dumps({"chat_template": "<{{ messages[0]['content'] }}>"}))
+    (fast_folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert load(fast_folder).apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<hi>"
+    (fast_folder / "chat_template.jinja").write_text("own")
+    assert load(fast_folder).chat_template == "own"
+
+
 def test_chat_template_replaces_the_one_of_the_folder(fast_folder: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tokenizer = load(fast_folder, chat_template="<{{ messages[0]['content'] }}>")
