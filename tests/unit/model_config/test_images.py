@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from transformers import SiglipVisionConfig
+from transformers import AutoConfig, SiglipVisionConfig
 
 from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.model_config.images import read_image_config
@@ -33,6 +33,43 @@ def test_text_part_is_read_as_a_model_of_its_own(family, text):
     is_tied = CONFIGS[text].tie_word_embeddings and family == "llava"
     assert read == msgspec.structs.replace(read_architecture(own), name=NAMES[family], tie_word_embeddings=is_tied)
     assert read_architecture(fields(family, text, tie_word_embeddings=True)).tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_text_part_may_leave_out_the_sizes_of_its_class(kind):
+    own = AutoConfig.for_model(kind)
+    read = read_architecture(fields("llava") | {"text_config": {"model_type": kind}})
+    assert (read.vocab_size, read.hidden_size, read.intermediate_size) == (
+        own.vocab_size,
+        own.hidden_size,
+        own.intermediate_size,
+    )
+    assert (read.num_layers, read.num_heads, read.num_kv_heads) == (
+        own.num_hidden_layers,
+        own.num_attention_heads,
+        own.num_key_value_heads,
+    )
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}, "rope_theta": 500.0},
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2, 1], "rope_theta": 500.0}},
+    ],
+    ids=["older files", "newer files"],
+)
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_rotary_sections_of_qwen_are_read_wherever_files_have_them(is_flat, rope):
+    text = CONFIGS["qwen2"].to_dict() | {"rope_parameters": None, "head_dim": 8} | rope
+    names = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"}
+    read = read_architecture(text | names if is_flat else names | {"text_config": text})
+    assert (read.rope.type, read.rope.theta, read.rope.sections) == ("default", 500.0, (1, 2, 1))
+    assert read.has_rope_positions
+    with pytest.raises(ValueError, match=r"'mrope_section' is \[4, 2, 1\]; it must be 3 numbers .* head_dim: 4"):
+        read_architecture(
+            names | {"text_config": text | {"rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 1]}}}
+        )
 
 
 def test_size_of_an_image_follows_from_its_patches():

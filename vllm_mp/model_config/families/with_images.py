@@ -17,8 +17,7 @@ _TEXT_PARTS: Final[dict[str, Callable[[str, Config], NativeArchitecture]]] = {
     "qwen3": read_qwen3,
 }
 """The readers of the text parts that are served, by `model_type`."""
-
-
+_INNER_SIZES: Final = {"llama": 11_008, "mistral": 14_336, "qwen2": 22_016, "qwen3": 22_016}
 _ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling")
 
 
@@ -37,8 +36,21 @@ def read_with_images(name: str, config: Config) -> NativeArchitecture:
     # As in transformers, LLaVA's text part may say it too.
     is_tied = flag(config, "tie_word_embeddings", False) or (is_llava and flag(text, "tie_word_embeddings", False))
     of_all: Config = {field: config[field] for field in ("dtype", "torch_dtype") if field in config}
-    norm: Config = {} if is_llava else {"rms_norm_eps": 1e-5}
-    return _TEXT_PARTS[kind](name, {**norm, **of_all, **text, "tie_word_embeddings": is_tied})
+    defaults = _default_sizes(kind)
+    if not is_llava:
+        defaults["rms_norm_eps"] = 1e-5
+    return _TEXT_PARTS[kind](name, {**defaults, **of_all, **text, "tie_word_embeddings": is_tied})
+
+
+def _default_sizes(kind: str) -> Config:
+    """Return the sizes that the object of a text part may leave out, as LLaVA 1.5 does: those of transformers."""
+    return {
+        "vocab_size": 151_936 if kind.startswith("qwen") else 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": _INNER_SIZES[kind],
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    }
 
 
 def read_qwen_vl(name: str, config: Config) -> NativeArchitecture:
