@@ -16,7 +16,7 @@ _MARK: Final = f"\ue000image {secrets.token_hex(16)}\ue000"
 Its characters are the same in JSON, into which results of tools are put for templates that know no tools.
 """
 _PART_TYPES: Final = ("image_url", "image_pil", "input_image", "image")
-_READS_PARTS: Final = re.compile(r"""\[\s*['"]type['"]\s*\]|\.type\b""")
+_READS_PARTS: Final = re.compile(r"""(\[|\bget\(|\b(select|reject)attr\(|\bgroupby\()\s*['"]type['"]|\.type\b""")
 """How a template reads the type of a part of a content."""
 
 

@@ -15,6 +15,13 @@ BOTH_TEMPLATE = (
     "{% for part in message['content'] %}{% if part.type == 'image' %}<image>{% else %}({{ part.text }})"
     "{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
+SORTING_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}:"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %} <image>{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{% generation %} {{ part['text'] }}{% endgeneration %}{% endfor %}{% endfor %}"
+)
+"""A template that writes the images before the texts, as that of LLaVA 1.5."""
 CAT = picture(2, 2)
 URL = {"type": "image_url", "image_url": {"url": "data:,cat"}}
 PIL = {"type": "image_pil", "image_pil": CAT}
@@ -42,8 +49,9 @@ def user(*content):
         (PARTS_TEMPLATE, "system:Be brief.\nuser:See <image> and <image>a\nb\n"),
         (TEXTS_TEMPLATE, "system: Be brief.\nuser: See \n<image>\n and \n<image>\na\nb\n"),
         (BOTH_TEMPLATE, "(Be brief.)(See )<image>( and )<image>(a\nb)"),
+        (SORTING_TEMPLATE, "system: Be brief.user: <image> <image> See   and  a\nb"),
     ],
-    ids=["parts", "texts", "both"],
+    ids=["parts", "texts", "both", "sorting"],
 )
 def test_template_gets_images_where_they_stand(template, expected):
     system = {"role": "system", "content": "Be brief."}
@@ -57,8 +65,9 @@ def test_template_gets_images_where_they_stand(template, expected):
         (PARTS_TEMPLATE, "user:Hello\nassistant:a\nb\n"),
         (TEXTS_TEMPLATE, "user: Hello\nassistant: a\nb\n"),
         (BOTH_TEMPLATE, "[Hello][a\nb]"),
+        (SORTING_TEMPLATE, "user: Helloassistant: a\nb"),
     ],
-    ids=["parts", "texts", "both"],
+    ids=["parts", "texts", "both", "sorting"],
 )
 def test_conversation_without_images_has_the_form_that_its_template_reads(template, expected):
     answer = {"role": "assistant", "content": [text("a"), text("b")]}
