@@ -138,7 +138,7 @@ def _array(name: str, value: Any) -> ImageArray:
         array = array.astype(np.float32)
     if array.dtype.name not in IMAGE_DTYPES or array.ndim > 8:
         raise ValueError(f"the processor made {name} of {array.dtype}, which models cannot use; correct its options")
-    return ImageArray(name, array.dtype.name, list(array.shape), array.tobytes())
+    return ImageArray.of(name, array)
 
 
 def _read_frame(file: IO[bytes]) -> bytes | None:

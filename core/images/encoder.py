@@ -111,8 +111,7 @@ class ImageEncoder:
             arrays = {"pixel_values": pixels, "image_grid_thw": np.array([[1, side, side]])}
         else:
             arrays = {"pixel_values": np.ones((1, 3, config.tile_size, config.tile_size), np.float32)}
-        sent = [ImageArray(name, str(each.dtype), list(each.shape), each.tobytes()) for name, each in arrays.items()]
-        self.encode(ProcessedImage(b"", sent), 0, 1)
+        self.encode(ProcessedImage(b"", [ImageArray.of(name, each) for name, each in arrays.items()]), 0, 1)
 
     def _encode_grid(self, arrays: dict[str, ImageArray]) -> Tensor:
         """Return the embeddings [num_tokens, hidden_size] of an image that is a grid of patches."""

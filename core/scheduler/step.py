@@ -68,7 +68,9 @@ class ScheduledStep(NamedTuple):
         after_update = bool(batch.reads_output[rows[awaits]].any())
         samples, pools = reaches_end & ~is_pooled, reaches_end & is_pooled
         ends = _attention_ends(batch, rows, counts)
-        return cls(rows, counts, num_decodes, samples, pools, awaits, awaited, after_update, 0, 0, drafts, ends)
+        return cls(
+            rows, counts, num_decodes, samples, pools, awaits, awaited, after_update, drafts=drafts, attention_ends=ends
+        )
 
     @property
     def num_choices(self) -> Counts:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from support.tiny_gguf import finish, interleaved
+from support.tiny_gguf import add_sizes, finish, interleaved
 from vllm_mp.testing.image_models import make_image_model
 
 Changes = Mapping[str, Any]
@@ -34,12 +34,7 @@ def write_text_part(
     """Write the text part, a Llama, in F32, with the first `num_tokens` tokens of the vocabulary, or all."""
     config = model.config.get_text_config()
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    add_sizes(writer, config)
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])

@@ -78,12 +78,7 @@ def write_random_gguf(
     """
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    add_sizes(writer, config)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_layer_norm_eps(1e-5)
     ropes = config.rope_parameters
@@ -216,6 +211,16 @@ def _add_vocabulary(writer: gguf.GGUFWriter, model: str) -> None:
     writer.add_pad_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+
+
+def add_sizes(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    """Write the sizes that all architectures have."""
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

@@ -1,8 +1,11 @@
 """Images of a prompt, in the forms that the wire carries."""
 
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 MAX_IMAGE_BYTES: Final = 56 * 2**20
 """Bound on the arrays of an image. The rest of a message of the maximum size is left for its other fields."""
@@ -28,6 +31,11 @@ class ImageArray(msgspec.Struct, array_like=True, frozen=True):
     shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(max_length=8)]
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_IMAGE_BYTES)]
     """Its values in C order, little-endian."""
+
+    @classmethod
+    def of(cls, name: str, array: "npt.NDArray[Any]") -> "ImageArray":
+        """Return `array` as the wire carries it."""
+        return cls(name, array.dtype.name, list(array.shape), array.tobytes())
 
 
 class ProcessedImage(msgspec.Struct, array_like=True, frozen=True):

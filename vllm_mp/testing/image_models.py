@@ -165,4 +165,4 @@ def image_arrays(config: ImageConfig, num_tiles: int, seed: int) -> tuple[Proces
 
 
 def _sent(arrays: dict[str, npt.NDArray[Any]]) -> list[ImageArray]:
-    return [ImageArray(name, str(each.dtype), list(each.shape), each.tobytes()) for name, each in arrays.items()]
+    return [ImageArray.of(name, each) for name, each in arrays.items()]

@@ -108,11 +108,7 @@ def encoding_times(folder: Path, args: argparse.Namespace, size: int) -> tuple[l
     theirs, ours = [], []
     for seed in range(args.rounds + 1):
         made = processor([photo(size, seed)], return_tensors="np")
-        arrays = [
-            ImageArray(name, str(each.dtype), list(each.shape), each.tobytes())
-            for name, each in ((name, np.ascontiguousarray(made[name])) for name in processor.model_input_names)
-            if name in ("pixel_values", "pixel_attention_mask")
-        ]
+        arrays = [ImageArray.of(name, made[name]) for name in ("pixel_values", "pixel_attention_mask")]
         image = ProcessedImage(b"", arrays)
         num_tiles = encoder.shape_of(image).num_tiles
         pixels = torch.from_numpy(made["pixel_values"]).to(dtype)

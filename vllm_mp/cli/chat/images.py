@@ -59,7 +59,7 @@ def read_image_file(path: Path) -> bytes:
 def data_url(path: Path, content: bytes) -> str:
     """Return the file of an image as a data URL."""
     kind = mimetypes.guess_type(path.name)[0] or ""
-    # Whoever decodes the file looks at its content alone.
+    # The client's decoder looks at the content of the file alone.
     kind = kind if kind.startswith("image/") else "image/png"
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 

@@ -1,4 +1,4 @@
-"""Read the `config.json` of Gemma 2, and of the text part of Gemma 3; `model_config.images` reads what is of images.
+"""Read the `config.json` of Gemma 2, and of the text part of Gemma 3; `model_config.images` reads the rest.
 
 A field that a configuration leaves out takes the default of the transformers class that would have read it.
 """
