@@ -20,7 +20,6 @@ _LOCK_WAIT_S: Final = 4.0
 """Time that the writer of an engine that was killed gets to write what is left."""
 _LOCK_STEP_S: Final = 0.01
 _END_WAIT_S: Final = 5.0
-_LOWEST_PRIORITY: Final = 19
 
 
 class PrefixCacheFile:
@@ -72,13 +71,6 @@ class PrefixCacheFile:
             )
         except OSError as error:
             logger.warning("nothing is written to the prefix cache file: %s", error)
-            return
-        try:
-            # It runs while a processor is idle, and never in place of a core.
-            os.sched_setscheduler(self._writer.pid, os.SCHED_IDLE, os.sched_param(0))
-        except OSError:  # as a sandbox may decide
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self._writer.pid, _LOWEST_PRIORITY)
 
     def stop_writing(self) -> None:
         """End the process that writes at once: what it has not written completely is not read."""

@@ -34,6 +34,7 @@ _TURN_PAUSE_S: Final = 0.25
 _IDLE_PAUSE_S: Final = 1.0
 _FULL_PAUSE_S: Final = 60.0
 """Time after which a full disk is tried again."""
+_LOWEST_PRIORITY: Final = 19
 _END_S: Final = 2.5
 """Time that the last turn may take; a next engine waits for the file a little longer."""
 
@@ -190,8 +191,18 @@ class PrefixWriter:
             self._limit = self._file.num_slots_on_disk()
 
 
+def run_when_idle() -> None:
+    """Let this process run only while a processor is idle."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except OSError:  # as a sandbox may decide
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
+
+
 def main() -> None:
     """Copy until standard input ends or has something to read, or the parent dies; then copy the rest."""
+    run_when_idle()  # only now: while it imports, it would keep the file locked for minutes on a busy machine
     memory, file = map(int, sys.argv[1:3])
     set_up_core_log("prefix cache file")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

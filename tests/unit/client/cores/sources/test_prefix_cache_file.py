@@ -1,5 +1,6 @@
 """Which prefix cache files are used, and that a file that cannot be used costs the cache alone."""
 
+import asyncio
 import fcntl
 import os
 import signal
@@ -12,7 +13,9 @@ from vllm_mp import AsyncEngineArgs
 from vllm_mp.client.cores.sources import prefix_cache_file as module
 from vllm_mp.client.cores.sources.kept_cache_files import KeptCacheFiles
 from vllm_mp.client.cores.sources.prefix_cache_file import PrefixCacheFile
+from vllm_mp.core.scheduler.cache.prefix_writer import run_when_idle
 from vllm_mp.core_link.core_launch import Predecessor
+from vllm_mp.testing.engines import eventually
 
 
 @pytest.fixture
@@ -52,16 +55,15 @@ def test_child_that_the_app_has_forked_does_not_keep_the_lock(opened, tmp_path):
     os.close(copy)
 
 
-def test_writer_has_the_lowest_priority_where_the_class_of_its_scheduling_must_not_be_set(
-    opened, tmp_path, monkeypatch
-):
+def test_writer_has_the_lowest_priority_where_the_class_of_its_scheduling_must_not_be_set(monkeypatch):
     def refuse(*_):
         raise PermissionError
 
+    given = []
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    file = opened(tmp_path / "file")
-    file.keep_writing()
-    assert os.getpriority(os.PRIO_PROCESS, file._writer.pid) == 19
+    monkeypatch.setattr(os, "setpriority", lambda *arguments: given.append(arguments))
+    run_when_idle()
+    assert given == [(os.PRIO_PROCESS, 0, 19)]
 
 
 def make_readable(path):
@@ -127,7 +129,11 @@ def test_writer_runs_on_idle_processors_ends_with_the_file_and_is_replaced_if_it
     file = opened(tmp_path / "file")
     file.keep_writing()
     first = file._writer
-    assert os.sched_getscheduler(first.pid) == os.SCHED_IDLE
+
+    async def runs_when_idle():
+        return os.sched_getscheduler(first.pid) == os.SCHED_IDLE
+
+    asyncio.run(eventually(runs_when_idle))
     file.keep_writing()
     assert file._writer is first
     first.kill()
