@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 
 _RUN = ("bash", "python")
 _STARTS_ENGINES = (
-    "docs/getting_started.md",
     "docs/operating/",
     "docs/using/batch.md",
     "docs/using/loggers.md",

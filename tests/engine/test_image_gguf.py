@@ -17,7 +17,7 @@ from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
 from vllm_mp.client.prompts.tokenizer import get_tokenizer
 from vllm_mp.model_store import resolve_model
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("forked_cores")]
 IMAGES = [picture(50, 40), picture(33, 64, 1)]
 PROMPTS = [
     (f"What is on {IMAGE_TOKEN}, and which colour does it have?", IMAGES[:1]),
@@ -71,6 +71,7 @@ def test_two_gguf_files_answer_as_the_checkpoint(tmp_path):
     assert asyncio.run(answers(tmp_path / "gguf")) == asyncio.run(answers(tmp_path / "hub"))
 
 
+@pytest.mark.slow
 def test_image_token_that_a_file_of_llava_lacks_takes_the_place_of_the_unknown_token(tmp_path):
     save_pair(tmp_path, "llava", tokenizer=PreTrainedTokenizerFast(tokenizer_object=byte_fallback()))
     folder = resolve_model(str(tmp_path / "gguf"))

@@ -23,7 +23,7 @@ from vllm_mp.core_link.core_status import CoreState
 from vllm_mp.errors import EngineStartError
 from vllm_mp.testing.engines import STANDALONE_CORE, eventually, make_keys, standalone_core
 
-pytestmark = [pytest.mark.usefixtures("forked_cores"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("forked_cores")
 
 SLOW = ("--fault-injection", SLOW_STEPS)
 
@@ -81,6 +81,7 @@ def test_streams_go_on_and_the_old_engine_ends(served, small_model):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_engine_at_a_tcp_address_is_taken_over(small_model, tmp_path):
     keys = make_keys(tmp_path)
     flags = (*SLOW, "--key-file", keys[0])
@@ -98,6 +99,7 @@ def test_engine_at_a_tcp_address_is_taken_over(small_model, tmp_path):
         assert old.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -165,6 +167,7 @@ def no_check():
     """Let a wait go on."""
 
 
+@pytest.mark.slow
 def test_engine_that_was_not_ready_in_time_serves_no_client(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with hasty_engine(small_model, address) as (old, client):
@@ -188,6 +191,7 @@ def test_engine_that_was_not_ready_in_time_serves_no_client(small_model, tmp_pat
         asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_new_core_serves_no_client_while_the_old_engine_is_stopped(served, small_model):
     old, address, client = served
     page = status_path(Path(address.removeprefix("ipc://")))
@@ -230,6 +234,7 @@ def pid_at(address):
         client.shutdown()
 
 
+@pytest.mark.slow
 def test_old_engine_goes_on_if_the_new_one_dies_while_it_loads(served, small_model):
     old, address, client = served
 
@@ -254,6 +259,7 @@ def test_old_engine_goes_on_if_the_new_one_dies_while_it_loads(served, small_mod
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_new_engine_starts_its_core_if_the_old_one_ends_meanwhile(served, small_model, number):
     old, address, client = served
@@ -276,6 +282,7 @@ async def children_of(pid):
     return psutil.Process(pid).children()
 
 
+@pytest.mark.slow
 def test_without_an_engine_it_starts_as_usual(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(small_model, address, "--takeover"):

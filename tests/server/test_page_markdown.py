@@ -249,6 +249,7 @@ UNITS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS, ids=json.dumps)
 def test_time_to_show_a_text_grows_in_proportion_to_it(page: "Page", unit: str) -> None:
     """Four times the text may take at most ten times as long; if the time were quadratic, it would take 16 times."""

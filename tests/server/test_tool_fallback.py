@@ -72,6 +72,7 @@ def checked(calls: Any) -> list[tuple[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_that_may_call_answers_with_text_or_with_valid_calls(client):
     kinds = set()
     # A model without tools repeats a call of a function that does not exist, unless a grammar holds it.
