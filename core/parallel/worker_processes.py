@@ -139,7 +139,9 @@ class WorkerProcesses:
         event = os.eventfd(0, os.EFD_CLOEXEC)
         kept = self._kept_cache
         with theirs:
-            inherited = (memory, event, theirs.fileno(), *([] if kept is None else [kept.descriptors[rank]]))
+            inherited = [memory, event, theirs.fileno()]
+            if kept is not None:
+                inherited += [kept.descriptors[rank], *(kept.mailboxes[rank] if kept.mailboxes else ())]
             process: subprocess.Popen[bytes] | ForkedProcess | None = fork_rank(inherited)
             if process is None:
                 process = subprocess.Popen(

@@ -157,12 +157,13 @@ class ModelRunner:
         adopts = self._all_ranks.minimum(int(kept_cache is not None and kept_cache.adopts))
         if kept_cache is not None:
             kept_cache = msgspec.structs.replace(kept_cache, adopts=bool(adopts))
-        self.memory.keep_cache(kept_memory(kept_cache, self._all_ranks.rank, device.type))
+        self.memory.keep_cache(kept_memory(kept_cache, self._all_ranks.rank, device))
         times.end("turn")
         num_blocks = self._all_ranks.minimum(self.memory.num_kept_blocks(self.digest))
         self._adopts = num_blocks > 0
         """All ranks have the KV cache of an earlier core."""
         if not self._adopts:
+            self.memory.empty_kept()
             num_blocks = self._all_ranks.minimum(cache_blocks(config, device, self.token_bytes(), graph_bytes))
         config.cache_config.num_blocks = num_blocks
         self.memory.allocate_cache(num_blocks)

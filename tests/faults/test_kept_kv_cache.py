@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+from support import stand_in_cuda
 from support.engine_fixtures import SLOW_STEPS
 from support.recovering_requests import REQUESTS, answers, answers_through
 
@@ -60,6 +61,53 @@ def test_option_says_whether_the_cache_of_a_crashed_core_is_used(small_model, mo
     finally:
         engine.shutdown()
     assert [len(tokens) for completions in found for tokens, _ in completions] == [40] * 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"async_scheduling": True}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow)],
+    ids=lambda options: " ".join(options),
+)
+def test_cache_in_memory_of_a_device_outlives_killed_cores(small_model, tmp_path, monkeypatch, options):
+    stand_in_cuda.give_to_cores(tmp_path, monkeypatch)
+    with running_engine(small_model, **{**OPTIONS, **options}) as engine:
+
+        async def run():
+            expected = await answers(engine)
+
+            async def die_and_recover():
+                pids = stand_in_cuda.pids_with_memory()
+                assert len(pids) == options.get("tensor_parallel_size", 1)
+                found, status = await answers_through(engine, send(signal.SIGKILL))
+                assert found == expected
+                assert status["num_found_blocks"] > 10
+                assert status["num_recomputed_tokens"] == 0
+                assert not pids & stand_in_cuda.pids_with_memory()
+
+            await die_and_recover()
+            await engine.sleep()
+            assert not stand_in_cuda.pids_with_memory()
+            await engine.wake_up()
+            await die_and_recover()
+
+        asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_streams_go_on_where_the_driver_makes_no_memory(small_model, tmp_path, monkeypatch):
+    stand_in_cuda.give_to_cores(tmp_path, monkeypatch)
+    monkeypatch.setenv(stand_in_cuda.FAILS, "cuMemCreate")
+    with running_engine(small_model, **OPTIONS) as engine:
+
+        async def run():
+            expected = await answers(engine)
+            found, status = await answers_through(engine, send(signal.SIGKILL))
+            assert found == expected
+            assert status["num_found_blocks"] == 0
+            assert status["restarts"] == 1
+            assert not stand_in_cuda.pids_with_memory()
+
+        asyncio.run(run())
 
 
 @pytest.mark.slow

@@ -131,6 +131,8 @@ class KeptCache(msgspec.Struct, kw_only=True, frozen=True):
 
     descriptors: list[int]
     """A file in memory for each rank, which the core inherits."""
+    mailboxes: list[tuple[int, int]] = []
+    """By rank the ends of a mailbox (see `mailbox`), which the core inherits; empty if it computes on CPUs."""
     adopts: bool
     """What an earlier core has left there may be used."""
     prefix_file: int | None = None

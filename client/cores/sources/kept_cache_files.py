@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from vllm_mp.client.cores.sources.prefix_cache_file import PrefixCacheFile
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_link.core_launch import KeptCache, Predecessor
+from vllm_mp.core_link.mailbox import empty_mailbox, new_mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,9 @@ _HEADER_BYTES = 64
 
 class KeptCacheFiles:
     """A file in memory for each rank of a core. Their memory is free once this process and the core have closed them.
+
+    Unless the core computes on CPUs, there is also a mailbox for each rank, in which a descriptor of the GPU's memory
+    waits for the next core; this process never receives it. So that memory, too, is free once both have closed it.
 
     A core that died by itself, such as of an invalid address or a failed kernel, may have written anything anywhere:
     its successor does not use what it has left, unless the option `recover_kv_cache` is "always".
@@ -38,11 +42,17 @@ class KeptCacheFiles:
         """The core whose cache the latest successor might use."""
         self.descriptors: list[int] = []
         """By rank; empty: the KV cache ends with the core."""
+        self.mailboxes: list[tuple[int, int]] = []
+        """By rank; empty: the core computes on CPUs, or the KV cache ends with it."""
         self._prefix_file: PrefixCacheFile | None = None
         num_ranks = config.parallel_config.world_size
-        caches, files = list(inherited[:num_ranks]), list(inherited[num_ranks:])
-        if len(caches) == num_ranks and self._is_used(config):
+        caches, others = list(inherited[:num_ranks]), list(inherited[num_ranks:])
+        num_ends = 2 * num_ranks if len(others) >= 2 * num_ranks else 0
+        ends, files = others[:num_ends], others[num_ends:]
+        has_ends = bool(ends) or config.device_config.device == "cpu"
+        if len(caches) == num_ranks and has_ends and len(files) <= 1 and self._is_used(config):
             self.descriptors = caches
+            self.mailboxes = list(zip(ends[::2], ends[1::2], strict=True))
         else:
             for descriptor in inherited:
                 os.close(descriptor)
@@ -60,6 +70,8 @@ class KeptCacheFiles:
         try:
             for rank in range(num_ranks):
                 self.descriptors.append(os.memfd_create(f"vllm_mp-kv-cache-{rank}"))
+                if config.device_config.device != "cpu":
+                    self.mailboxes.append(new_mailbox())
         except OSError as error:
             logger.warning("the KV cache will not outlive its core: %s", error)
             self.close()
@@ -67,15 +79,14 @@ class KeptCacheFiles:
     def _is_used(self, config: VllmConfig) -> bool:
         is_used_again = self._mode != "never" and config.liveness_config.recovery
         has_file = config.cache_config.prefix_cache_file is not None
-        if not (is_used_again or has_file) or config.parallel_config.nnodes > 1:
-            return False
-        return config.device_config.device != "cuda"
+        return (is_used_again or has_file) and config.parallel_config.nnodes == 1
 
     @property
     def inherited(self) -> list[int]:
         """The descriptors that a core inherits."""
         file = None if self._prefix_file is None else self._prefix_file.descriptor
-        return self.descriptors if file is None else [*self.descriptors, file]
+        ends = [end for mailbox in self.mailboxes for end in mailbox]
+        return [*self.descriptors, *ends, *([] if file is None else [file])]
 
     def for_successor_of(self, predecessor: Predecessor | None, *, writes: bool = True) -> KeptCache | None:
         """Return what the next core is told of the files; `writes`: also see that the prefix cache file is written.
@@ -91,11 +102,14 @@ class KeptCacheFiles:
             is_second_attempt = predecessor.incarnation == last.incarnation
             lacks_memory = predecessor.kind == last.kind == _OUT_OF_MEMORY
             adopts = adopts and not is_second_attempt and not lacks_memory
+        if not adopts:
+            for _, receives in self.mailboxes:
+                empty_mailbox(receives)  # here, because a core needs the memory of the GPU before it looks at this
         if self._prefix_file is None or (predecessor is not None and predecessor.kind == "hang"):
-            return KeptCache(descriptors=self.descriptors, adopts=adopts)  # a disk may be what did not answer
+            return self._kept(adopts)  # a disk may be what did not answer
         if writes:
             self._prefix_file.keep_writing()
-        return KeptCache(descriptors=self.descriptors, adopts=adopts, prefix_file=self._prefix_file.descriptor)
+        return self._kept(adopts, self._prefix_file.descriptor)
 
     def note_end(self, predecessor: Predecessor | None) -> None:
         """Note that a core has ended, after the death of `predecessor`, which may be the same.
@@ -108,7 +122,10 @@ class KeptCacheFiles:
 
     def for_replacement(self) -> KeptCache | None:
         """Return what a process is told of the files that is to take over from the core."""
-        return KeptCache(descriptors=self.descriptors, adopts=True) if self.descriptors else None
+        return self._kept(True) if self.descriptors else None
+
+    def _kept(self, adopts: bool, prefix_file: int | None = None) -> KeptCache:
+        return KeptCache(descriptors=self.descriptors, mailboxes=self.mailboxes, adopts=adopts, prefix_file=prefix_file)
 
     def keep_writing(self) -> None:
         """See that the prefix cache file is written."""
@@ -124,9 +141,9 @@ class KeptCacheFiles:
         """Let go of the files; `goes_on`: another process, which has them too, goes on with them. Idempotent."""
         if self._prefix_file is not None:
             self._prefix_file.close(goes_on=goes_on)
-        for descriptor in self.descriptors:
+        for descriptor in [*self.descriptors, *(end for mailbox in self.mailboxes for end in mailbox)]:
             os.close(descriptor)
-        self.descriptors = []
+        self.descriptors, self.mailboxes = [], []
 
     def _is_trusted(self, predecessor: Predecessor) -> bool:
         if self._mode == "always":

@@ -3,6 +3,9 @@
 A file in memory holds a header, the `SealTable`, and the caches of all layers. The header says for which model, device
 code and layout they are; a core that computes or lays out anything else finds nothing. A lock, which the kernel gives
 back when no process maps the file any more, keeps a core that is still there from writing beside its successor.
+
+The caches of a core on a GPU lie in memory of the device (`DeviceMemory`), and the file holds the header and the table
+alone. The nonce in the header is the name of the memory that belongs to them.
 """
 
 import fcntl
@@ -24,7 +27,10 @@ from vllm_mp.core.scheduler.cache.prefix_file import PrefixFile
 from vllm_mp.core.scheduler.cache.prefix_reader import PrefixReader
 from vllm_mp.core.scheduler.cache.seal_table import SealTable
 from vllm_mp.core.worker.memory.code_digest import code_digest
+from vllm_mp.core.worker.memory.cuda_driver import CudaDriver
+from vllm_mp.core.worker.memory.device_memory import DeviceMemory, Driver
 from vllm_mp.core_link.core_launch import KeptCache
+from vllm_mp.core_link.mailbox import empty_mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +46,11 @@ _LOCK_STEP_S: Final = 0.005
 class KeptMemory:
     """The file behind a descriptor that the parent has passed on. One core at a time uses it."""
 
-    def __init__(self, descriptor: int, adopts: bool, prefix_file: int | None = None) -> None:
+    def __init__(
+        self, descriptor: int, adopts: bool, prefix_file: int | None = None, device_memory: DeviceMemory | None = None
+    ) -> None:
         """`adopts`: the caches of an earlier core may be used. `prefix_file`: descriptor of the prefix cache file.
+        `device_memory`: where the caches lie; None: in the file.
 
         Raises OSError if an earlier core is still there.
         """
@@ -57,13 +66,14 @@ class KeptMemory:
                     os.close(self._descriptor)
                     raise
                 time.sleep(_LOCK_STEP_S)
+        self._device_memory = device_memory
         if not adopts:
-            os.ftruncate(self._descriptor, 0)
+            self.empty()
         self._map: mmap.mmap | None = None
         self._header: KeptHeader | None = None
         """What `caches` has written."""
         self._caches_at = 0
-        """Where the caches begin in the file."""
+        """Where the caches begin in the file, or where it ends if they lie in memory of a device."""
         self._block_size = 0
         self._fingerprint = ""
         self._segments: list[tuple[int, int]] = []
@@ -82,11 +92,20 @@ class KeptMemory:
         self._fingerprint = hashlib.sha256(repr([block_size, *map(str, identity)]).encode()).hexdigest()
         header = read_header(self._descriptor, KeptHeader)
         if header is not None and header.fingerprint == self._fingerprint:
-            return header.num_blocks
-        if header is not None:
+            begin, size = header.segments[-1]
+            end = begin + _aligned(header.num_blocks * size)
+            if self._device_memory is None or self._device_memory.find(header.nonce, end):
+                return header.num_blocks
+        elif header is not None:
             logger.info("the KV cache of the core before is of another model or layout: prompts are read again")
-        os.ftruncate(self._descriptor, 0)
+        self.empty()
         return 0
+
+    def empty(self) -> None:
+        """Give back what an earlier core has left."""
+        os.ftruncate(self._descriptor, 0)
+        if self._device_memory is not None:
+            self._device_memory.release()
 
     @property
     def is_in_use(self) -> bool:
@@ -94,31 +113,39 @@ class KeptMemory:
         return self._map is not None or read_header(self._descriptor, KeptHeader) is not None
 
     def caches(self, num_blocks: int, shapes: KVShapes, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """Return (keys, values) of each layer, [num_blocks, block_size, heads, dim] each, as they are in the file.
+        """Return (keys, values) of each layer, [num_blocks, block_size, heads, dim] each, as they are in the memory.
 
         `num_blocks` is what the method of this name returned, if that is used. The memory is not zeroed, and untouched
-        pages take none. Raises OSError if the file cannot have this size.
+        pages of the file take none. Raises OSError if file or device cannot have this size.
         """
         block_bytes = [dtype.itemsize * self._block_size * heads * dim for layer in shapes for heads, dim in layer]
-        begin = self._caches_at = HEADER_BYTES + _aligned(SealTable.num_bytes(num_blocks, self._block_size))
+        self._caches_at = HEADER_BYTES + _aligned(SealTable.num_bytes(num_blocks, self._block_size))
+        end = self._caches_at if self._device_memory is None else 0
         self._segments = []
         for size in block_bytes:
-            self._segments.append((begin, size))
-            begin += _aligned(num_blocks * size)
+            self._segments.append((end, size))
+            end += _aligned(num_blocks * size)
+        file_size = end if self._device_memory is None else self._caches_at
         nonce = secrets.token_hex(8)
         if self._map is None:
             header = read_header(self._descriptor, KeptHeader)
-            if os.fstat(self._descriptor).st_size != begin or header is None or header.num_blocks != num_blocks:
+            if os.fstat(self._descriptor).st_size != file_size or header is None or header.num_blocks != num_blocks:
                 os.ftruncate(self._descriptor, 0)
-                os.ftruncate(self._descriptor, begin)
+                os.ftruncate(self._descriptor, file_size)
             else:
                 nonce = header.nonce
-            self._map = mmap.mmap(self._descriptor, begin)
+            of_file = mmap.mmap(self._descriptor, file_size)
         else:
-            os.ftruncate(self._descriptor, begin)  # after `release`
+            os.ftruncate(self._descriptor, file_size)  # after `release`
+            of_file = self._map
+        if self._device_memory is None:
+            memory = torch.frombuffer(of_file, dtype=torch.uint8)
+        else:
+            memory = self._device_memory.tensor(nonce, end)
+        self._map = of_file
         tensors = []
         for (offset, size), shape in zip(self._segments, [each for layer in shapes for each in layer], strict=True):
-            flat = torch.frombuffer(self._map, dtype=torch.uint8, count=num_blocks * size, offset=offset).view(dtype)
+            flat = memory[offset : offset + num_blocks * size].view(dtype)
             tensors.append(flat.view(num_blocks, self._block_size, *shape))
         self._header = KeptHeader(
             self._fingerprint, num_blocks, self._block_size, self._segments, nonce, self._file_fingerprint
@@ -166,21 +193,38 @@ class KeptMemory:
     def release(self) -> None:
         """Give the memory of the caches back after their last use; `caches` makes them again. The table stays."""
         os.ftruncate(self._descriptor, self._caches_at)
+        if self._device_memory is not None:
+            self._device_memory.release()
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def kept_memory(cache: KeptCache | None, rank: int, device: str) -> KeptMemory | None:
-    """Return the memory of `rank` on a `device` of this type.
+def driver_of(device: torch.device) -> Driver | None:
+    """Return what makes memory of `device`; None if that is the host. Raises OSError if the driver cannot."""
+    if device.type == "cpu":
+        return None
+    return CudaDriver(torch.cuda.current_device() if device.index is None else device.index)
 
-    None: there is none, the device does not compute in it, or a process of an earlier core still has it.
+
+def kept_memory(cache: KeptCache | None, rank: int, device: torch.device) -> KeptMemory | None:
+    """Return the memory of `rank` on `device`.
+
+    None: there is none, the driver of the device cannot share it, or a process of an earlier core still has it.
     """
-    if cache is None or device != "cpu":
+    if cache is None:
         return None
     try:
-        return KeptMemory(cache.descriptors[rank], cache.adopts, cache.prefix_file)
+        driver = driver_of(device)
+    except OSError as error:
+        logger.info("the KV cache ends with this core: %s", error)
+        return None
+    device_memory = None if driver is None else DeviceMemory(cache.mailboxes[rank], device, driver)
+    try:
+        return KeptMemory(cache.descriptors[rank], cache.adopts, cache.prefix_file, device_memory)
     except OSError as error:
         logger.warning("the memory of the KV cache cannot be used (%s): prompts are read again", error)
+        if cache.mailboxes:
+            empty_mailbox(cache.mailboxes[rank][1])
         return None

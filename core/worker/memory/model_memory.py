@@ -25,6 +25,7 @@ from vllm_mp.core.worker.cuda_graphs import (
 )
 from vllm_mp.core.worker.device import choose_attention
 from vllm_mp.core.worker.late_captures import LateCaptures
+from vllm_mp.core.worker.memory.code_digest import code_digest
 from vllm_mp.core.worker.memory.kept_memory import KeptMemory
 from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.offload import OffloadedWeights, release_memory
@@ -152,7 +153,6 @@ class ModelMemory:
         """Return how many blocks an earlier core has left for a model with this digest; 0 if there are none to use."""
         if self.kept is None:
             return 0
-        build = library() if self._device.type == "cpu" else None
         return self.kept.num_blocks(
             self._config.cache_config.block_size,
             [
@@ -163,11 +163,16 @@ class ModelMemory:
                 self._config.model_config.quantization,
                 self._config.model_config.max_model_len,  # on which the rotation of some models depends
                 self.attention.name,
-                self._device.type if build is None else build.name,
+                _code_of(self._device),
                 self.model.kv_shapes,
                 (self._group.rank, self._group.size, *self._stage),
             ],
         )
+
+    def empty_kept(self) -> None:
+        """Give back what an earlier core has left."""
+        if self.kept is not None:
+            self.kept.empty()
 
     def token_bytes(self) -> int:
         """Return the bytes of KV cache of one token over all layers."""
@@ -323,6 +328,15 @@ class ModelMemory:
             return True
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return free_cuda_memory(self._device) + unused >= self._bytes_of_a_graph + _SPARE_BYTES
+
+
+def _code_of(device: torch.device) -> str:
+    """Return what says which code computes on `device`, and for a GPU which one it is."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name} {properties.uuid} {code_digest()}"
+    build = library()
+    return device.type if build is None else build.name
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,6 +1,7 @@
 """After which deaths the next core is told to use the KV cache that was left."""
 
 import os
+import socket
 
 import pytest
 
@@ -64,9 +65,77 @@ def test_memory_is_given_back_after_two_deaths_for_want_of_it(files_with):
     assert files.for_successor_of(death(3, is_from_outside=True)).adopts
 
 
-@pytest.mark.parametrize("options", [{"recovery": False}, {"device": "cuda"}, {"recover_kv_cache": "never"}])
-def test_engine_that_cannot_use_a_cache_again_keeps_none(files_with, options):
-    assert files_with(**options).descriptors == []
+@pytest.mark.parametrize("options", [{"recovery": False}, {"recover_kv_cache": "never"}])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_engine_that_cannot_use_a_cache_again_keeps_none(files_with, device, options):
+    assert files_with(device=device, **options).inherited == []
+
+
+def leave_descriptor(kept):
+    """Do what a core does that leaves memory of a device; return the end of a pipe that ends when it is given back."""
+    reader, writer = os.pipe()
+    [(sends, _)] = kept.mailboxes
+    with socket.socket(fileno=os.dup(sends)) as end:
+        socket.send_fds(end, [b"name"], [writer])
+    os.close(writer)
+    os.set_blocking(reader, False)
+    return reader
+
+
+def is_given_back(reader):
+    try:
+        return os.read(reader, 1) == b""
+    except BlockingIOError:
+        return False
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_memory_of_a_device_waits_for_a_trusted_successor_and_is_given_back_before_another_starts(files_with, device):
+    files = files_with(device=device)
+    reader = leave_descriptor(files.for_successor_of(None))
+    assert files.for_successor_of(death(is_from_outside=True)).adopts
+    assert not is_given_back(reader)
+    assert not files.for_successor_of(death(2)).adopts
+    assert is_given_back(reader)
+    os.close(reader)
+
+
+def test_memory_of_a_device_ends_with_the_parent(files_with):
+    files = files_with(device="cuda")
+    reader = leave_descriptor(files.for_successor_of(None))
+    files.close()
+    assert is_given_back(reader)
+    os.close(reader)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_process_that_takes_over_has_the_same_files_and_mailboxes(files_with, small_config, device, ranks):
+    options = {"device": device, "tensor_parallel_size": ranks}
+    files = files_with(**options)
+    assert len(files.mailboxes) == (0 if device == "cpu" else ranks)
+    given = [os.dup(each) for each in files.inherited]
+    heir = KeptCacheFiles(small_config(**options), given)
+    kept = heir.for_replacement()
+    assert [*kept.descriptors, *(end for mailbox in kept.mailboxes for end in mailbox)] == given
+    heir.close()
+    files.close()
+
+
+def test_process_of_another_number_of_ranks_takes_no_files_over(files_with, small_config):
+    files = files_with(device="cuda", tensor_parallel_size=3)
+    heir = KeptCacheFiles(small_config(device="cuda"), [os.dup(each) for each in files.inherited])
+    assert len(heir.inherited) == 3
+    own, others = ({os.fstat(each).st_ino for each in one.inherited} for one in (heir, files))
+    assert not own & others
+    heir.close()
+
+
+def test_process_on_cpus_takes_over_what_one_that_chose_the_device_kept(files_with, small_config):
+    given = [os.dup(each) for each in files_with(device="auto").inherited]
+    heir = KeptCacheFiles(small_config(device="cpu"), given)
+    assert heir.descriptors == given[:1]
+    heir.close()
 
 
 def test_each_rank_has_a_file_which_a_new_program_does_not_inherit(files_with):

@@ -99,16 +99,15 @@ def test_successor_waits_for_the_end_of_a_killed_core_and_goes_without_one_that_
     is_ready.wait()
     os.kill(process.pid, signal.SIGSTOP)
     monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.05)
-    assert kept_memory(KeptCache(descriptors=[descriptor], adopts=True), 0, "cpu") is None
+    assert kept_memory(KeptCache(descriptors=[descriptor], adopts=True), 0, torch.device("cpu")) is None
     assert "prompts are read again" in caplog.text
     monkeypatch.setattr(module, "_LOCK_WAIT_S", 20.0)
     process.kill()
-    found = kept_memory(KeptCache(descriptors=[descriptor], adopts=True), 0, "cpu")
+    found = kept_memory(KeptCache(descriptors=[descriptor], adopts=True), 0, torch.device("cpu"))
     assert found is not None
     assert found.num_blocks(BLOCK, IDENTITY) == 6
     process.join()
 
 
-def test_devices_that_do_not_compute_in_host_memory_do_without():
-    assert kept_memory(KeptCache(descriptors=[-1], adopts=True), 0, "cuda") is None
-    assert kept_memory(None, 0, "cpu") is None
+def test_core_without_a_file_does_without():
+    assert kept_memory(None, 0, torch.device("cpu")) is None
