@@ -115,6 +115,42 @@ def test_streams_continue_unchanged_on_the_next_core(folder, fault):
     asyncio.run(eventually(lambda: memory_is_back(before), timeout=60))
 
 
+def test_prompts_are_not_read_again_on_the_core_after_a_killed_one(folder):
+    before = device_memory_in_use()
+    prompts, params = random_prompts((300,) * 4), greedy(40, ignore_eos=True)
+    with running_engine(folder, **OPTIONS) as engine:
+        expected = [output.outputs[0].token_ids for output in generate_all(engine, prompts, 40)]
+        held = device_memory_in_use()
+
+        async def answer_through_a_kill():
+            status = await engine.core_status()
+            answers = asyncio.gather(*(answer(engine, prompt, params) for prompt in prompts))
+
+            async def all_under_way():
+                live = [answer for _, answer in engine.cores.first.requests.live()]
+                return len(live) == len(prompts) and all(len(answer.token_ids) > 3 for answer in live)
+
+            await eventually(all_under_way)
+            os.kill(status["pid"], signal.SIGKILL)
+            assert [output.outputs[0].token_ids for output in await answers] == expected
+            restarts, status = status["restarts"], await engine.core_status()
+            assert status["restarts"] == restarts + 1
+            assert status["num_found_blocks"] > 0
+            assert status["num_recomputed_tokens"] == 0
+            await eventually(lambda: memory_is_back(held), timeout=60)
+
+        async def run():
+            await answer_through_a_kill()
+            await answer_through_a_kill()  # this core uses what the first one has allocated
+            await engine.sleep()
+            assert device_memory_in_use() < held
+            await engine.wake_up()
+            await answer_through_a_kill()
+
+        asyncio.run(run())
+    asyncio.run(eventually(lambda: memory_is_back(before), timeout=60))
+
+
 @pytest.mark.parametrize("fault", FAULTS[1:])
 def test_streams_without_recovery_end_with_the_cause(folder, fault):
     options = {**OPTIONS, "fault_injection": f"{fault}@request=struck,position=7", "recovery": False}

@@ -184,7 +184,7 @@ def _wait_for_fork(control: socket.socket) -> _Request:
     """
     sender = os.getppid()
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 2**18, 20)
+        data, descriptors, _, _ = socket.recv_fds(control, 2**18, 100)
         if not data:
             os._exit(0)
         reader, writer = os.pipe()

@@ -1,6 +1,5 @@
 """The mailbox in which a descriptor of a device's memory waits for the next core: a pair of connected sockets."""
 
-import os
 import socket
 
 
@@ -12,9 +11,11 @@ def new_mailbox() -> tuple[int, int]:
 
 def empty_mailbox(receives: int) -> None:
     """Discard what waits at the end to receive from; the system then closes the descriptors that came with it."""
-    with socket.socket(fileno=os.dup(receives)) as end:
-        try:
-            while end.recv(1, socket.MSG_DONTWAIT):
-                pass
-        except BlockingIOError:
+    end = socket.socket(fileno=receives)
+    try:
+        while end.recv(1, socket.MSG_DONTWAIT):
             pass
+    except BlockingIOError:
+        pass
+    finally:
+        end.detach()  # the descriptor stays open

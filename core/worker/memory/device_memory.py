@@ -41,7 +41,9 @@ class DeviceMemory:
     """The memory of one mailbox. One core at a time uses it."""
 
     def __init__(self, mailbox: tuple[int, int], device: torch.device, driver: Driver) -> None:
-        """`mailbox`: descriptors of the end to send to and of the end to receive from; they stay open."""
+        """`mailbox`: descriptors of the end to send to and of the end to receive from; they stay open. `device` has an
+        index unless it is the host.
+        """
         self._sends, self._receives = (socket.socket(fileno=os.dup(end)) for end in mailbox)
         self._device = device
         self._driver = driver
@@ -107,12 +109,15 @@ class DeviceMemory:
     def _waiting(self) -> Iterator[tuple[str, int]]:
         """Yield the name and a descriptor of the memory that waits in the mailbox, where it stays.
 
-        Raises BlockingIOError if there is none.
+        Raises BlockingIOError if there is none, and OSError if the system does not let this process have it.
         """
         flags = socket.MSG_PEEK | socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         # Not `socket.recv_fds`, which ignores its flags in Python 3.11.
         name, ancillary, _, _ = self._receives.recvmsg(_NAME_BYTES, socket.CMSG_LEN(array.array("i").itemsize), flags)
-        [descriptor] = array.array("i", b"".join(data for _, _, data in ancillary))
+        descriptors = array.array("i", b"".join(data for _, _, data in ancillary))
+        if not descriptors:
+            raise OSError("this process can open no more descriptors")
+        [descriptor] = descriptors
         try:
             yield name.decode(), descriptor
         finally:

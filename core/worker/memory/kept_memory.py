@@ -203,9 +203,7 @@ def _aligned(size: int) -> int:
 
 def driver_of(device: torch.device) -> Driver | None:
     """Return what makes memory of `device`; None if that is the host. Raises OSError if the driver cannot."""
-    if device.type == "cpu":
-        return None
-    return CudaDriver(torch.cuda.current_device() if device.index is None else device.index)
+    return None if device.type == "cpu" else CudaDriver(device.index)
 
 
 def kept_memory(cache: KeptCache | None, rank: int, device: torch.device) -> KeptMemory | None:
@@ -215,6 +213,8 @@ def kept_memory(cache: KeptCache | None, rank: int, device: torch.device) -> Kep
     """
     if cache is None:
         return None
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     try:
         driver = driver_of(device)
     except OSError as error:

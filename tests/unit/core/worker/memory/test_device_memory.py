@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 
@@ -194,6 +195,21 @@ def test_memory_that_cannot_be_mapped_is_given_back(kept, monkeypatch, caplog, f
     assert not memory.caches(6, SHAPES, torch.bfloat16)[0][0].any()
 
 
+def test_memory_whose_descriptor_the_system_refuses_is_given_back(kept, monkeypatch, caplog):
+    killed_core(kept, 3)
+    memory = kept_memory(kept, 0, CPU)
+    _started.append(memory)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        found = memory.num_blocks(BLOCK, IDENTITY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == 0
+    assert "can open no more descriptors" in caplog.text
+    assert not is_waiting(kept)
+
+
 def test_core_whose_memory_was_taken_in_its_sleep_can_try_again(kept, monkeypatch):
     memory, made = caches(kept, 3)
     del made
@@ -244,8 +260,10 @@ def test_cache_ends_with_a_core_on_a_machine_without_such_a_driver(kept, monkeyp
     caplog.set_level("INFO")
 
     def missing(device):
+        assert device == torch.device("cuda", 0)
         raise OSError("no driver")
 
     monkeypatch.setattr(module, "driver_of", missing)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert kept_memory(kept, 0, torch.device("cuda")) is None
     assert "the KV cache ends with this core: no driver" in caplog.text
