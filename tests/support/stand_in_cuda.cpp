@@ -72,8 +72,14 @@ CUresult cuInit(unsigned int flags) {
   return outcome(__func__);
 }
 
+CUresult cuDeviceGet(int *device, int ordinal) {
+  TRY(ordinal == DEVICE);
+  *device = DEVICE + 100;
+  return 0;
+}
+
 CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
-  TRY(device == DEVICE);
+  TRY(device == DEVICE + 100);
   *value = attribute == 103 && !getenv("STAND_IN_CUDA_EXPORTS_NOTHING");
   return 0;
 }

@@ -47,6 +47,7 @@ class _Access(ctypes.Structure):
 
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cuInit": (ctypes.c_uint,),
+    "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(_Properties), c_int),
     "cuMemCreate": (POINTER(c_uint64), c_size_t, POINTER(_Properties), c_uint64),
@@ -84,8 +85,9 @@ class CudaDriver:
         self._location = _Location(_DEVICE, device)
         self._properties = _Properties(_PINNED, _FILE_DESCRIPTOR, self._location)
         self._call("cuInit", 0)
-        exports = c_int()
-        self._call("cuDeviceGetAttribute", exports, _EXPORTS, device)
+        found, exports = c_int(), c_int()
+        self._call("cuDeviceGet", found, device)
+        self._call("cuDeviceGetAttribute", exports, _EXPORTS, found)
         if not exports.value:
             raise OSError(f"GPU {device} cannot export its memory as a descriptor")
         granularity = c_size_t()

@@ -2,7 +2,7 @@
 
 A mailbox is a pair of sockets that the core's parent has made and keeps. A core sends the descriptor of the memory in
 one end, and no process receives it: so it waits in the other end, and the driver keeps the memory, until the next core
-looks at it there. Whoever receives it without keeping it gives the memory back.
+looks at it there. To receive it is to give the memory back.
 """
 
 import array

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import socket
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from support import stand_in_cuda
 from support.stand_in_cuda import DEVICE, EXPORTS_NOTHING, FAILS, mapped_bytes
 
 from vllm_mp.core.worker.memory import kept_memory as module
+from vllm_mp.core.worker.memory import model_memory
 from vllm_mp.core.worker.memory.cuda_driver import CudaDriver
 from vllm_mp.core.worker.memory.kept_memory import kept_memory
 from vllm_mp.core_link.core_launch import KeptCache
@@ -249,7 +251,7 @@ def test_driver_says_why_it_cannot_share_memory(library, monkeypatch):
         CudaDriver(DEVICE, "libcuda.so.none")
     with pytest.raises(OSError, match=r"the CUDA driver is too old: .*cu"):
         CudaDriver(DEVICE, "libc.so.6")
-    with pytest.raises(OSError, match="cuDeviceGetAttribute: invalid argument"):
+    with pytest.raises(OSError, match="cuDeviceGet: invalid argument"):
         CudaDriver(DEVICE + 1, library)
     monkeypatch.setenv(EXPORTS_NOTHING, "1")
     with pytest.raises(OSError, match="GPU 1 cannot export its memory"):
@@ -267,3 +269,12 @@ def test_cache_ends_with_a_core_on_a_machine_without_such_a_driver(kept, monkeyp
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert kept_memory(kept, 0, torch.device("cuda")) is None
     assert "the KV cache ends with this core: no driver" in caplog.text
+
+
+def test_caches_of_another_gpu_and_of_other_code_are_of_another_model(monkeypatch):
+    def code(uuid="0", digest="a"):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="a GPU", uuid=uuid))
+        monkeypatch.setattr(model_memory, "code_digest", lambda: digest)
+        return model_memory._code_of(torch.device("cuda"))
+
+    assert len({code(), code(uuid="1"), code(digest="b"), model_memory._code_of(CPU)}) == 4
