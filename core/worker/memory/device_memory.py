@@ -70,7 +70,7 @@ class DeviceMemory:
     def tensor(self, name: str, num_bytes: int) -> Tensor:
         """Return memory by this name, uint8 [num_bytes]: what `find` has mapped, or other memory, which is not zeroed.
 
-        Raises OSError if the driver cannot allocate it.
+        Raises OSError if the driver cannot allocate it, or torch cannot use it.
         """
         if self._mapped is None or self._mapped[::2] != (name, num_bytes):
             self.release()
@@ -87,9 +87,13 @@ class DeviceMemory:
                 os.close(descriptor)
         assert self._mapped is not None
         _, address, _ = self._mapped
-        # torch does not free such a storage.
-        storage = torch._C._construct_storage_from_data_pointer(address, self._device, num_bytes)
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        try:
+            # torch does not free such a storage.
+            storage = torch._C._construct_storage_from_data_pointer(address, self._device, num_bytes)
+            return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        except (AttributeError, RuntimeError) as error:
+            self.release()
+            raise OSError(f"torch cannot use memory that it has not allocated: {error}") from error
 
     def release(self) -> None:
         """Give the memory back, that of an earlier core too. No tensor of it may be used any more. Idempotent."""

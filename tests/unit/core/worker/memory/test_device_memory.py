@@ -234,6 +234,16 @@ def test_core_that_cannot_have_the_file_gives_the_memory_of_the_core_before_back
     assert not is_waiting(kept)
 
 
+def test_memory_that_torch_cannot_use_is_given_back(kept, monkeypatch):
+    memory, _ = start(kept)
+    monkeypatch.delattr(torch._C, "_construct_storage_from_data_pointer")
+    with pytest.raises(OSError, match="torch cannot use memory that it has not allocated"):
+        memory.caches(6, SHAPES, torch.bfloat16)
+    assert not memory.is_in_use
+    assert not is_waiting(kept)
+    assert not mapped_bytes(os.getpid())
+
+
 def test_descriptor_that_the_system_does_not_let_wait_costs_no_memory(kept, monkeypatch):
     memory, _ = start(kept)
 
