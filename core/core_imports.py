@@ -1,12 +1,29 @@
-"""All that a core imports, for a template process."""
+"""All that a core imports, for a template process; and the parts of torch that a core can do without."""
 
 import contextlib
 import gc
+from typing import Final
+
+from vllm_mp.machine.deferred_modules import defer_modules
+
+_RARE_PARTS_OF_TORCH: Final = (
+    "torch._meta_registrations",
+    "torch._native",
+    "torch.distributed._meta_registrations",
+)
+"""Register what operations do on the device "meta" and in traced programs, and other kernels for GPUs. They and what
+they import are a third of `import torch`, and native models on a CPU use nothing of them."""
+
+
+def defer_rare_parts_of_torch() -> None:
+    """Call this before `import torch`; all that is not a native model on a CPU needs `load_deferred_modules` then."""
+    defer_modules(_RARE_PARTS_OF_TORCH)
 
 
 def import_core() -> None:
     """Import the modules of a core, without any operation that would start threads or touch a device."""
     gc.disable()
+    defer_rare_parts_of_torch()
     import vllm_mp.core.engine_core
     import vllm_mp.core.lora.adapter
     import vllm_mp.core.model_template

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 import zmq
 
+from vllm_mp.config import VllmConfig
+from vllm_mp.core.core_imports import defer_rare_parts_of_torch
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.parent_watch import parent_has_ended, wait_for_end_of_parent
@@ -34,8 +36,10 @@ from vllm_mp.core_link.core_description import CoreDescription
 from vllm_mp.core_link.core_launch import STACKS_SIGNAL, CoreLaunch, KeptCache, waiting_path
 from vllm_mp.core_link.core_status import CoreState
 from vllm_mp.core_link.status_page import StatusPage
+from vllm_mp.machine.deferred_modules import load_deferred_modules
 from vllm_mp.machine.host_cpus import bind_process
 from vllm_mp.machine.log_setup import set_up_core_log
+from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.version import __version__
 from vllm_mp.wire import PROTOCOL_VERSION, SCHEMA
 
@@ -341,6 +345,7 @@ def _load(start: _Start, page: StatusPage, ranks: "Ranks | None") -> "EngineCore
     config, stop = start.launch.config, start.stop
     if config.device_config.cpus:  # before the imports, which must not take the CPUs of another core
         bind_process(config.device_config.cpus)
+    defer_rare_parts_of_torch()
     import torch
 
     from vllm_mp.core.collectives.group import ALONE
@@ -357,6 +362,8 @@ def _load(start: _Start, page: StatusPage, ranks: "Ranks | None") -> "EngineCore
     gc.enable()
     times.end("imports")
     device, dtype, num_threads = prepare_device(config)
+    if device.type != "cpu" or ranks is not None or not _has_native_models_only(config):
+        load_deferred_modules()
     times.end("device")
     page.enter(CoreState.LOADING)
     processors = RegisteredProcessors(config, device) if config.model_config.logits_processors else None
@@ -440,6 +447,13 @@ def _load(start: _Start, page: StatusPage, ranks: "Ranks | None") -> "EngineCore
         followers,
         launch.tried_constraints,
     )
+
+
+def _has_native_models_only(config: VllmConfig) -> bool:
+    """Return whether a core runs nothing but native models: no code of the operator, and no part of transformers."""
+    architectures = (model.architecture for model in config.models)
+    is_native = all(isinstance(architecture, NativeArchitecture) for architecture in architectures)
+    return is_native and config.images is None and not config.model_config.logits_processors
 
 
 def _loaded_model(

@@ -22,6 +22,7 @@ from vllm_mp.core.parallel.messages import (
     chosen_options,
     digest_of,
 )
+from vllm_mp.machine.deferred_modules import load_deferred_modules
 from vllm_mp.machine.log_setup import set_up_core_log
 from vllm_mp.version import __version__
 
@@ -65,6 +66,7 @@ def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
     from vllm_mp.core.worker.memory.plan import memory_to_start
     from vllm_mp.core.worker.model_runner import ModelRunner
 
+    load_deferred_modules()  # the core that has forked this process may have deferred some
     gc.freeze()
     config, rank = launch.config, launch.rank
     memory = mmap.mmap(launch.memory, 0)
