@@ -5,6 +5,7 @@ leaves one loads its model first, in a thread that ends; only then it starts thr
 state of another device does not survive a fork.
 """
 
+import contextlib
 import gc
 import os
 import socket
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Final, NoReturn
 
 import msgspec
@@ -24,6 +26,8 @@ from vllm_mp.core.sibling_fork import ForkRefused, count_threads, end_idle_threa
 from vllm_mp.core.template import become_template, fork_on_request, tell_parent
 from vllm_mp.core.torch_threads import limit_this_thread
 from vllm_mp.core.weights.digest import model_digest
+from vllm_mp.core.weights.packed_cache import fork_writer
+from vllm_mp.core.weights.packed_file import PackedWeights
 from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.plan import cache_dtype
 from vllm_mp.core_link.fork_messages import ForkRefusal
@@ -67,8 +71,17 @@ def load_with_template(
     template the parent learns why.
     """
 
+    unwritten: list[tuple[Path, PackedWeights]] = []
+
     def load(model_config: ModelConfig, progress: Callable[[float], None]) -> LoadedModel:
-        model = load_model(model_config, dtype, torch.device("cpu"), progress, cache_dtype(config, dtype))
+        model = load_model(
+            model_config,
+            dtype,
+            torch.device("cpu"),
+            progress,
+            cache_dtype(config, dtype),
+            keep_packed=lambda path, weights: unwritten.append((path, weights)),
+        )
         return LoadedModel(_identity(config, dtype), model, model_digest(model_config))
 
     def load_all() -> LoadedModel:
@@ -92,19 +105,30 @@ def load_with_template(
             tell_parent(control, ForkRefusal(reason=f"no template process can hold the model: {error}"))
             return loaded
         if pid == 0:
-            _serve_as_template(loaded, control, parent, run_core)
+            _serve_as_template(loaded, unwritten, control, parent, run_core)
         loaded.share_with(pid)
+    unwritten.clear()  # a sleep must be able to release the weights
     return loaded
 
 
 def _serve_as_template(
-    loaded: LoadedModel, control: socket.socket, parent: int, run_core: Callable[[], NoReturn]
+    loaded: LoadedModel,
+    unwritten: list[tuple[Path, PackedWeights]],
+    control: socket.socket,
+    parent: int,
+    run_core: Callable[[], NoReturn],
 ) -> NoReturn:
-    """Be the template process. In each core that it forks, what the frames below have open is closed."""
+    """Be the template process, and have the packed weights `unwritten` written.
+
+    In each core that it forks, what the frames below have open is closed.
+    """
     global _held
     reset_signals()
     become_template(control, parent)
     template = os.getpid()
+    with contextlib.suppress(OSError):  # the next core packs the weights again
+        fork_writer(unwritten)
+    unwritten.clear()
     fork_on_request(control, parent)
     loaded.share_with(template)
     _held = loaded

@@ -114,6 +114,8 @@ def fork_on_request(control: socket.socket, parent: int) -> None:
     while os.getppid() == parent:
         # A child that the parent forked may hold the other end open after the parent's death.
         if not poll.poll(_PARENT_CHECK_MS):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, os.WNOHANG)  # a child that has written a file; cores are siblings
             continue
         try:
             data, descriptors, _, _ = socket.recv_fds(control, MAX_BYTES, MAX_DESCRIPTORS + 4)

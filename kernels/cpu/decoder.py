@@ -279,8 +279,10 @@ class _RoutedExperts:
         else:
             assert not isinstance(down, Tensor)
             self._experts = from_blocks(library, gate_up, down, activation, options.dtype, arena)
-        gate = [] if weights.shared_gate is None else [weights.shared_gate]
-        self._scores = PackedLinear(library, torch.cat([weights.router, *gate]), None, arena=arena)
+        scores = weights.router
+        if weights.shared_gate is not None:
+            scores = torch.cat([scores, weights.shared_gate])
+        self._scores = PackedLinear(library, scores, None, arena=arena)
         self._router = CRouter(
             self._scores.interface, weights.num_chosen, int(weights.normalizes_weights), int(weights.rounds_weights)
         )

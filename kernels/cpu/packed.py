@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.library import DTYPES, CLinear, CTokenMasks, Library, address
+from vllm_mp.kernels.cpu.packed_forms import PackedForm, next_form, note_form
 from vllm_mp.kernels.sampling import TokenMasks
 
 MAX_INT8_INPUTS: Final = 65_536
@@ -59,7 +60,8 @@ class PackedLinear:
 
         `quantization="int8"` needs a number of inputs that four divides; other weights keep their dtype. With
         `is_pair`, `weight` holds two matrices of the same size, one after the other, whose columns the kernels take
-        in pairs; only `interface` can be used then. The packed weights lie in `arena` if it is given.
+        in pairs; only `interface` can be used then. The packed weights lie in `arena` if it is given. In a block of
+        `packed_forms.reuse_forms` they are taken over, and the elements of `weight` are not read.
         """
         outputs, inputs = weight.shape
         parts = 2 if is_pair else 1
@@ -70,26 +72,31 @@ class PackedLinear:
         self._library = library
         self._is_pair = is_pair
         self._dtype = weight.dtype
-        empty = torch.empty if arena is None else arena.empty
-        self._weight = empty(columns * inputs, dtype=torch.int8 if is_int8 else weight.dtype)
-        self._scales = torch.empty(columns, dtype=torch.float32) if is_int8 else None
-        self._sums = torch.empty(columns, dtype=torch.int32) if is_int8 else None
+        dtype = torch.int8 if is_int8 else weight.dtype
+        form = next_form(columns * inputs, dtype, columns if is_int8 else 0)
+        if form is None:
+            empty = torch.empty if arena is None else arena.empty
+            form = PackedForm(
+                empty(columns * inputs, dtype=dtype),
+                torch.empty(columns, dtype=torch.float32) if is_int8 else None,
+                torch.empty(columns, dtype=torch.int32) if is_int8 else None,
+            )
+            source = weight.contiguous()
+            library.function("pack", weight.dtype)(
+                source.data_ptr(),
+                outputs,
+                inputs,
+                is_pair,
+                *map(address, form),
+                torch.get_num_threads(),
+            )
+            note_form(weight, form)
+        self._weight, self._scales, self._sums = form
         self._bias = None
         if bias is not None:
             padded = bias.new_zeros(parts, panels * panel_part)
             padded[:, : outputs // parts] = bias.view(parts, -1)
             self._bias = padded.view(parts, panels, panel_part).transpose(0, 1).contiguous()
-        weight = weight.contiguous()
-        library.function("pack", weight.dtype)(
-            weight.data_ptr(),
-            outputs,
-            inputs,
-            is_pair,
-            self._weight.data_ptr(),
-            address(self._scales),
-            address(self._sums),
-            torch.get_num_threads(),
-        )
         self._outputs = columns if is_pair else outputs
         self.interface = CLinear(
             self._weight.data_ptr(),

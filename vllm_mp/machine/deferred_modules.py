@@ -1,4 +1,4 @@
-"""Modules that an import names but does not use: they are executed when they are used, or by `load_deferred_modules`."""
+"""Modules that are imported but not executed before they are used, or before `load_deferred_modules`."""
 
 import importlib.machinery
 import importlib.util

@@ -26,7 +26,7 @@ from vllm_mp.core.scheduler.cache.file_header import HEADER_BYTES, KeptHeader, r
 from vllm_mp.core.scheduler.cache.prefix_file import PrefixFile
 from vllm_mp.core.scheduler.cache.prefix_reader import PrefixReader
 from vllm_mp.core.scheduler.cache.seal_table import SealTable
-from vllm_mp.core.worker.memory.code_digest import code_digest
+from vllm_mp.core.weights.code_digest import code_digest
 from vllm_mp.core.worker.memory.cuda_driver import CudaDriver
 from vllm_mp.core.worker.memory.device_memory import DeviceMemory, Driver
 from vllm_mp.core_link.core_launch import KeptCache

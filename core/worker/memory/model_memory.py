@@ -14,6 +14,7 @@ from vllm_mp.core.collectives.group import RankGroup
 from vllm_mp.core.lora.slots import AdapterSlots
 from vllm_mp.core.models.attention_layer import bind_attention
 from vllm_mp.core.models.loader import load_model
+from vllm_mp.core.weights.code_digest import code_digest
 from vllm_mp.core.worker.cuda_graphs import (
     Capture,
     CaptureError,
@@ -25,7 +26,6 @@ from vllm_mp.core.worker.cuda_graphs import (
 )
 from vllm_mp.core.worker.device import choose_attention
 from vllm_mp.core.worker.late_captures import LateCaptures
-from vllm_mp.core.worker.memory.code_digest import code_digest
 from vllm_mp.core.worker.memory.kept_memory import KeptMemory
 from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.offload import OffloadedWeights, release_memory

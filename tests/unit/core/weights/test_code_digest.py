@@ -1,6 +1,6 @@
 """Which code the prefix cache file depends on."""
 
-from vllm_mp.core.worker.memory.code_digest import code_digest, code_files
+from vllm_mp.core.weights.code_digest import code_digest, code_files
 from vllm_mp.kernels.cpu.library import library
 
 
@@ -12,7 +12,7 @@ def test_code_of_models_weights_and_kernels_is_in_the_digest(monkeypatch, tmp_pa
     found = []
     for text in ("a", "b", "a"):
         file.write_text(text)
-        monkeypatch.setattr("vllm_mp.core.worker.memory.code_digest.code_files", lambda: [file])
+        monkeypatch.setattr("vllm_mp.core.weights.code_digest.code_files", lambda: [file])
         code_digest.cache_clear()
         found.append(code_digest())
     code_digest.cache_clear()
