@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from vllm_mp.client.images.messages import HEADER, MAX_FRAME_BYTES, ImageJob, ImageResult, ProcessorSettings
-from vllm_mp.core_link.core_launch import package_path
+from vllm_mp.core_link.core_environment import package_path
 from vllm_mp.errors import NoRoomError
 
 _NUM_PROCESSES: Final = 2

@@ -15,7 +15,7 @@ import msgspec
 from vllm_mp.client.cores.lasting_calls import LastingCalls
 from vllm_mp.client.ray.messages import Connected, Launch, Lost, StartCore, State, StopCore, Stopped
 from vllm_mp.config import VllmConfig
-from vllm_mp.core_link.core_launch import package_path
+from vllm_mp.core_link.core_environment import package_path
 from vllm_mp.keys.operator_key import new_operator_key
 from vllm_mp.machine.exit_status import describe_exit
 

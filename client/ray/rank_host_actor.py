@@ -13,7 +13,7 @@ import vllm_mp
 from vllm_mp.client.cores.sources.launcher import make_folder
 from vllm_mp.client.ray.node_config import config_on_node
 from vllm_mp.client.threads.background_call import call_in_thread
-from vllm_mp.core_link.core_launch import core_environment, package_path
+from vllm_mp.core_link.core_environment import core_environment, package_path
 from vllm_mp.errors import EngineStartError
 from vllm_mp.keys.curve_keys import make_client_key
 from vllm_mp.machine.exit_status import describe_exit

@@ -22,7 +22,8 @@ from vllm_mp.core.parallel.rank_fork import fork_rank
 from vllm_mp.core.parallel.rank_state import RankState, WorkerFailedError
 from vllm_mp.core.parallel.ring import MessageRing
 from vllm_mp.core.parallel.shared_memory import MemoryLayout
-from vllm_mp.core_link.core_launch import KeptCache, core_environment, package_path
+from vllm_mp.core_link.core_environment import core_environment, package_path
+from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.machine.exit_status import describe_exit
 from vllm_mp.machine.forked_process import ForkedProcess
 from vllm_mp.machine.host_cpus import named_cpus

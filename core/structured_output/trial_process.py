@@ -16,7 +16,7 @@ import msgspec
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
 from vllm_mp.core.structured_output.llguidance_library import PreparedConstraint
-from vllm_mp.core_link.core_launch import package_path
+from vllm_mp.core_link.core_environment import package_path
 from vllm_mp.requests.structured_outputs import Constraint
 
 MAX_MEMORY: Final = 2**30

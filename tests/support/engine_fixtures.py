@@ -8,7 +8,7 @@ import pytest
 
 from support.forked_cores import FORKS_RANKS, forking
 from vllm_mp import AsyncEngineArgs, AsyncLLM
-from vllm_mp.core_link.core_launch import core_environment, package_path
+from vllm_mp.core_link.core_environment import core_environment, package_path
 from vllm_mp.keys.operator_key import ensure_operator_key
 from vllm_mp.model_store import resolve_model
 from vllm_mp.testing.engines import ENGINE, running_engine

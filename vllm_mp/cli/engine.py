@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_mp.cli.flags.config_file import add_config_flag
+from vllm_mp.cli.flags.early_start import begin_core
 from vllm_mp.cli.flags.log_format import add_log_format_flag
 from vllm_mp.cli.headless import add_headless, run_headless
 from vllm_mp.config import ModelConfig
@@ -61,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
     0 after a signal, 130 after a second signal. Raises EngineStartError or EngineDeadError if there is no core.
     """
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    if not args.headless:
+        begin_core(engine_args)
     import asyncio
 
     from vllm_mp.client.cores.shared_core import SharedCore
@@ -74,13 +78,12 @@ def run(args: argparse.Namespace) -> int:
                     f"{flag} {value} has no effect with --headless, because clients connect to node 0; leave it out, "
                     "or name the key of this machine with --node-key-file"
                 )
-        run_headless(AsyncEngineArgs.from_cli_args(args))
+        run_headless(engine_args)
     check_address(args.listen, args.key_file)
     if args.key_file:
         from vllm_mp.keys.curve_keys import read_server_key
 
         read_server_key(args.key_file)  # refuses a bad file before anything is loaded
-    engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config()
     if engine_args.data_parallel_size > 1:
         raise ValueError(

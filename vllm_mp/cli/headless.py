@@ -24,7 +24,7 @@ def run_headless(engine_args: AsyncEngineArgs) -> NoReturn:
     """
     import msgspec
 
-    from vllm_mp.core_link.core_launch import core_environment, package_path
+    from vllm_mp.core_link.core_environment import core_environment, package_path
     from vllm_mp.keys.curve_keys import read_client_key
 
     if engine_args.node_rank == 0:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from vllm_mp.cli.flags.config_file import add_config_flag
 from vllm_mp.cli.flags.connect import check_connect
+from vllm_mp.cli.flags.early_start import begin_core
 from vllm_mp.cli.flags.log_format import add_log_format_flag
 from vllm_mp.cli.headless import add_headless, run_headless
 from vllm_mp.config.engine_args import AsyncEngineArgs
+from vllm_mp.machine.descriptor_limit import raise_descriptor_limit
 from vllm_mp.server.http.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if args.headless:
         run_headless(engine_args)
+    raise_descriptor_limit()
+    if options.connect is None:
+        begin_core(engine_args)
 
     from vllm_mp.server.front.listening import is_loopback, listen_together, url_of
     from vllm_mp.server.http.console import say

@@ -1,7 +1,6 @@
-"""How a core process is launched: the line on its standard input, and its environment."""
+"""How a core process is launched: the line on its standard input, and its files."""
 
 import contextlib
-import os
 import signal
 from pathlib import Path
 
@@ -15,32 +14,6 @@ from vllm_mp.wire import PROTOCOL_VERSION, SCHEMA, LastDeath
 STACKS_SIGNAL = signal.SIGUSR1
 """The signal on which a core writes the Python stacks of its threads to its log."""
 _MAX_CAUSE_CHARACTERS = 500
-
-
-def core_environment() -> dict[str, str]:
-    """Return the environment of a core process: a copy of this process's, with up to two more variables.
-
-    THP_MEM_ALLOC_ENABLE: large tensors lie in huge pages, which avoids a walk through the page tables for every 4 KiB
-    of weights and KV cache. Set it to 0 to switch that off.
-
-    GOMP_SPINCOUNT: OpenMP's threads spin only briefly before they sleep. By default they spin for milliseconds; other
-    work on the same processor cores, such as the client's, then makes a step take many times as long. The chosen time
-    just bridges the gap between two layers: it costs next to nothing on a quiet machine, while with a shorter time
-    threads would sleep and be woken in each layer. Set it to choose another time, or set OMP_WAIT_POLICY=passive if
-    processor cores are shared.
-    """
-    usual = {"THP_MEM_ALLOC_ENABLE": "1"}
-    if "OMP_WAIT_POLICY" not in os.environ:
-        usual["GOMP_SPINCOUNT"] = "50000"
-    return usual | os.environ
-
-
-def package_path() -> dict[str, str]:
-    """Return the environment variable with which a Python process finds this package; none if it is installed."""
-    parent = Path(__file__).resolve().parents[2]
-    if {"site-packages", "dist-packages"} & set(parent.parts):
-        return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(parent), os.environ.get("PYTHONPATH")]))}
 
 
 def lock_path(socket_path: Path) -> Path:

@@ -4,12 +4,14 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 
-class _DeferringFinder(MetaPathFinder):
-    """Finds the modules of `names` as the usual finder does, but lets their first attribute execute them."""
+class _DeferringFinder:
+    """Finds the modules of `names` as the usual finder does, but lets their first attribute execute them.
+
+    It has the method of `importlib.abc.MetaPathFinder`, whose import would take longer than what it is for saves.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = frozenset(names)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from vllm_mp.config import VllmConfig
-from vllm_mp.core_link.core_launch import package_path
+from vllm_mp.core_link.core_environment import package_path
 from vllm_mp.machine.file_owner import check_private, open_own_file
 
 logger = logging.getLogger(__name__)

@@ -19,16 +19,8 @@ import msgspec
 from vllm_mp.client.cores.sources.held_address import HeldAddress, listen_at
 from vllm_mp.client.cores.sources.template import CoreTemplate
 from vllm_mp.config import VllmConfig
-from vllm_mp.core_link.core_launch import (
-    STACKS_SIGNAL,
-    CoreLaunch,
-    KeptCache,
-    Predecessor,
-    core_environment,
-    package_path,
-    status_path,
-    waiting_path,
-)
+from vllm_mp.core_link.core_environment import core_environment, package_path
+from vllm_mp.core_link.core_launch import STACKS_SIGNAL, CoreLaunch, KeptCache, Predecessor, status_path, waiting_path
 from vllm_mp.core_link.core_status import CoreState, Suspension
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.machine.exit_status import describe_exit

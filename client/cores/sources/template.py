@@ -4,21 +4,19 @@ import contextlib
 import enum
 import logging
 import os
-import resource
 import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import msgspec
 
-from vllm_mp.core_link.core_launch import core_environment, package_path
+from vllm_mp.core_link.early_template import Inherited, start_template, take_early_template, working_folder
 from vllm_mp.core_link.fork_messages import (
     MAX_BYTES,
     MAX_DESCRIPTORS,
@@ -33,42 +31,14 @@ from vllm_mp.machine.forked_process import ForkedProcess
 
 logger = logging.getLogger(__name__)
 
-_PROGRAM = ("-P", "-m", "vllm_mp.core", "--template")
 _FORK_TIMEOUT_S = 2.0
 """Time that the template has to fork a core; a fork takes some milliseconds."""
 _RETRY_S = 30.0
 """Time between two starts of a template."""
 _END_TIMEOUT_S = 1.0
 """Time that the template has to end by itself."""
-_LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
-
-
-_READ_WHEN_USED = ("PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
-"""Variables that this package, transformers and pytest set at any time, and no module reads when it is imported."""
-
-
-class _Inherited(NamedTuple):
-    """What a new process takes over from its parent, and a fork of the template from the time when that started."""
-
-    environment: dict[str, str]
-    cpus: frozenset[int]
-    limits: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def now(cls) -> "_Inherited":
-        limits = tuple(resource.getrlimit(number) for number in _LIMITS)
-        return cls(core_environment() | package_path(), frozenset(os.sched_getaffinity(0)), limits)
-
-    def change_from(self, other: "_Inherited") -> dict[str, str | None] | None:
-        """Return the variables that differ from `other`; None if a fork cannot take over the differences."""
-        environment = self.environment
-        changes = {
-            name: environment.get(name)
-            for name in environment.keys() | other.environment.keys()
-            if environment.get(name) != other.environment.get(name)
-        }
-        is_same = (self.cpus, self.limits) == (other.cpus, other.limits)
-        return changes if is_same and changes.keys() <= set(_READ_WHEN_USED) else None
+_IMPORT_TIMEOUT_S = 60.0
+"""Time that a template that was started early gets to import everything."""
 
 
 class _End(enum.Enum):
@@ -82,7 +52,9 @@ class CoreTemplate:
     and the caller then starts a core as usual. All methods may be called in any thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, takes_early: bool = False) -> None:
+        """`takes_early`: take over the template that `start_template_early` has started."""
+        self._takes_early = takes_early
         self._lock = threading.Lock()
         self._num_users = 0
         self._owner = os.getpid()
@@ -91,7 +63,9 @@ class CoreTemplate:
         self._control: socket.socket | None = None
         """This process's end of the socket; None if there is no template and none is expected."""
         self._is_ready = False
-        self._inherited: _Inherited | None = None
+        self._is_early = False
+        """A core is to be forked from the template even if that has to wait for it."""
+        self._inherited: Inherited | None = None
         self._retry_at = 0.0
 
     @property
@@ -107,6 +81,9 @@ class CoreTemplate:
                 self._owner, self._num_users = os.getpid(), 0
                 self._forget()
             self._num_users += 1
+            if self._takes_early and self._control is None and (early := take_early_template()) is not None:
+                self._process, self._control, self._inherited = early
+                self._is_early = True
 
     def leave(self) -> None:
         """End the template with its last user; no-op in a forked child."""
@@ -161,11 +138,13 @@ class CoreTemplate:
         with self._lock:
             if self._owner != os.getpid():
                 return None
+            if self._is_early and self._control is not None:
+                self._wait_until_ready()
             self._look()
             if not self._is_ready:
                 return None
             assert self._inherited is not None
-            changes = _Inherited.now().change_from(self._inherited)
+            changes = Inherited.now().change_from(self._inherited)
             if changes is None:
                 logger.info("the environment has changed since the template process started; another one replaces it")
                 self._end()
@@ -180,7 +159,7 @@ class CoreTemplate:
             return None
         reader, writer = os.pipe()
         try:
-            place = os.open(_working_folder(folder), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            place = os.open(working_folder(folder), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 answer = self._ask(request, [place, reader, output, error, *request.inherited])
             finally:
@@ -244,10 +223,18 @@ class CoreTemplate:
             logger.log(level, "the template process %d ended with %s", self._process.pid, describe_exit(code))
             self._forget()
 
+    def _wait_until_ready(self) -> None:
+        """Wait until the template has imported everything, or has ended."""
+        assert self._control is not None
+        self._is_early = False
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.poll(1000 * _IMPORT_TIMEOUT_S)
+
     def _connect(self) -> socket.socket:
         """Make the socket; return the end of the template, which will say when it is ready."""
         self._retry_at = time.monotonic() + _RETRY_S
-        self._inherited = _Inherited.now()
+        self._inherited = Inherited.now()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return theirs
 
@@ -259,15 +246,7 @@ class CoreTemplate:
         with self._connect() as theirs:
             assert self._inherited is not None
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, *_PROGRAM],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env=self._inherited.environment,
-                    cwd=_working_folder(Path("/")),
-                    process_group=0,
-                )
+                self._process = start_template(self._inherited, theirs)
             except BaseException:
                 self._forget()
                 raise
@@ -318,13 +297,5 @@ class CoreTemplate:
         self._process, self._control, self._is_ready = None, None, False
 
 
-TEMPLATE = CoreTemplate()
+TEMPLATE = CoreTemplate(takes_early=True)
 """The template of this process."""
-
-
-def _working_folder(other: Path) -> str | Path:
-    """Return the working folder of this process, or `other` if it does not exist any more."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return other

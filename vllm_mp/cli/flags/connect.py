@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_mp.arguments.options import FURTHER
+from vllm_mp.cli.flags.early_start import begin_core
 from vllm_mp.cli.terminal.waiting_line import WaitingLine
 from vllm_mp.config.engine_args import AsyncEngineArgs
 from vllm_mp.model_store.folder import has_chat_template
@@ -70,9 +71,11 @@ def open_engine(args: argparse.Namespace, *, for_chat: bool = False) -> "AsyncLL
     Raises what these calls of `AsyncLLM` raise. Before a core is started, raises ValueError for a model that generates
     no text, and with `for_chat` for a model without a chat template.
     """
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    if args.connect is None:
+        begin_core(engine_args)
     from vllm_mp.client.async_llm import AsyncLLM
 
-    engine_args = AsyncEngineArgs.from_cli_args(args)
     if args.connect is None:
         config = engine_args.create_engine_config()  # says itself what it fetches or converts
         _check_model(config.model_config, for_chat)

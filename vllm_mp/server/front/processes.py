@@ -26,7 +26,7 @@ from vllm_mp.client.cores.shared_core import SharedCore
 from vllm_mp.client.stats import RestartCounter
 from vllm_mp.config import VllmConfig
 from vllm_mp.config.engine_args import AsyncEngineArgs
-from vllm_mp.core_link.core_launch import package_path
+from vllm_mp.core_link.core_environment import package_path
 from vllm_mp.errors import EngineDeadError, EngineError
 from vllm_mp.machine.exit_status import describe_exit
 from vllm_mp.server.front.launch import READY_LINE, AllGone, CoreGone, FrontLaunch

@@ -5,14 +5,15 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from vllm_mp.client.cores.sources import template as module
 from vllm_mp.client.cores.sources.template import CoreTemplate
+from vllm_mp.core_link import early_template
 
 FORKS = """
     import os, signal, sys, threading
@@ -26,9 +27,11 @@ def start(monkeypatch):
     """A function that makes a `CoreTemplate` whose template process runs Python code."""
     templates = []
 
-    def started(code):
-        monkeypatch.setattr(module, "_PROGRAM", ("-c", textwrap.dedent(code)))
-        template = CoreTemplate()
+    def started(code, starts_early=False):
+        monkeypatch.setattr(early_template, "_PROGRAM", ("-c", textwrap.dedent(code)))
+        template = CoreTemplate(takes_early=starts_early)
+        if starts_early:
+            early_template.start_template_early()
         template.join()
         templates.append(template)
         return template
@@ -64,6 +67,29 @@ def test_forked_process_has_the_standard_input_and_its_exit_code_arrives(start):
     process.stdin.close()
 
 
+def test_template_that_was_started_early_is_waited_for_once(start):
+    slow = "    import time\n    time.sleep(0.3)" + FORKS
+    template = start(f"{slow}\n    os._exit(7)", starts_early=True)
+    process = fork(template)
+    assert process.wait(30) == 7
+    process.stdin.close()
+    ended = start("    raise SystemExit(1)", starts_early=True)
+    assert fork(ended) is None
+    assert early_template.take_early_template() is None
+
+
+def test_early_template_that_no_engine_takes_over_ends_with_its_process():
+    code = """
+        from vllm_mp.core_link import early_template
+        early_template._PROGRAM = ("-c", "import signal; signal.pause()")
+        early_template.start_template_early()
+        early_template.start_template_early()
+        print(early_template._early.process.pid)
+    """
+    found = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert not Path(f"/proc/{int(found.stdout)}").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV])
 def test_signal_that_ended_a_forked_process_is_known(start, number):
     template = start(f"{FORKS}\n    signal.pause()")
@@ -83,7 +109,7 @@ def test_template_is_started_only_when_it_is_prepared_and_ready_before_it_forks(
 
 
 def test_template_that_was_killed_forks_nothing_and_is_replaced(start, caplog, monkeypatch):
-    monkeypatch.setattr(module, "_RETRY_S", 0.0)
+    monkeypatch.setattr("vllm_mp.client.cores.sources.template._RETRY_S", 0.0)
     template = start(f"{FORKS}\n    os._exit(5)")
     become_ready(template)
     first = template.pid
@@ -106,7 +132,7 @@ def test_template_that_died_is_not_started_again_at_once(start):
 
 
 def test_stopped_template_is_ended_and_the_core_is_started_as_usual(start, caplog, monkeypatch):
-    monkeypatch.setattr(module, "_FORK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("vllm_mp.client.cores.sources.template._FORK_TIMEOUT_S", 0.05)
     template = start(FORKS)
     become_ready(template)
     stopped = template.pid
@@ -182,7 +208,7 @@ def test_template_ends_with_its_last_user(start):
 
 
 def test_core_that_ends_before_it_leaves_a_template_is_no_news(start, caplog, monkeypatch):
-    monkeypatch.setattr(module, "_RETRY_S", 0.0)
+    monkeypatch.setattr("vllm_mp.client.cores.sources.template._RETRY_S", 0.0)
     template = start(FORKS)
     template.offer().close()
     become_ready(template)

@@ -1,0 +1,113 @@
+"""A template process that starts before this process has imported what it needs to use one.
+
+A command that will run an engine starts it first thing, so that both processes import side by side. `CoreTemplate`
+of the client takes it over. This module imports little.
+"""
+
+import atexit
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_mp.core_link.core_environment import core_environment, package_path
+
+_PROGRAM = ("-P", "-m", "vllm_mp.core", "--template")
+_LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
+_READ_WHEN_USED = ("PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
+"""Variables that this package, transformers and pytest set at any time, and no module reads when it is imported."""
+
+
+class Inherited(NamedTuple):
+    """What a new process takes over from its parent, and a fork of the template from the time when that started."""
+
+    environment: dict[str, str]
+    cpus: frozenset[int]
+    limits: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def now(cls) -> "Inherited":
+        limits = tuple(resource.getrlimit(number) for number in _LIMITS)
+        return cls(core_environment() | package_path(), frozenset(os.sched_getaffinity(0)), limits)
+
+    def change_from(self, other: "Inherited") -> dict[str, str | None] | None:
+        """Return the variables that differ from `other`; None if a fork cannot take over the differences."""
+        environment = self.environment
+        changes = {
+            name: environment.get(name)
+            for name in environment.keys() | other.environment.keys()
+            if environment.get(name) != other.environment.get(name)
+        }
+        is_same = (self.cpus, self.limits) == (other.cpus, other.limits)
+        return changes if is_same and changes.keys() <= set(_READ_WHEN_USED) else None
+
+
+class StartedTemplate(NamedTuple):
+    """A template process that will say on `control` when it is ready."""
+
+    process: "subprocess.Popen[bytes]"
+    control: socket.socket
+    inherited: Inherited
+
+
+_early: StartedTemplate | None = None
+
+
+def start_template(inherited: Inherited, control: socket.socket) -> "subprocess.Popen[bytes]":
+    """Start a template process, which speaks on `control`, and return it; it imports everything first.
+
+    Raises OSError if the system cannot start a process.
+    """
+    return subprocess.Popen(
+        [sys.executable, *_PROGRAM],
+        stdin=control.fileno(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=inherited.environment,
+        cwd=working_folder(Path("/")),
+        process_group=0,
+    )
+
+
+def start_template_early() -> None:
+    """Start the template process that the first engine of this process takes over; it ends with this process.
+
+    No-op if there is one, and if the system cannot start a process: the engine will say why.
+    """
+    global _early
+    if _early is not None:
+        return
+    inherited = Inherited.now()
+    try:
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            _early = StartedTemplate(start_template(inherited, theirs), control, inherited)
+    except OSError:
+        return
+    atexit.register(_end_unused)
+
+
+def take_early_template() -> StartedTemplate | None:
+    """Return the template process that `start_template_early` has started, once; None: there is none."""
+    global _early
+    early, _early = _early, None
+    return early
+
+
+def working_folder(other: Path) -> str | Path:
+    """Return the working folder of this process, or `other` if it does not exist any more."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return other
+
+
+def _end_unused() -> None:
+    early = take_early_template()
+    if early is not None:
+        early.process.kill()
+        early.process.wait()
+        early.control.close()
