@@ -101,14 +101,13 @@ def store_packed(path: Path, weights: PackedWeights) -> None:
 
     No-op for small models and without room; a failure is logged.
     """
-    size, limit = weights.num_bytes, _limit_bytes()
-    if not _MIN_BYTES <= size <= limit:
+    if not _is_kept(weights):
         return
-    folder = path.parent
+    size, folder = weights.num_bytes, path.parent
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private(folder, folder.lstat())
-        _make_room(folder, limit - size)
+        _make_room(folder, _limit_bytes() - size)
         if shutil.disk_usage(folder).free < 2 * size:
             logger.info("the packed weights are not kept: %s has too little space", folder)
         elif write_packed_file(path, weights):
@@ -122,7 +121,7 @@ def fork_writer(files: list[tuple[Path, PackedWeights]]) -> None:
 
     Call this in a process with one thread. Raises OSError if the system cannot make a process.
     """
-    files = [(path, weights) for path, weights in files if not path.exists()]
+    files = [(path, weights) for path, weights in files if _is_kept(weights) and not path.exists()]
     if not files:
         return
     parent = os.getpid()
@@ -138,6 +137,10 @@ def fork_writer(files: list[tuple[Path, PackedWeights]]) -> None:
             code = 0
     finally:
         os._exit(code)
+
+
+def _is_kept(weights: PackedWeights) -> bool:
+    return _MIN_BYTES <= weights.num_bytes <= _limit_bytes()
 
 
 def _make_room(folder: Path, num_bytes: int) -> None:

@@ -38,7 +38,7 @@ def memory_mb():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS")).split()[1]) / 1000
 
 async def main(llm):
-    result = {"ready": time.monotonic()}
+    result = {"imported": imported, "ready": time.monotonic()}
     async for output in llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8)):
         result.setdefault("first_token", time.monotonic())
     status = await llm.core_status()
@@ -49,6 +49,7 @@ async def main(llm):
     result["torch"] = "torch" in sys.modules
     print(json.dumps(result))
 
+imported = time.monotonic()
 llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
 asyncio.run(main(llm))
 llm.shutdown()
@@ -88,11 +89,12 @@ def run(args: argparse.Namespace) -> int:
         for _ in range(args.rounds):
             started = time.monotonic()
             probe = _probe(_START, options, str(args.idle_seconds))
-            times = {"ready_s": probe["ready"] - started, "first_token_s": probe["first_token"] - started}
+            times = {f"{moment}_s": probe[moment] - started for moment in ("imported", "ready", "first_token")}
             starts.append({**probe, **times})
             count_process()
     figures = {
         "import vllm_mp, s": _median(imports, "import_s"),
+        "process start to client imported, s": _median(starts, "imported_s"),
         "process start to engine ready, s": _median(starts, "ready_s"),
         "process start to first token, s": _median(starts, "first_token_s"),
         "client memory with tokenizer, MB": _median(starts, "client_mb"),
