@@ -24,6 +24,7 @@ from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.parallel.followers import Followers, GroupMemory, GroupProfiler
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
+from vllm_mp.core.scheduler.encoding_pace import EncodingPace
 from vllm_mp.core.scheduler.invariants import check_invariants
 from vllm_mp.core.scheduler.pause import Pause
 from vllm_mp.core.scheduler.scheduler import Scheduler
@@ -143,6 +144,7 @@ class EngineCore:
         self._handler = handler
         self._page = page
         self._limits = StepLimits()
+        self._encoding_pace = EncodingPace(scheduler_config.max_prefill_slowdown)
         self._num_launched = 0
         """Number of the latest launched step; steps are counted from 1."""
         self._poller = zmq.Poller()
@@ -194,13 +196,16 @@ class EngineCore:
                 self._settle_grammars()
                 self._settle_outside()
                 self._capture_late()
-                self._run_step()
+                has_run = self._run_step()
+                self._encode_images(is_alone=not has_run)
                 self._pause.settle()
                 if self._checks_invariants:
                     check_invariants(self._scheduler)
 
     def close(self) -> None:
-        """End the threads and the process that compile constraints."""
+        """End the threads that encode images, and the threads and the process that compile constraints."""
+        if self._runner.encodings is not None:
+            self._runner.encodings.keep(())
         self._grammars.close()
 
     def status(self) -> dict[str, Any]:
@@ -225,7 +230,7 @@ class EngineCore:
             "rank_pids": [os.getpid(), *([] if self._followers is None else self._followers.pids)],
             "rank_nodes": [rank // self._parallel.ranks_per_node for rank in range(self._parallel.world_size)],
             "node_names": [gethostname(), *([] if self._followers is None else self._followers.machines)],
-            **({} if self._runner.images is None else {"num_encoded_tiles": self._runner.num_encoded_tiles}),
+            **({} if self._runner.encodings is None else {"num_encoded_tiles": self._runner.encodings.num_encoded}),
             **({} if self._scheduler.drafting is None else self._scheduler.drafting.counters.figures()),
         }
 
@@ -286,8 +291,12 @@ class EngineCore:
             assert late is not None
             late.capture_next()
 
-    def _run_step(self) -> None:
-        """Launch the next step, if one may be scheduled, and process the pending steps that are due."""
+    def _run_step(self) -> bool:
+        """Launch the next step, if one may be scheduled, and process the pending steps that are due.
+
+        Return whether there was any of both.
+        """
+        had_pending = len(self._scheduler.pending_steps) > 0
         step = self._scheduler.schedule()
         if step is not None:
             self._num_launched += 1
@@ -302,6 +311,29 @@ class EngineCore:
         # Without a step, the oldest pending step must end before another can be scheduled.
         self._process_all_but(self._num_ahead if step is not None else max(0, len(self._scheduler.pending_steps) - 1))
         self._limits.end()
+        return step is not None or had_pending
+
+    def _encode_images(self, is_alone: bool) -> None:
+        """Encode a slice of an image, after all pending steps; `is_alone`: no other request has had a step before it.
+
+        So running requests get tokens between the slices, and a death is blamed on the request that waits for the
+        image.
+        """
+        encodings, waiting = self._runner.encodings, self._scheduler.waiting
+        if encodings is None:
+            return
+        encodings.keep([(begun.image, begun.tile) for begun in waiting.images.begun])
+        if not len(waiting.images) or not (seconds := self._encoding_pace.seconds(is_alone)):
+            return
+        self._process_all_but(0)
+        if (begun := self._scheduler.next_tile()) is None:
+            return
+        number = self._outside.begin([begun.request.task])
+        if encodings.advance(begun.image, begun.tile, seconds):
+            waiting.note_encoded(begun)
+        self._outside.end(number)  # not after an error, which ends the core: then the page names the request
+        self._encoding_pace.note_slice()
+        self._note_state()
 
     def _process_all_but(self, count: int) -> None:
         """Wait for the pending steps except the last `count`, process their outputs and publish the updates."""

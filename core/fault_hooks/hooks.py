@@ -23,6 +23,7 @@ from vllm_mp.fault_injection.faults import (
     ADAPTER,
     CALL,
     COMPILE,
+    IMAGE,
     LOAD,
     MESSAGE,
     PUBLISH,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from vllm_mp.core.structured_output.grammar import Grammar
     from vllm_mp.core.structured_output.llguidance_library import PreparedConstraint
     from vllm_mp.core.structured_output.trial_compilation import TrialCompilation
+    from vllm_mp.core.worker.image_encodings import ImageEncodings
     from vllm_mp.core.worker.model_runner import ModelRunner
     from vllm_mp.core.worker.sampling.sampler import Sampler
     from vllm_mp.wire import Call
@@ -123,6 +125,20 @@ class FaultHooks:
             runner.launch = faulty_launch  # type: ignore[method-assign]
         if in_messages:
             server.publish = faulty_publish  # type: ignore[method-assign]
+        if runner.encodings is not None and (in_images := self._at(IMAGE)):
+            self._install_in_images(runner.encodings, in_images)
+
+    def _install_in_images(self, encodings: "ImageEncodings", faults: list[Fault]) -> None:
+        """Wrap `encodings`, so that `faults` strike after each chunk of a layer."""
+        beat = encodings.beat
+
+        def faulty_beat() -> None:
+            beat()
+            for fault in faults:
+                if self._is_due(fault):
+                    _strike(fault)
+
+        encodings.beat = faulty_beat
 
     def install_outside(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.images.arrays import ImageShape, image_shape
+from vllm_mp.core.images.chunks import add_pause_points, pausing
 from vllm_mp.core.models.text_part import is_of_images
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, listed
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
@@ -39,7 +40,6 @@ class ImageEncoder:
         self._hidden_size = config.architecture.hidden_size
         self._dtype = dtype
         self._device = device
-        self._beat: Callable[[], None] = lambda: None
         self.module: nn.Module = nn.Module()
         self.load_weights()
         self._num_frames = int(getattr(cast("Any", self.module).config.vision_config, "temporal_patch_size", 1))
@@ -50,9 +50,8 @@ class ImageEncoder:
         if self.module._modules:
             return
         self.module = _make_module(self._model_config, self._dtype, self._device)
-        for part in self.module.modules():
-            for layer in part if isinstance(part, nn.ModuleList) else ():
-                layer.register_forward_hook(lambda *_: self._beat())
+        # The towers of the other families see small tiles, in part with masks.
+        add_pause_points(self.module, self._device, bool(self._config.merge_size) or self._config.family == "gemma3")
 
     def drop_weights(self) -> None:
         """Free the weights; `encode` must not be called before `load_weights`."""
@@ -62,20 +61,29 @@ class ImageEncoder:
         """Return what an image becomes. Raises ValueError as `arrays.image_shape` does."""
         return image_shape(image, self._config)
 
+    @property
+    def may_pause(self) -> bool:
+        """Whether an encoding may stop at each pause point. On a GPU it is fast, and its kernels only begin there."""
+        return self._device.type == "cpu"
+
     @torch.inference_mode()
     def encode(
-        self, image: ProcessedImage, first_tile: int, last_tile: int, beat: Callable[[], None] = lambda: None
+        self, image: ProcessedImage, first_tile: int, last_tile: int, pause_point: Callable[[], None] = lambda: None
     ) -> Tensor:
         """Return the embeddings [num_tokens, hidden_size] of the tiles [first_tile, last_tile) of an image.
 
-        Its shape must have been checked. `beat` is called after each layer. The embeddings of a tile that no processor
-        makes, with values that are not finite or, of a model with masks, with zeros only, are NaN, so that its request
-        fails alone.
+        Its shape must have been checked. `pause_point` is called after each chunk of a layer. The embeddings of a tile
+        that no processor makes, with values that are not finite or, of a model with masks, with zeros only, are NaN, so
+        that its request fails alone.
         """
-        self._beat = beat
         arrays = {array.name: array for array in image.arrays}
-        if self._config.merge_size:
-            return self._encode_grid(arrays)
+        with pausing(pause_point):
+            if self._config.merge_size:
+                return self._encode_grid(arrays)
+            return self._encode_tiles(arrays, first_tile, last_tile)
+
+    def _encode_tiles(self, arrays: dict[str, ImageArray], first_tile: int, last_tile: int) -> Tensor:
+        """Return the embeddings [num_tokens, hidden_size] of tiles of one size."""
         masks = arrays.get("pixel_attention_mask")
         module: Any = self.module
         parts = []

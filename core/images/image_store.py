@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
@@ -16,10 +16,6 @@ _FRESH_BYTES: Final = 2**30
 """Images of so many bytes are kept in any case, so that those of a request are there when the request arrives."""
 _NAME_BYTES: Final = 2**10
 """Bytes that an image takes beside its arrays and embeddings."""
-
-
-Encode = Callable[[ProcessedImage, int, int], "Tensor"]
-"""Returns the embeddings [num_tokens, hidden_size] of the tiles [first, last) of an image."""
 
 
 class StoredImage:
@@ -62,6 +58,11 @@ class StoredImage:
         """Bytes of the image as it is now; when all of its tiles are encoded, its arrays are gone."""
         return self.num_bytes if self._image is not None else self.num_tokens * self._token_bytes + _NAME_BYTES
 
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of the arrays of a tile that is not encoded."""
+        return sum(len(array.data) for array in self.processed.arrays) // len(self._tiles)
+
     def keys(self, first: int, last: int) -> bytes:
         """Return digests of the tiles in which the embeddings [first, last) are.
 
@@ -75,32 +76,34 @@ class StoredImage:
                 self._keys[number] = _key(self._image.arrays, number, len(self._tiles))
         return b"".join(self._keys[number] for number in numbers)
 
-    def tiles_to_encode(self, first: int, last: int) -> Iterator[int]:
-        """Yield the index of the first embedding of each tile that `embeddings` would encode now for [first, last)."""
-        size = self.shape.tile_tokens
-        for number in range(first // size, -(-last // size)):
-            if self._tiles[number] is None:
-                yield number * size
+    @property
+    def processed(self) -> ProcessedImage:
+        """What tiles are encoded from; it is there until all of them are."""
+        assert self._image is not None, "a tile is encoded once"
+        return self._image
 
-    def embeddings(self, first: int, last: int, encode: Encode) -> "list[Tensor]":
+    def missing_tile(self, first: int, last: int) -> int | None:
+        """Return the first tile in which any of the embeddings [first, last) are that is not encoded; None if none."""
+        size = self.shape.tile_tokens
+        return next((tile for tile in range(first // size, -(-last // size)) if self._tiles[tile] is None), None)
+
+    def note_encoded(self, tile: int, embeddings: "Tensor") -> None:
+        """Keep the embeddings [num_tokens of a tile, hidden_size] of a tile, on the host."""
+        self._tiles[tile] = embeddings
+        if all(each is not None for each in self._tiles):
+            self.keys(0, self.num_tokens)
+            self._image = None
+
+    def embeddings(self, first: int, last: int) -> "list[Tensor]":
         """Return the embeddings [first, last) of the image, in parts [n, hidden_size] on the host.
 
-        Tiles that they are in, and that no call before needed, are encoded now.
+        No tile of them may be missing.
         """
         size = self.shape.tile_tokens
-        begin, end = first // size, -(-last // size)
-        missing = [number for number in range(begin, end) if self._tiles[number] is None]
-        if missing:
-            assert self._image is not None
-            encoded = encode(self._image, missing[0], missing[-1] + 1).cpu()
-            self._tiles[missing[0] : missing[-1] + 1] = encoded.split(size)  # type: ignore[no-untyped-call]
-            if None not in self._tiles:
-                self.keys(0, self.num_tokens)
-                self._image = None
         parts = []
-        for number in range(begin, end):
+        for number in range(first // size, -(-last // size)):
             tile = self._tiles[number]
-            assert tile is not None
+            assert tile is not None, "a step has tokens of images only once their tiles are encoded"
             parts.append(tile[max(0, first - number * size) : last - number * size])
         return parts
 

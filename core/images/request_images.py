@@ -97,18 +97,16 @@ class RequestImages:
         positions[:, end:] = np.arange(end, num_tokens) + shift
         return positions
 
-    def within_tiles(self, first: int, count: int, most: int) -> tuple[int, int]:
-        """Return how many of the `count` tokens from `first` on need at most `most` tiles that are not encoded yet.
+    def missing_tile(self, first: int, last: int) -> tuple[StoredImage, int] | None:
+        """Return the first tile that the tokens [first, last) need and that is not encoded, with its image.
 
-        The second number is that of these tiles.
+        Return None if none is missing.
         """
-        num_tiles = 0
-        for part in self.parts(first, first + count):
-            for begin in part.image.tiles_to_encode(part.offset, part.offset + part.num_tokens):
-                if num_tiles == most:
-                    return part.position + max(0, begin - part.offset) - first, num_tiles
-                num_tiles += 1
-        return count, num_tiles
+        for part in self.parts(first, last):
+            tile = part.image.missing_tile(part.offset, part.offset + part.num_tokens)
+            if tile is not None:
+                return part.image, tile
+        return None
 
     def divided_by(self, position: int) -> tuple[int, int] | None:
         """Return (first token, end) of the part that begins before `position` and ends after it; None if none does."""

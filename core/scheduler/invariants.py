@@ -41,8 +41,19 @@ def _check_requests(scheduler: Scheduler) -> None:
     held = list(queue._held)
     parked = [] if queue.adapters is None else [request.key for request in queue.adapters.parked.all()]
     parked += queue._uncompiled
-    found = [*running, *waiting, *held, *parked]
-    _require("a live request is found once: in a row, the waiting queue, parked, or held back", _repeated(found))
+    encoded = [request for request in queue.images.requests() if not request.isolate_until_num_tokens]
+    found = [*running, *waiting, *held, *parked, *(request.key for request in encoded)]
+    _require(
+        "a live request is found once: in a row, the waiting queue, parked, held back, or waiting for its images",
+        _repeated(found),
+    )
+    _require(
+        "a suspect that waits for its images waits with its group",
+        {request.key for request in queue.images.requests()} - {request.key for request in [*encoded, *suspects]},
+    )
+    num_encoded = len(queue.images.requests())
+    is_counted = (len(queue.images), queue.num_without_embeddings) == (num_encoded, len(encoded))
+    _require("requests that wait for their images are counted", [] if is_counted else [num_encoded])
     _require("parked requests are counted", [] if len(parked) == queue.num_parked else [queue.num_parked])
     _require("a request that is found is live", set(found) - set(scheduler._requests))
     _require("a live request is found", set(scheduler._requests) - set(found))

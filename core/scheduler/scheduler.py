@@ -18,6 +18,8 @@ out among the steps, or all stages but one would wait.
 
 Suspects of the death of an earlier core run isolated, in steps without other requests (`Isolation`).
 
+Images are encoded between steps (`ImageTurns`); a request is admitted once those that it needs are.
+
 The last output token of a request is computed by a decode, also when the tokens before it are computed again by a
 prefill. So a successor repeats the step during which a core died. Only forced tokens and drafts (`Drafting`) are
 computed together with the token before them.
@@ -50,6 +52,7 @@ from vllm_mp.core.scheduler.step import (
     StepUpdate,
 )
 from vllm_mp.core.scheduler.waiting.adapter_turns import AdapterTurns
+from vllm_mp.core.scheduler.waiting.image_turns import BegunTile
 from vllm_mp.core.scheduler.waiting.memory_quota import MemoryQuota
 from vllm_mp.core.scheduler.waiting.waiting_queue import WaitingQueue
 from vllm_mp.core.structured_output.compiler import NotCompiledError
@@ -127,7 +130,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + self.waiting.num_held + self.waiting.num_parked
+        waiting = self.waiting
+        return len(waiting) + waiting.num_held + waiting.num_parked + waiting.num_without_embeddings
 
     @property
     def num_active(self) -> int:
@@ -217,6 +221,13 @@ class Scheduler:
                 self.waiting.note_compiled(request)
         return ends
 
+    def next_tile(self) -> BegunTile | None:
+        """Return the tile of an image of which to encode the next slice; None if there is none now.
+
+        When the tile is encoded, `waiting.note_encoded` must be called.
+        """
+        return self.waiting.images.next() if self.has_work else None
+
     def pause(self, freeze: bool) -> None:
         """Hold back requests that arrive before `resume`; with `freeze`, also stop all requests that are live."""
         self.waiting.hold()
@@ -260,9 +271,14 @@ class Scheduler:
             return self._schedule_normal_step()
         if self.pending_steps:
             return None
-        step = self._schedule_normal_step() if self.isolation.latest_is_isolated else None
+        has_turn = not self.isolation.latest_is_isolated
+        step = None if has_turn else self._schedule_normal_step()
         self.isolation.latest_is_isolated = step is None
-        return step or self._schedule_isolated_step()
+        step = step or self._schedule_isolated_step()
+        if step is None and has_turn:  # the group waits, for example for its images
+            step = self._schedule_normal_step()
+            self.isolation.latest_is_isolated = step is None
+        return step
 
     def assign_adapters(self) -> None:
         """Let requests run whose adapters can get slots now."""
@@ -318,7 +334,7 @@ class Scheduler:
         awaited = self.pending_steps.indices_of_tokens(rows[awaits]) if len(awaits) else NO_ROWS
         step = ScheduledStep.of(self.batch, rows, counts, len(decodes), awaits, awaited, drafts)
         self._scheduled_at = self._pace.clock()
-        return step._replace(num_prompt_tokens=prefills.num_prompt_tokens, num_tiles=prefills.num_tiles)
+        return step._replace(num_prompt_tokens=prefills.num_prompt_tokens)
 
     def launched(self, step: ScheduledStep, output: OutputHandle, number: int) -> None:
         """Queue `step`, just launched under `number`, as pending; from now on its tokens count as known tokens."""
@@ -415,12 +431,17 @@ class Scheduler:
         decodes = np.concatenate([decodes, self._admit(prefills, self.isolation.group)])
         return self._step_of(decodes, prefills)
 
+    def _awaits_images(self, suspect: Request) -> bool:
+        """Return whether a waiting suspect needs images that are not encoded, before others are preempted for it."""
+        if suspect.images is None:
+            return False
+        return self.waiting.await_images(suspect, self.cache.find_prefix(suspect).num_tokens)
+
     def _note_time(self, pending: PendingStep) -> None:
         """Note how long a step has taken whose output is processed now; steps that overlap begin one after another."""
         now, step = self._pace.clock(), pending.step
         seconds = now - max(pending.scheduled_at, self._updated_at)
-        if not step.num_tiles:  # which take far longer than tokens
-            self._pace.observe(step.num_prompt_tokens, int(step.counts.sum()) - step.num_prompt_tokens, seconds)
+        self._pace.observe(step.num_prompt_tokens, int(step.counts.sum()) - step.num_prompt_tokens, seconds)
         if self.drafting is not None and not step.num_prompt_tokens:
             num_drafts = 0 if step.drafts is None else len(step.drafts.tokens)
             self.drafting.observe(len(step.rows), num_drafts, seconds)
@@ -435,13 +456,10 @@ class Scheduler:
         budget = config.max_num_batched_tokens - num_decodes
         # If several prompts may be in progress they share the budget, so that a short prompt does not wait for a long
         # prompt before it.
-        shares, max_tiles = 1, None
+        shares = 1
         if config.enable_chunked_prefill:
-            num_wanting = len(rows) + len(self.waiting)
-            shares = min(config.max_num_partial_prefills, num_wanting)
-            if config.max_prefill_slowdown and num_decodes + num_wanting > 1:
-                max_tiles = 1  # so that no image makes other requests wait for all of its tiles
-        prefills = Prefills(budget, shares, max_tiles)
+            shares = min(config.max_num_partial_prefills, len(rows) + len(self.waiting))
+        prefills = Prefills(budget, shares)
         known, prompt = batch.num_tokens[rows], batch.num_prompt_tokens[rows]
         is_forced = (known > prompt) & (known - batch.num_computed_tokens[rows] <= batch.num_forced_tokens[rows] + 1)
         for row in rows[is_forced].tolist():
@@ -464,8 +482,8 @@ class Scheduler:
         if known > batch.num_prompt_tokens[row] and wanted > batch.num_forced_tokens[row] + 1:
             wanted -= 1  # A decode computes the last output.
         count = prefills.chunk(wanted)
-        if batch.has_embeds[row] and (images := batch.request(row).images) is not None:
-            count = prefills.with_images(images, computed, count)
+        if batch.has_whole_images[row] and (images := batch.request(row).images) is not None:
+            count = prefills.whole(images, computed, count)
         if count > 0:
             self.cache.register(row, computed + count)
         prefills.add(row, count, wanted)
@@ -482,6 +500,8 @@ class Scheduler:
             request = self.waiting.first() if group is None else self.waiting.isolated.first(group)
             if request is None:
                 break
+            if group is not None and self._awaits_images(request):
+                break
             found = self.room.find(request) if group is None else self.room.make(request)
             if found is None:
                 break
@@ -491,12 +511,14 @@ class Scheduler:
                 if has_more:
                     break
             num_cached = found.num_tokens
+            if group is None and self.waiting.await_images(request, num_cached):
+                continue
             wanted = len(request.tokens) - num_cached
             if wanted > 1 and request.num_output_tokens:
                 wanted -= 1  # A decode computes the last output.
             count = prefills.chunk(wanted)
-            if request.images is not None:
-                count = prefills.with_images(request.images, num_cached, count)
+            if request.images is not None and request.images.are_whole:
+                count = prefills.whole(request.images, num_cached, count)
             if not count or (count < wanted and not config.enable_chunked_prefill):
                 break
             self.waiting.pop(request, wanted)

@@ -41,8 +41,6 @@ class ScheduledStep(NamedTuple):
     """True: how a row is sampled depends on a token that the pending step samples, which must be processed before."""
     num_prompt_tokens: int = 0
     """Tokens of prompts; rows in decode have none."""
-    num_tiles: int = 0
-    """Tiles of images that are encoded for it."""
     drafts: Drafts | None = None
     """The drafts among the tokens; None if no row has any."""
     attention_ends: Counts | None = None
@@ -144,15 +142,9 @@ def _attention_ends(batch: Batch, rows: Rows, counts: npt.NDArray[np.int64]) -> 
 class Prefills:
     """The chunks of prompts in a step that is being scheduled, and the tokens that are left for more of them."""
 
-    def __init__(self, budget: int, shares: int, max_tiles: int | None = None) -> None:
-        """`budget` is in tokens; up to `shares` prompts in progress divide it among them.
-
-        `max_tiles` bounds the tiles of images that are encoded for the step; None: no bound.
-        """
+    def __init__(self, budget: int, shares: int) -> None:
+        """`budget` is in tokens; up to `shares` prompts in progress divide it among them."""
         self.budget = budget
-        self.num_tiles = 0
-        """Tiles of images that are encoded for the step."""
-        self._max_tiles = max_tiles
         self.rows: list[int] = []
         self.counts: list[int] = []
         """Number of tokens to compute for each of `rows`."""
@@ -171,20 +163,11 @@ class Prefills:
         """Return the number of tokens that a prompt gets if it wants `wanted`; may be 0."""
         return min(wanted, -(-max(0, self.budget) // max(1, self._shares - self.num_partial)))
 
-    def with_images(self, images: "RequestImages", first: int, count: int) -> int:
-        """Return the number of tokens that a prompt with `images` gets from `first` on instead of `count`."""
-        if self._max_tiles is not None:
-            count, _ = images.within_tiles(first, count, max(0, self._max_tiles - self.num_tiles))
-        if images.are_whole:
-            count = self._whole(images, first, count)
-        self.num_tiles += images.within_tiles(first, count, count)[1]
-        return count
-
-    def _whole(self, images: "RequestImages", first: int, count: int) -> int:
+    def whole(self, images: "RequestImages", first: int, count: int) -> int:
         """Return the number of tokens that a prompt gets from `first` on instead of `count`, so as to divide no image.
 
-        An image at `first` that exceeds the budget is computed nevertheless if no other prompt has tokens in the step,
-        so that it is computed in the end.
+        The images are those that no step may divide. An image at `first` that exceeds the budget is computed
+        nevertheless if no other prompt has tokens in the step, so that it is computed in the end.
         """
         divided = images.divided_by(first + count) if count else None
         if divided is None:

@@ -26,6 +26,7 @@ from vllm_mp.core.start_times import StartTimes
 from vllm_mp.core.weights.digest import model_digest
 from vllm_mp.core.worker.cuda_graphs import Capture
 from vllm_mp.core.worker.draft_runner import DraftRunner
+from vllm_mp.core.worker.image_encodings import ImageEncodings
 from vllm_mp.core.worker.leader import Leader
 from vllm_mp.core.worker.memory.encoder_memory import EncoderMemory
 from vllm_mp.core.worker.memory.kept_memory import kept_memory
@@ -48,7 +49,6 @@ from vllm_mp.core.worker.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMess
 from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
-from vllm_mp.requests.images import ProcessedImage
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import SamplingParams
 
@@ -141,13 +141,14 @@ class ModelRunner:
             self.draft = DraftRunner(config, attention, device, dtype, progress, beat, held)
         self.images: ImageEncoder | None = None
         """Makes embeddings of images; None if the model takes none, or another rank makes them."""
+        self.encodings: ImageEncodings | None = None
+        """The tiles that `images` is encoding."""
         self._encoder_memory: EncoderMemory | None = None
         if config.images is not None and self._all_ranks.rank == 0:
             held_encoder = None if loaded is None else loaded.encoder
             self.images = held_encoder or ImageEncoder(config.model_config, dtype, device)
-            self._encoder_memory = EncoderMemory(self.images, device, beat, loaded)
-        self.num_encoded_tiles = 0
-        """Number of tiles of images that were encoded."""
+            self.encodings = ImageEncodings(self.images, beat)
+            self._encoder_memory = EncoderMemory(self.images, device, beat, loaded, self.encodings)
         self.digest = model_digest(config.model_config) if loaded is None else loaded.digest
         times.end("weights")
         graph_bytes = self._profile() if device.type == "cuda" else 0
@@ -221,7 +222,7 @@ class ModelRunner:
         The host waits for the device only if it must look for values that are not finite. If the step awaits tokens
         (`step.awaits`), the step that samples them must be the latest launched, and it must be sampled.
         """
-        embeds = step_embeds(step, batch, self._dtype, self._to_device, self._encode)
+        embeds = step_embeds(step, batch, self._dtype, self._to_device)
         if self._staged is not None:
             return self._launch_stage(self._staged, step, batch, sampler, embeds)
         firsts = batch.num_computed_tokens[step.rows]
@@ -237,12 +238,6 @@ class ModelRunner:
                 self._leader.step(step, batch, NO_LOGITS, True, embeds)
             hidden = self._compute(step, batch, embeds, isolates=True)
         return self._output(batch, sampler, announced, step, firsts, hidden)
-
-    def _encode(self, image: ProcessedImage, first_tile: int, last_tile: int) -> Tensor:
-        """Return the embeddings [num_tokens, hidden_size] of some tiles of an image."""
-        assert self.images is not None
-        self.num_encoded_tiles += last_tile - first_tile
-        return self.images.encode(image, first_tile, last_tile, self._beat)
 
     def _launch_stage(
         self, staged: StagedSteps, step: ScheduledStep, batch: Batch, sampler: Sampler, embeds: StepEmbeds | None

@@ -8,7 +8,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vllm_mp.core.images.image_store import Encode
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ScheduledStep
@@ -25,12 +24,10 @@ class StepEmbeds(NamedTuple):
     """[n, hidden_size] in the model's dtype."""
 
 
-def step_embeds(
-    step: ScheduledStep, batch: Batch, dtype: torch.dtype, to_device: ToDevice, encode: Encode | None = None
-) -> StepEmbeds | None:
+def step_embeds(step: ScheduledStep, batch: Batch, dtype: torch.dtype, to_device: ToDevice) -> StepEmbeds | None:
     """Return the embeddings of `step` that are not looked up; None if it has no such tokens.
 
-    `encode` is called for tiles of images that no step before has needed; None: there are no images.
+    The images that it needs must be encoded.
     """
     rows = step.rows
     if not batch.has_embeds[rows].any():
@@ -41,7 +38,7 @@ def step_embeds(
     indices, values = [], []
     for i in given.tolist():
         first = int(firsts[i])
-        for position, chunk in _given(batch.request(int(rows[i])), first, first + int(step.counts[i]), dtype, encode):
+        for position, chunk in _given(batch.request(int(rows[i])), first, first + int(step.counts[i]), dtype):
             begin = int(starts[i]) + position - first
             indices.append(np.arange(begin, begin + len(chunk)))
             values.append(_on_device(chunk, to_device))
@@ -50,18 +47,15 @@ def step_embeds(
     return StepEmbeds(to_device(np.concatenate(indices)), torch.cat(values))
 
 
-def _given(
-    request: Request, first: int, last: int, dtype: torch.dtype, encode: Encode | None
-) -> Iterator[tuple[int, Tensor]]:
+def _given(request: Request, first: int, last: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
     """Yield (position, embeddings [n, hidden_size] in `dtype` on the host) of the tokens [first, last)."""
     if (embeds := request.prompt_embeds) is not None:
         last = min(last, embeds.num_tokens)
         chunk = np.frombuffer(embeds.rows(first, last), np.uint8).reshape(last - first, -1).copy()
         yield first, torch.from_numpy(chunk).view(getattr(torch, embeds.dtype)).to(dtype)
     elif request.images is not None:
-        assert encode is not None
         for part in request.images.parts(first, last):
-            chunks = part.image.embeddings(part.offset, part.offset + part.num_tokens, encode)
+            chunks = part.image.embeddings(part.offset, part.offset + part.num_tokens)
             yield part.position, torch.cat(chunks).to(dtype)
 
 

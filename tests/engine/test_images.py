@@ -21,7 +21,7 @@ from support.image_models import (
     save_processor,
 )
 
-from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
+from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineGenerateError, SamplingParams
 from vllm_mp.testing.image_models import save_image_model
 
 pytestmark = pytest.mark.extended
@@ -220,3 +220,61 @@ def test_images_that_a_step_may_not_divide_are_read_whole_beside_running_request
     assert panned.prompt_token_ids.count(served.token_id) == 4 * TOKENS_PER_IMAGE
     assert panned.outputs[0].token_ids == served.expected(panned.prompt_token_ids, wide, 12, **options, **defaults)
     assert status["num_preemptions"] > 0
+
+
+def test_streams_go_on_while_an_image_is_encoded_and_its_request_can_be_cancelled(tmp_path):
+    served = Served("qwen2_vl", tmp_path)
+    # Each chunk takes longer than a slice.
+    args = dataclasses.replace(served.args, fault_injection="slow@image,seconds=0.3;slow@step=*,seconds=0.02")
+    text, images = served.prompts[0]
+
+    async def run():
+        tokens = []
+
+        async def stream():
+            async for output in llm.generate("No image at all", SamplingParams(max_tokens=980, ignore_eos=True)):
+                tokens[:] = output.outputs[0].token_ids
+
+        async def counts_until(is_reached):
+            """Return the numbers of tokens of the stream at which a request was seen to wait for its image."""
+            counts = set()
+            while not is_reached(status := await llm.core_status()):
+                if status["num_waiting"] and not status["num_encoded_tiles"]:
+                    counts.add(len(tokens))
+                await asyncio.sleep(0.01)
+            return counts
+
+        async with await AsyncLLM.start(args) as llm:
+            running = asyncio.create_task(stream())
+            cancelled = asyncio.create_task(answer(llm, text, images))
+            await counts_until(lambda status: status["num_waiting"])
+            cancelled.cancel()
+            await counts_until(lambda status: not status["num_waiting"])
+            answered = asyncio.create_task(answer(llm, text, images))
+            await counts_until(lambda status: status["num_waiting"])
+            counts = await counts_until(lambda status: status["num_encoded_tiles"])
+            running.cancel()
+            return counts, await answered, await llm.core_status()
+
+    counts, output, status = asyncio.run(run())
+    assert len(counts) >= 3, "a stream gets tokens between the slices"
+    assert status["num_encoded_tiles"] == 1
+    assert output.outputs[0].token_ids == served.expected(output.prompt_token_ids, images, 12)
+
+
+def test_core_that_dies_while_it_encodes_an_image_fails_its_request_alone(tmp_path):
+    served = Served("qwen2_vl", tmp_path)
+    args = dataclasses.replace(served.args, fault_injection="slow@step=*,seconds=0.02;segv@image", max_core_restarts=6)
+    texts = ["No image at all", "Nor here"]
+
+    async def run():
+        async with await AsyncLLM.start(args) as llm:
+            running = [asyncio.create_task(answer(llm, text, [], max_tokens=100)) for text in texts]
+            with pytest.raises(EngineGenerateError, match="2 cores that died"):
+                await answer(llm, *served.prompts[0])
+            return await asyncio.gather(*running), await llm.core_status()
+
+    outputs, status = asyncio.run(run())
+    assert status["restarts"] == 2
+    for output in outputs:
+        assert output.outputs[0].token_ids == served.expected(output.prompt_token_ids, [], 100)

@@ -4,6 +4,7 @@ import time
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from support.drafts import EagerPace
 from vllm_mp.config import SchedulerConfig
@@ -136,6 +137,8 @@ class Engine:
         self.max_model_len = max_model_len
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
+        self.slices: list[int] = []
+        """The slot of the request for which each slice of an image was encoded."""
         self.queue_times: dict[int, float] = {}
 
     def add(
@@ -215,6 +218,18 @@ class Engine:
         self.pause.settle()
         check_invariants(self.scheduler)
         return processed if step is None else step
+
+    def encode_slice(self, is_last=True):
+        """Encode a slice of a tile, the last one or not; return the tile, or None if none is to be encoded."""
+        assert not self.scheduler.pending_steps
+        begun = self.scheduler.next_tile()
+        if begun is not None:
+            self.slices.append(begun.request.slot)
+            if is_last:
+                begun.image.note_encoded(begun.tile, torch.zeros(begun.image.shape.tile_tokens, 1))
+                self.scheduler.waiting.note_encoded(begun)
+        check_invariants(self.scheduler)
+        return begun
 
     def launch(self, step, token, failing):
         assert self.memory.is_whole, "nothing is computed without weights and cache"

@@ -202,7 +202,7 @@ def test_memory_quota_counts_an_image_once_and_as_large_as_it_is():
         memory.check(taker)
         memory.take(taker)
     assert not fits(memory, other)
-    image.embeddings(0, 4, lambda *_: torch.zeros(4, 1))
+    image.note_encoded(0, torch.zeros(4, 1))
     memory.check(taker)  # which looks at the images of the line again
     assert fits(memory, other)
     for _ in range(100):

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LOAD, STEP, SEAL, PUBLISH = "load", "step", "seal", "publish"
+IMAGE = "image"
+"""Between the chunks of an encoding of an image."""
 COMPILE, ADAPTER, CALL, MESSAGE = "compile", "adapter", "call", "message"
 _OUTSIDE = (COMPILE, ADAPTER, CALL, MESSAGE)
 """Outside of steps: a constraint is compiled, an adapter is read, a call is carried out, a request is admitted."""
-_ALL_POINTS = (LOAD, STEP, SEAL, PUBLISH, *_OUTSIDE)
+_ALL_POINTS = (LOAD, STEP, SEAL, PUBLISH, IMAGE, *_OUTSIDE)
 
 ACTIONS: dict[str, tuple[str, ...]] = {
     "exit": _ALL_POINTS,

@@ -18,7 +18,8 @@ core isolates them then, so the client sends one group, and holds back all other
 group has a new token. A request that was alone in its group is to blame after five deaths.
 
 What the core does outside of steps counts as a step does: the requests for which it compiles a constraint, loads an
-adapter or reads a message are in the step as well, as the calls that it carries out. A suspect has these to itself too.
+adapter, encodes an image or reads a message are in the step as well, as the calls that it carries out. A suspect has
+these to itself too.
 
 An engine of several cores counts the deaths of all of them together. A request that may have caused one death is
 exposed: `CoreGroup` moves all exposed requests of a core to one other core, so that a further death costs that core

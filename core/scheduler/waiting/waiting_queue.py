@@ -5,6 +5,7 @@ import time
 from vllm_mp.core.scheduler.request import Request, RequestKey
 from vllm_mp.core.scheduler.waiting.adapter_turns import AdapterTurns
 from vllm_mp.core.scheduler.waiting.fair_turns import FairTurns
+from vllm_mp.core.scheduler.waiting.image_turns import BegunTile, ImageTurns
 from vllm_mp.core.scheduler.waiting.isolated_groups import IsolatedGroups
 
 
@@ -13,7 +14,7 @@ class WaitingQueue:
 
     Held requests are not in the queue: `first` finds none of them before `release`. Nor does it find suspects, which
     wait in `isolated`, and parked requests: requests whose adapter has no slot, in `adapters`, and requests whose
-    constraint is being compiled.
+    constraint is being compiled. Requests whose images are being encoded wait in `images`, suspects there too.
     """
 
     def __init__(self, adapters: AdapterTurns | None = None) -> None:
@@ -21,6 +22,7 @@ class WaitingQueue:
         self.adapters = adapters
         self.turns = FairTurns() if adapters is None else adapters.turns
         self.isolated = IsolatedGroups()
+        self.images = ImageTurns()
         self._held: dict[RequestKey, Request] = {}
         self._uncompiled: dict[RequestKey, Request] = {}
         """Requests whose constraint is being compiled."""
@@ -28,7 +30,10 @@ class WaitingQueue:
         """True: requests that arrive are held back."""
 
     def __len__(self) -> int:
-        """Return the number of waiting requests, suspects included, without held and parked requests."""
+        """Return the number of waiting requests, suspects included, without held and parked requests.
+
+        Those whose images are being encoded are not counted, except for suspects.
+        """
         return len(self.turns) + len(self.isolated)
 
     @property
@@ -39,6 +44,11 @@ class WaitingQueue:
     def num_parked(self) -> int:
         """Number of requests whose adapter has no slot, or whose constraint is being compiled."""
         return len(self._uncompiled) + (0 if self.adapters is None else self.adapters.num_parked)
+
+    @property
+    def num_without_embeddings(self) -> int:
+        """Number of requests whose images are being encoded, without suspects."""
+        return len(self.images) - self.images.num_suspects
 
     def add(self, request: Request, may_hold: bool = True) -> None:
         """Queue a request, or hold it back if it arrives during a pause and `may_hold` is true."""
@@ -73,8 +83,33 @@ class WaitingQueue:
         if request.queue_seconds is None:
             request.queue_seconds = time.monotonic() - request.queued_at
 
+    def await_images(self, request: Request, first_token: int) -> bool:
+        """Return whether a request that waits needs images from `first_token` on that are not encoded.
+
+        If so, it waits in `images`; of the two queues, only suspects stay in theirs.
+        """
+        if request in self.images:
+            return True
+        images = request.images
+        if images is None or images.missing_tile(first_token, request.num_prompt_tokens) is None:
+            return False
+        if not request.isolate_until_num_tokens:
+            self.remove(request)
+        self.images.add(request, first_token)
+        return True
+
+    def note_encoded(self, tile: BegunTile) -> None:
+        """Queue the requests again that need no tile any more besides `tile`, which was encoded."""
+        for request in self.images.note_encoded(tile):
+            if not request.isolate_until_num_tokens:
+                self.add(request, may_hold=False)
+
     def remove(self, request: Request) -> None:
-        """Remove a request that is queued, parked or held back."""
+        """Remove a request that is queued, parked or held back, or waits for its images."""
+        if request in self.images:
+            self.images.remove(request)
+            if not request.isolate_until_num_tokens:
+                return
         if self._held.pop(request.key, None) is not None or self._uncompiled.pop(request.key, None) is not None:
             return
         if request.isolate_until_num_tokens:
@@ -90,6 +125,7 @@ class WaitingQueue:
     def forget_client(self, client: int) -> None:
         """Forget the turns of a client that has left and has no request."""
         self.turns.forget(client)
+        self.images.forget(client)
         if self.adapters is not None:
             self.adapters.forget_client(client)
 

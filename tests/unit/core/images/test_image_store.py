@@ -81,22 +81,21 @@ def test_keys_are_those_of_the_tiles_that_are_asked_for():
     assert stored.keys(1, 2) == stored.keys(2, 4) == stored.keys(3, 4) != stored.keys(4, 6)
     assert stored.keys(1, 5) == stored.keys(0, 1) + stored.keys(2, 3) + stored.keys(4, 5)
     before = stored.keys(0, 6)
-    stored.embeddings(0, 6, lambda *_: torch.zeros(6, 1))
+    for tile in range(3):
+        stored.note_encoded(tile, torch.zeros(2, 1))
     assert stored.keys(0, 6) == before
 
 
-def test_tiles_are_encoded_once_and_when_they_are_needed():
-    encoded = []
-
-    def encode(_, first, last):
-        encoded.append((first, last))
-        return torch.arange(3 * first, 3 * last)[:, None].float()
-
+def test_embeddings_are_those_of_the_encoded_tiles():
     stored = StoredImage(image(0), ImageShape(4, 3), 4)
+    assert [stored.missing_tile(first, last) for first, last in ((4, 5), (0, 4), (2, 11), (9, 12))] == [1, 0, 0, 3]
+    for tile in (1, 0, 3, 2):
+        assert stored.missing_tile(3 * tile, 12) == tile
+        assert stored.processed.arrays
+        stored.note_encoded(tile, torch.arange(3 * tile, 3 * tile + 3)[:, None].float())
+    assert stored.missing_tile(0, 12) is None
     for first, last in ((4, 5), (0, 4), (2, 11), (0, 12), (3, 7)):
-        parts = stored.embeddings(first, last, encode)
-        assert torch.cat(parts).flatten().tolist() == list(range(first, last))
-    assert encoded == [(1, 2), (0, 1), (2, 4)]
+        assert torch.cat(stored.embeddings(first, last)).flatten().tolist() == list(range(first, last))
 
 
 def request_images(*each, num_tokens=20, contents=(0, 1, 2)):

@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import torch
 from support.stand_in_engine import Engine
 
 from vllm_mp.core.images.arrays import ImageShape
@@ -15,12 +16,14 @@ IMAGE_TOKEN = 90
 
 
 def whole_images(firsts, num_prompt_tokens, contents=None):
-    """Return images of one tile each, the first tokens of which are at `firsts`."""
+    """Return encoded images of one tile each, the first tokens of which are at `firsts`."""
     placed, images = [], []
     for number, first in enumerate(firsts):
         content = number if contents is None else contents[number]
         array = ImageArray("pixel_values", "uint8", [1], bytes([content]))
-        images.append(StoredImage(ProcessedImage(bytes(32), [array]), ImageShape(1, TILE, is_whole=True), 8))
+        image = StoredImage(ProcessedImage(bytes(32), [array]), ImageShape(1, TILE, is_whole=True), 8)
+        image.note_encoded(0, torch.zeros(TILE, 1))
+        images.append(image)
         placed.append(PlacedImage(bytes(32), [(first, TILE)]))
     return RequestImages(placed, images, num_prompt_tokens)
 

@@ -5,6 +5,7 @@ import torch
 
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.core.images.encoder import ImageEncoder
+from vllm_mp.core.worker.image_encodings import ImageEncodings
 from vllm_mp.core.worker.memory import encoder_memory
 from vllm_mp.core.worker.memory.encoder_memory import EncoderMemory
 from vllm_mp.testing.image_models import IMAGE_MODELS, image_arrays, save_image_model
@@ -22,7 +23,8 @@ def test_embeddings_after_a_sleep_are_those_of_before(level, tmp_path, monkeypat
     encoder = encoder_of("qwen2_vl", tmp_path)
     image, _ = image_arrays(encoder._config, 1, seed=1)
     before = encoder.encode(image, 0, 1)
-    memory = EncoderMemory(encoder, torch.device("cuda"), lambda: None, None)
+    encodings = ImageEncodings(encoder, lambda: None)
+    memory = EncoderMemory(encoder, torch.device("cuda"), lambda: None, None, encodings)
     for _ in range(2):  # a release is idempotent
         (memory.offload_weights if level == 1 else memory.drop_weights)()
     assert not sum(each.untyped_storage().nbytes() for each in encoder.module.parameters())
