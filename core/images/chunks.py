@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -28,6 +29,8 @@ _QUERY_BLOCKS: Final = 3
 """Blocks of queries in a chunk of one head; the threads share those of all its heads."""
 _THREAD_SCORES: Final = 2**24
 """Scores of queries and keys in a chunk for each thread, if its heads are enough for all threads."""
+_ROTATION: Final = "apply_rotary_pos_emb_vision"
+"""The name of transformers' function that rotates queries and keys, each row by itself."""
 _ATTENTION: Final = "vllm_mp_chunks"
 """The name under which transformers finds `_attend`."""
 
@@ -44,6 +47,11 @@ def pausing(pause_point: Callable[[], None]) -> Iterator[None]:
         _pause_point.reset(token)
 
 
+def pause() -> None:
+    """Call the pause point of the block of `pausing`."""
+    _pause_point.get()()
+
+
 def add_pause_points(module: nn.Module, device: torch.device, chunks_attention: bool) -> None:
     """Let the vision tower of transformers' `module` stop after each layer, and on a CPU within its layers.
 
@@ -52,7 +60,7 @@ def add_pause_points(module: nn.Module, device: torch.device, chunks_attention: 
     by_rows: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
         for layer in part if isinstance(part, nn.ModuleList) else ():
-            layer.register_forward_hook(lambda *_: _pause_point.get()())
+            layer.register_forward_hook(lambda *_: pause())
         *outer, own = name.split(".")
         is_inner = any(".".join(outer[:end]) in by_rows for end in range(1, len(outer) + 1))
         if not is_inner and (isinstance(part, nn.Linear) or own in _BY_ROWS):
@@ -62,6 +70,8 @@ def add_pause_points(module: nn.Module, device: torch.device, chunks_attention: 
     for part in by_rows.values():
         num_weights = sum(each.numel() for each in part.parameters())
         part.forward = functools.partial(_compute_by_rows, part.forward, num_weights)
+    for part in module.modules():
+        _chunk_rotation(part)
     if chunks_attention:
         _chunk_attention(module)
 
@@ -79,9 +89,40 @@ def _compute_by_rows(compute: Callable[[Tensor], Tensor], num_weights: int, rows
         if result is None:
             result = part.new_empty((*part.shape[:-2], rows.shape[-2], part.shape[-1]))
         result[..., first : first + most, :] = part
-        _pause_point.get()()
+        pause()
     assert result is not None
     return result
+
+
+def _chunk_rotation(attention: nn.Module) -> None:
+    """Have a module of transformers that rotates queries and keys do so in chunks; no-op for other modules."""
+    forward: Any = type(attention).forward
+    if _ROTATION not in forward.__code__.co_names:
+        return
+    rotate = functools.partial(_rotate_by_rows, forward.__globals__[_ROTATION])
+    names = forward.__globals__ | {_ROTATION: rotate}
+    chunked = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    attention.forward = MethodType(chunked, attention)
+
+
+def _rotate_by_rows(
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    queries: Tensor,
+    keys: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return what `rotate` returns for `queries` and `keys` [num_rows, num_heads, head_dim].
+
+    `cos` and `sin` are [num_rows, head_dim].
+    """
+    rotated = queries.new_empty(queries.shape), keys.new_empty(keys.shape)
+    most = _THREAD_ROWS * torch.get_num_threads()
+    for first in range(0, len(queries), most):
+        some = slice(first, first + most)
+        rotated[0][some], rotated[1][some] = rotate(queries[some], keys[some], cos[some], sin[some])
+        pause()
+    return rotated
 
 
 def _chunk_attention(module: nn.Module) -> None:
@@ -123,5 +164,5 @@ def _attend(
                 query[:, some, first:last], key[:, some], value[:, some], scale=scaling
             )
             result[:, first:last, some] = seen.transpose(1, 2)
-            _pause_point.get()()
+            pause()
     return result, None

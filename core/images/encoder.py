@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vllm_mp.config import ModelConfig
 from vllm_mp.core.images.arrays import ImageShape, image_shape
-from vllm_mp.core.images.chunks import add_pause_points, pausing
+from vllm_mp.core.images.chunks import add_pause_points, pause, pausing
 from vllm_mp.core.models.text_part import is_of_images
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, listed
 from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
@@ -128,11 +128,13 @@ class ImageEncoder:
         values = np.frombuffer(pixels.data, np.float32).reshape(-1, 3, 1, size).copy()
         patches = torch.from_numpy(values).to(self._device).to(self._dtype)
         grid = torch.frombuffer(bytearray(arrays["image_grid_thw"].data), dtype=torch.int64)[None].to(self._device)
+        pause()
         if not patches.sum(dtype=torch.float64).isfinite():
             num_tokens = len(patches) // self._config.merge_size**2
             return patches.new_full((num_tokens, self._hidden_size), torch.nan)
         # An image is a frame that stands still.
         frames = patches.expand(-1, -1, self._num_frames, -1).flatten(1)
+        pause()
         output = module.get_image_features(pixel_values=frames, image_grid_thw=grid)
         embeddings: Tensor = output.pooler_output[0]
         return embeddings

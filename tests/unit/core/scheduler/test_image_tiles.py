@@ -1,5 +1,7 @@
 """Requests wait for their images outside of the queue, and lines take turns with encoding them."""
 
+import random
+
 import pytest
 from support.stand_in_engine import Engine
 
@@ -172,6 +174,38 @@ def test_sleeping_core_encodes_nothing_and_goes_on_after_it(engine):
     engine.encode_slice()
     engine.run()
     assert 0 in engine.ends
+
+
+def test_no_request_is_lost_in_random_runs():
+    chance = random.Random(1)
+    for seed in range(12):
+        engine = Engine(
+            num_blocks=chance.randrange(16, 40), budget=chance.randrange(8, 40), max_num_seqs=4, ahead=seed % 2
+        )
+        images = [make_image(chance.randrange(1, 4), content) for content in range(4)]
+        aborted = set()
+        for slot in range(14):
+            client, image = chance.randrange(3), images[chance.randrange(4)]
+            options = {"client": client, "isolate_until_num_tokens": int(chance.random() < 0.2)}
+            if chance.random() < 0.7:
+                add_image(engine, slot, image, max_tokens=chance.randrange(1, 12), **options)
+            else:
+                engine.add(slot, num_prompt_tokens=chance.randrange(1, 20), **options)
+            for _ in range(chance.randrange(4)):
+                engine.step()
+                engine.process_all_but(0)
+                engine.encode_slice(is_last=chance.random() < 0.3)
+            if chance.random() < 0.2 and slot not in engine.ends:
+                engine.end([(client, engine.scheduler.abort(client, slot))])
+                aborted.add(slot)
+        for _ in range(500):
+            engine.step()
+            engine.process_all_but(0)
+            engine.encode_slice(is_last=chance.random() < 0.5)
+        assert set(engine.ends) == set(range(14))
+        assert not engine.scheduler.has_work
+        assert not engine.scheduler.waiting.images.begun
+        assert all(engine.ends[slot] == "abort" for slot in aborted)
 
 
 class Clock:

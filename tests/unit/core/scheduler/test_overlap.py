@@ -226,7 +226,7 @@ class StandInRunner:
         self.page = page
         self.log = []
         self.memory = self.released_memory = StandInMemory(self.log)
-        self.draft = self.images = None
+        self.draft = self.images = self.encodings = None
         self.on_page = {}
         self.token = 7
         self.processed_before_sampling = {}

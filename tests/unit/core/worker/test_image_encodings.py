@@ -1,6 +1,7 @@
 """Images are encoded in slices, with the embeddings that they have if they are encoded at once."""
 
 import threading
+from types import MethodType
 
 import pytest
 import torch
@@ -63,6 +64,9 @@ def test_chunks_do_not_change_the_embeddings(encoder, monkeypatch):
         monkeypatch.setattr(chunks, name, value)
     torch.testing.assert_close(encoder.encode(image, 0, 1, lambda: num_chunks.append(1)), whole)
     assert len(num_chunks) > 4 * len(num_whole)
+    if encoder._config.merge_size:
+        rotating = [part for part in encoder.module.modules() if isinstance(part.__dict__.get("forward"), MethodType)]
+        assert len(rotating) == 3, "queries and keys of each layer are rotated in chunks too"
 
 
 def test_encoding_that_is_given_up_ends_its_thread_and_can_begin_again(encoder, small_chunks):
