@@ -39,6 +39,14 @@ MAX_VLLM_LIMIT = 999
 DEFAULT_TIMEOUT_S, MIN_TIMEOUT_S = 60.0, 0.1
 
 
+_LIMIT_FIELDS = {
+    "image": ("count", "width", "height"),
+    "video": ("count", "num_frames", "width", "height"),
+    "audio": ("count", "length"),
+}
+"""The fields of a limit in vLLM's form. All but the count are sizes for vLLM's first run, without effect here."""
+
+
 @dataclasses.dataclass
 class EngineOptions(Options):
     """The options of an engine; `EngineArgs` says how they are given and what it raises."""
@@ -294,7 +302,8 @@ class EngineOptions(Options):
     )
     limit_mm_per_prompt: dict[str, Any] | None = option(
         None,
-        'Accept at most this many images in a prompt, as a JSON object such as {"image": 2}. '
+        'Accept at most this many images in a prompt, as a JSON object such as {"image": 2} or, as in vLLM, '
+        '{"image": {"count": 2}}. '
         f"Default: {MAX_IMAGES} images.",
     )
     mm_processor_kwargs: dict[str, Any] | None = option(
@@ -447,7 +456,9 @@ class EngineOptions(Options):
 
     def _check_images(self) -> None:
         """Check the options of images. Raises ValueError or NotImplementedError, naming the option and the value."""
-        for name, limit in (self.limit_mm_per_prompt or {}).items():
+        limits = {name: _count_of(name, limit) for name, limit in (self.limit_mm_per_prompt or {}).items()}
+        self.limit_mm_per_prompt = limits or self.limit_mm_per_prompt
+        for name, limit in limits.items():
             if type(limit) is not int or not 0 <= limit <= MAX_VLLM_LIMIT:
                 raise ValueError(
                     f"limit_mm_per_prompt[{name!r}] must be an integer from 0 to {MAX_VLLM_LIMIT}, got {limit!r:.100}"
@@ -477,3 +488,23 @@ class EngineOptions(Options):
         if self.structured_outputs_config:
             super().__post_init__()
         StructuredOutputsParams(json_object=True, whitespace_pattern=self.guided_whitespace_pattern)
+
+
+def _count_of(name: str, limit: Any) -> Any:
+    """Return the value of `limit_mm_per_prompt[name]`, or its count if it is given as in vLLM, in an object.
+
+    The count is not checked. Raises ValueError for fields that vLLM does not have, and for sizes that are no integers.
+    """
+    if not isinstance(limit, dict):
+        return limit
+    fields = _LIMIT_FIELDS.get(name, ("count",))
+    for field, value in limit.items():
+        if field not in fields:
+            raise ValueError(
+                f"limit_mm_per_prompt[{name!r}] has the unknown field {field!r:.100}; it may have {', '.join(fields)}"
+            )
+        if field != "count" and value is not None and (type(value) is not int or value < 1):
+            raise ValueError(
+                f"limit_mm_per_prompt[{name!r}][{field!r}] must be an integer from 1 on or None, got {value!r:.100}"
+            )
+    return limit.get("count", MAX_VLLM_LIMIT)

@@ -811,3 +811,23 @@ def test_chat_template_may_be_text_or_a_path_and_the_configuration_has_its_text(
 def test_chat_template_that_is_neither_text_nor_a_path_is_refused(model, given):
     with pytest.raises(ValueError, match="chat_template"):
         config_of(model(), chat_template=given)
+
+
+@pytest.mark.parametrize("limit", [{"count": 2}, {"count": 2, "width": 512, "height": None}])
+def test_limit_of_images_may_be_given_as_in_vllm(limit):
+    args = AsyncEngineArgs(model="m", limit_mm_per_prompt={"image": limit, "video": {"count": 0}})
+    assert args == AsyncEngineArgs(model="m", limit_mm_per_prompt={"image": 2, "video": 0})
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ({"image": {"number": 2}}, r"\['image'\] has the unknown field 'number'; it may have count, width, height"),
+        ({"image": {"count": "2"}}, r"\['image'\] must be an integer from 0 to 999, got '2'"),
+        ({"image": {"count": 2, "width": 0}}, r"\['image'\]\['width'\] must be an integer from 1 on or None, got 0"),
+        ({"smell": {"length": 2}}, r"\['smell'\] has the unknown field 'length'; it may have count"),
+    ],
+)
+def test_limit_of_images_with_other_fields_is_refused_by_name(limit, words):
+    with pytest.raises(ValueError, match="limit_mm_per_prompt" + words):
+        AsyncEngineArgs(model="m", limit_mm_per_prompt=limit)
