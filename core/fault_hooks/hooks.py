@@ -125,7 +125,7 @@ class FaultHooks:
             runner.launch = faulty_launch  # type: ignore[method-assign]
         if in_messages:
             server.publish = faulty_publish  # type: ignore[method-assign]
-        if runner.encodings is not None and (in_images := self._at(IMAGE)):
+        if (in_images := self._at(IMAGE)) and runner.encodings is not None:
             self._install_in_images(runner.encodings, in_images)
 
     def _install_in_images(self, encodings: "ImageEncodings", faults: list[Fault]) -> None:

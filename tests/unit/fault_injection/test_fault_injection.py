@@ -33,7 +33,10 @@ def test_places_and_conditions_are_parsed():
         ("exit", "must be followed"),
         ("exit@", "must be followed"),
         ("exit@step=1,", "must be followed"),
-        ("exit@nowhere", "one of load, step, seal, publish, compile, adapter, call, message, once, got 'nowhere'"),
+        (
+            "exit@nowhere",
+            "one of load, step, seal, publish, image, compile, adapter, call, message, once, got 'nowhere'",
+        ),
         ("exit@stop=1", "condition must be one of incarnation, .*'stop'"),
         ("exit@step=0", "step must be a number from 1, or \\*, got '0'"),
         ("exit@step=x", "step must be a number"),
