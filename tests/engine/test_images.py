@@ -239,6 +239,7 @@ def test_streams_go_on_while_an_image_is_encoded_and_its_request_can_be_cancelle
             """Return the numbers of tokens of the stream at which a request was seen to wait for its image."""
             counts = set()
             while not is_reached(status := await llm.core_status()):
+                assert not running.done(), "the stream ended first"
                 if status["num_waiting"] and not status["num_encoded_tiles"]:
                     counts.add(len(tokens))
                 await asyncio.sleep(0.01)
