@@ -332,6 +332,8 @@ class CoreSupervisor:
 
     def _death(self, core: Core, cause: str, kind: str, was_hung: bool = False) -> Death:
         """Return the death of `core`, with what its status page says. `was_hung`: it was killed for a hang."""
+        if core.page is not None and core.process is not None and not core.process.is_alive():
+            core.page.note_end_of_writer()
         status = core.page.read() if core.page else None
         in_step, calls = (status.requests, status.calls) if status else ([], [])
         kills, self._oom_kills = self._oom_kills, count_oom_kills()

@@ -124,6 +124,7 @@ class StatusPage:
     """The mapped page: the core makes it with `create`, its readers map it with `open`."""
 
     def __init__(self, memory: mmap.mmap) -> None:
+        self._write_timeout_s = _WRITE_TIMEOUT_S
         self._header: npt.NDArray[np.int64] = np.frombuffer(memory, np.int64, count=_HEADER_BYTES // 8)
         self._step_requests: npt.NDArray[np.int32] = np.frombuffer(
             memory, np.int32, count=3 * MAX_STEP_REQUESTS, offset=_HEADER_BYTES
@@ -393,9 +394,16 @@ class StatusPage:
         """Return the step and the time of the last beat: the pair changes whenever the core makes progress."""
         return int(self._header[_Field.STEP]), int(self._header[_Field.HEARTBEAT_NS])
 
+    def note_end_of_writer(self) -> None:
+        """Wait for no write any more, because the process of the core has ended."""
+        self._write_timeout_s = 0.0
+
     def read(self) -> CoreStatus:
-        """Return a consistent reading; if the writer was killed during a write, the torn page after 0.1 s."""
-        deadline = time.monotonic() + _WRITE_TIMEOUT_S
+        """Return a consistent reading; if the writer was killed during a write, the torn page after 0.1 s.
+
+        After `note_end_of_writer` it is returned at once.
+        """
+        deadline = time.monotonic() + self._write_timeout_s
         while True:
             before = int(self._header[_Field.SEQUENCE])
             fields = self._header[: len(_Field)].tolist()
@@ -403,7 +411,7 @@ class StatusPage:
             calls = self._header[_CALLS_AT : _CALLS_AT + MAX_NOTED_CALLS].tolist()
             if before % 2 == 0 and before == self._header[_Field.SEQUENCE]:
                 break
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 break
             time.sleep(1e-5)  # yields this processor to a writer that waits for it
         now = time.monotonic_ns()

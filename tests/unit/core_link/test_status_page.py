@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -313,6 +314,18 @@ def test_reader_that_races_the_writer_never_sees_half_a_write(tmp_path, monkeypa
             changes += status.step != last
             last = status.step
         assert writer.poll() is None
+
+
+def test_page_of_a_writer_that_ended_within_a_write_is_read_without_waiting(tmp_path, monkeypatch):
+    monkeypatch.setattr(status_page, "_WRITE_TIMEOUT_S", 60)
+    writer = StatusPage.create(str(tmp_path / "page"), 1)
+    writer.begin_step(7, StepRequests(*np.full((3, 2), 5, np.uint32)))
+    writer._header[status_page._Field.SEQUENCE] += 1  # as a kill leaves it
+    reader = StatusPage.open(tmp_path / "page")
+    reader.note_end_of_writer()
+    started = time.monotonic()
+    assert reader.read().step_requests == [(5, 5, 5)] * 2
+    assert time.monotonic() - started < 30
 
 
 def test_tokens_of_clients_are_on_the_page_until_they_leave(tmp_path):
