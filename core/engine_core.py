@@ -191,6 +191,8 @@ class EngineCore:
             while not self._stop.is_set or (self._stop.drain and self._has_unfinished_work):
                 self._wait_for_work()
                 self._handler.receive(admit=not self._stop.is_set)
+                if not (self._num_launched or self._stop.is_set):
+                    self._handler.receive_replays()
                 self._settle_sleep()
                 self._settle_adapters()
                 self._settle_grammars()

@@ -227,7 +227,19 @@ class PutImage(_Message, tag=9):
     image: ProcessedImage
 
 
-ClientMessage = Hello | AddRequest | AbortRequests | Call | Bye | AddPooling | MarkSeen | Convicted | PutImage
+class ReplayEnd(_Message, tag=10):
+    """Client to core: the client has sent all requests that earlier cores had admitted.
+
+    A core waits for this a moment before its first step, once it has got the first of them, so that they continue
+    together.
+    """
+
+    incarnation: int
+
+
+ClientMessage = (
+    Hello | AddRequest | AbortRequests | Call | Bye | AddPooling | MarkSeen | Convicted | PutImage | ReplayEnd
+)
 
 
 class LastDeath(msgspec.Struct, array_like=True, frozen=True):

@@ -465,6 +465,7 @@ class EngineCoreClient:
             while calls and calls[0].call_id < stream.number:
                 self._send_call(calls.popleft())
             self._replay(stream, awaited)
+        self._send(wire.ReplayEnd(self.incarnation))
         for call in calls:
             self._send_call(call)
         self._group.note_change()

@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 _RECEIVE_S = 0.01
 """Seconds that messages may take between two steps, so that a flood of messages does not hold up the streams."""
+_REPLAY_S = 0.1
+"""Time that the first step waits for the rest of the requests that a client sends again."""
+_REPLAY_LOOK_MS = 10
 _MAX_PROGRESS = 2**31 - 1
 _AddMessage = wire.AddRequest | wire.AddPooling
 
@@ -97,6 +100,9 @@ class RequestHandler:
         """The images that clients have sent; None: the model takes none."""
         self.grammars: GrammarCompiler | None = None
         """Compiles the constraints of requests; None: requests with a constraint are refused."""
+        self._replaying: set[int] = set()
+        """The clients that are sending requests again that earlier cores had admitted."""
+        self._may_wait_for_replays = True
         self._calls: CallHandler | None = None
         self._is_held_up = False
         """The latest call must be completed before later messages are read."""
@@ -172,6 +178,20 @@ class RequestHandler:
         for client, num_bytes in self._clients.take_slow():
             self._drop(client, f"it had not read {num_bytes} bytes of output; read faster, or ask for less at a time")
 
+    def receive_replays(self) -> None:
+        """Wait for the rest of the requests that clients are sending again, so that they continue in one step.
+
+        Call this after `receive`, before the first step. Only once it takes time, and at most `_REPLAY_S`, so that no
+        client can hold up the others.
+        """
+        if not (self._replaying and self._may_wait_for_replays):
+            return
+        self._may_wait_for_replays = False
+        deadline = time.monotonic() + _REPLAY_S
+        while self._replaying and time.monotonic() < deadline:
+            self._socket.poll(_REPLAY_LOOK_MS)
+            self.receive()
+
     def tell_pause(self, is_paused: bool) -> None:
         """Tell every client, also those that say hello from now on, whether there is a pause."""
         self.greeting.is_paused = is_paused
@@ -225,6 +245,8 @@ class RequestHandler:
             elif message.incarnation != self._incarnation:
                 self._dropped.warn(f"a message for incarnation {message.incarnation}, this is {self._incarnation}")
             elif isinstance(message, _AddMessage):
+                if isinstance(message, wire.AddRequest) and message.is_replay:
+                    self._replaying.add(client)
                 self._add_request(client, message, num_bytes)
             elif isinstance(message, wire.AbortRequests):
                 self._abort(client, message.slots)
@@ -234,6 +256,8 @@ class RequestHandler:
                 self._put_image(client, message)
             elif isinstance(message, wire.Convicted):
                 self._note_convicted(client, message.deaths)
+            elif isinstance(message, wire.ReplayEnd):
+                self._replaying.discard(client)
             elif isinstance(message, wire.MarkSeen):
                 if not self._clients.note_seen(client, message.mark):
                     self._dropped.warn("a mark that the client was not sent, or not in this order")
@@ -462,6 +486,7 @@ class RequestHandler:
         if self._page is not None:
             self._page.forget_client(client)
         self._operators.discard(client)
+        self._replaying.discard(client)
         if self.images is not None:
             self.images.drop_client(client)
         self._running_scheduler().drop_client(client)

@@ -35,6 +35,7 @@ CLIENT_MESSAGES = [
     wire.AddPooling(1, 4, "id", wire.pack_ids([1]), PoolingParams(pooling_type="CLS", dimensions=8), 2, "salt"),
     wire.Bye(3),
     wire.MarkSeen(3, 2**63 - 1),
+    wire.ReplayEnd(3),
     wire.Convicted(3, [1, 2]),
     wire.PutImage(3, ProcessedImage(bytes(32), [ImageArray("pixel_values", "uint8", [1, 2], b"ab")])),
 ]

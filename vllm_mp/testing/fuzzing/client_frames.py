@@ -138,6 +138,8 @@ class ClientFrames:
             return wire.PutImage(incarnation, self._image())
         if kind < 0.905:
             return wire.MarkSeen(incarnation, chance.randrange(2**63))
+        if kind < 0.906:
+            return wire.ReplayEnd(incarnation)
         if kind < 0.91:
             return wire.Convicted(incarnation, [chance.randrange(2**64) for _ in range(chance.choice((0, 1, 64)))])
         if kind < 0.985:

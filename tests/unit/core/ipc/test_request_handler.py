@@ -21,6 +21,7 @@ from vllm_mp import AsyncEngineArgs, __version__, wire
 from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.client.cores.sources.held_address import HeldAddress, listen_at
 from vllm_mp.core.ipc import clients
+from vllm_mp.core.ipc import request_handler as module
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.call_handler import OperatorCall, StepFailedError
 from vllm_mp.core.ipc.client_places import ClientPlaces
@@ -463,6 +464,38 @@ def test_messages_behind_an_unfinished_call_are_left_for_the_next_receive(core):
         (3, "done"),
         (2, "at last"),
     ]
+
+
+def test_requests_that_a_client_sends_again_are_all_received_before_the_first_step(core):
+    client = core.connect()
+
+    def replay(slot):
+        return wire.encode(msgspec.structs.replace(request(slot), is_replay=True))
+
+    def send_rest():
+        time.sleep(0.03)
+        for slot in range(1, 20):
+            client.send(replay(slot))
+        client.send(wire.encode(wire.ReplayEnd(1)))
+
+    client.send(replay(0))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 1)
+    rest = threading.Thread(target=send_rest)
+    rest.start()
+    core.request_handler.receive_replays()
+    assert core.engine.scheduler.num_waiting == 20
+    rest.join()
+
+
+def test_client_that_does_not_end_its_replay_holds_up_the_core_only_once(core, monkeypatch):
+    client = core.connect()
+    client.send(wire.encode(msgspec.structs.replace(request(0), is_replay=True)))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 1)
+    core.request_handler.receive_replays()
+    monkeypatch.setattr(module, "_REPLAY_S", 60)
+    started = time.monotonic()
+    core.request_handler.receive_replays()
+    assert time.monotonic() - started < 30
 
 
 def monitor_of(dealer):
