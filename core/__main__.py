@@ -2,7 +2,7 @@
 
 With `--worker` it is another rank of a core, with `--rank-host` it runs the ranks of another machine (`core.parallel`).
 With `--template` it forks cores, which continue here, and with `--leave-template=DESCRIPTOR` it forks such a process
-before it becomes a core (`core.template`).
+before it becomes a core (`core.template`). With `--beside-core` it imports everything at a low priority.
 """
 
 import logging
@@ -22,6 +22,13 @@ elif leaving := [argument for argument in sys.argv[1:] if argument.startswith("-
     from vllm_mp.core.template import leave_template
 
     leave_template(int(leaving[0].partition("=")[2]), import_core)
+elif "--beside-core" in sys.argv[1:]:
+    from vllm_mp.core.core_imports import import_core
+    from vllm_mp.core.loading_thread import BESIDE_A_CORE, run_in_thread
+    from vllm_mp.core.sibling_fork import end_idle_threads
+
+    run_in_thread(import_core, niceness=BESIDE_A_CORE)
+    end_idle_threads()  # else they would keep their priority
 if "--worker" in sys.argv[1:]:
     from vllm_mp.core.parallel.worker_main import main
 elif "--rank-host" in sys.argv[1:]:

@@ -205,10 +205,11 @@ class EngineCore:
                     check_invariants(self._scheduler)
 
     def close(self) -> None:
-        """End the threads that encode images, and the threads and the process that compile constraints."""
+        """End the threads that encode images, and what compiles constraints; let the next core have the KV cache."""
         if self._runner.encodings is not None:
             self._runner.encodings.keep(())
         self._grammars.close()
+        self._runner.memory.give_up_cache()
 
     def status(self) -> dict[str, Any]:
         """Return, by name, numbers of steps, requests, blocks and clients, and whether the core is paused or asleep."""

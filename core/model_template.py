@@ -9,10 +9,8 @@ import contextlib
 import gc
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -21,6 +19,7 @@ import torch
 
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.core.images.encoder import ImageEncoder
+from vllm_mp.core.loading_thread import run_in_thread
 from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.sibling_fork import ForkRefused, count_threads, end_idle_threads, fork_sibling, reset_signals
 from vllm_mp.core.template import become_template, fork_on_request, tell_parent
@@ -32,8 +31,6 @@ from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.plan import cache_dtype
 from vllm_mp.core_link.fork_messages import ForkRefusal
 
-_LOOK_S: Final = 0.05
-"""Time between two looks at what may end a load."""
 _END_OF_THREADS_S: Final = 0.2
 """Time that OpenMP's threads get to end after the thread that has made them."""
 
@@ -63,12 +60,13 @@ def load_with_template(
     look: Callable[[], None],
     control: socket.socket,
     run_core: Callable[[], NoReturn],
+    niceness: int = 0,
 ) -> LoadedModel:
     """Load the model on the CPU, and fork a template process, a sibling that holds it too, for the socket `control`.
 
-    It is loaded with `num_threads`. `progress` is called by the loading thread, `look` often by this one, and
-    `run_core` in each core that the template forks. Raises what `load_model`, `progress` and `look` raise. Without a
-    template the parent learns why.
+    It is loaded with `num_threads` of this `niceness`. `progress` is called by the loading thread, `look` often by this
+    one, and `run_core` in each core that the template forks. Raises what `load_model`, `progress` and `look` raise.
+    Without a template the parent learns why.
     """
 
     unwritten: list[tuple[Path, PackedWeights]] = []
@@ -96,7 +94,7 @@ def load_with_template(
 
     with control:
         parent = os.getppid()
-        loaded = _in_thread(load_all, look)
+        loaded = run_in_thread(load_all, look, niceness)
         gc.freeze()  # a collection in a fork would copy all pages
         try:
             _wait_for_end_of_threads()
@@ -138,24 +136,6 @@ def _serve_as_template(
 def _identity(config: VllmConfig, dtype: torch.dtype) -> bytes:
     """Return what decides which models are loaded, and in which form."""
     return msgspec.json.encode([config.models, str(dtype), str(cache_dtype(config, dtype))])
-
-
-def _in_thread(load: Callable[[], LoadedModel], look: Callable[[], None]) -> LoadedModel:
-    """Return the result of `load`, called in a thread, with which the threads of its parallel operations end."""
-    result: Future[LoadedModel] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(load())
-        except BaseException as error:
-            result.set_exception(error)
-
-    thread = threading.Thread(target=run, name="model-loader")
-    thread.start()
-    while thread.is_alive():
-        thread.join(_LOOK_S)
-        look()
-    return result.result()
 
 
 def _wait_for_end_of_threads() -> None:

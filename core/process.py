@@ -27,6 +27,7 @@ import zmq
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
+from vllm_mp.core.loading_thread import BESIDE_A_CORE
 from vllm_mp.core.parent_watch import parent_has_ended, wait_for_end_of_parent
 from vllm_mp.core.start_times import StartTimes
 from vllm_mp.core.stop_signal import StopSignal
@@ -400,6 +401,7 @@ def _load(start: _Start, page: StatusPage, ranks: "Ranks | None") -> "EngineCore
                 captures_late=ranks is None,  # all ranks capture the same shapes in the same order
                 times=times,
                 loaded=loaded,
+                former_cache=start.launch.kept_cache if start.launch.waits else None,
             )
         if ranks is not None:
             ranks.wait_until_ready(config.model_config, stop.raise_if_set)
@@ -474,7 +476,10 @@ def _loaded_model(
         if (held := held_model(config, dtype, progress)) is not None:
             return held
         if control is not None:
-            return load_with_template(config, dtype, num_threads, progress, start.look_at_parent, control, _run_forked)
+            niceness = BESIDE_A_CORE if start.launch.waits else 0
+            return load_with_template(
+                config, dtype, num_threads, progress, start.look_at_parent, control, _run_forked, niceness
+            )
     if control is not None:
         control.close()
     return None

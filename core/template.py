@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from vllm_mp.core.loading_thread import BESIDE_A_CORE, run_in_thread
 from vllm_mp.core.sibling_fork import ForkRefused, end_idle_threads, fork_sibling
 from vllm_mp.core_link.fork_messages import (
     MAX_BYTES,
@@ -52,7 +53,7 @@ def run_template(import_core: Callable[[], None]) -> None:
     parent = os.getppid()
     _set_name(PROCESS_NAME)
     try:
-        import_core()
+        run_in_thread(import_core, niceness=BESIDE_A_CORE)
         end_idle_threads()
     except Exception as error:
         tell_parent(control, ForkRefusal(reason=f"{type(error).__name__}: {error}"))

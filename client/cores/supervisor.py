@@ -344,7 +344,7 @@ class CoreSupervisor:
         own = {slot: progress for client, slot, progress in in_step if client == core.client}
         was_told_to_stop = core.process is not None and core.process.was_told_to_stop
         was_sent = kind == "signal" and status is not None and status.outside_signal != 0
-        is_from_outside = was_killed or core.process is None or was_told_to_stop or was_sent
+        is_from_outside = was_killed or core.process is None or was_told_to_stop or was_sent or kind == REPLACED
         return Death(
             cause,
             own,
@@ -397,6 +397,7 @@ class CoreSupervisor:
             else:
                 self.last_restart = RestartTimes(death.time, started, time.monotonic())
                 self._tell(successor)
+                self._source.clear_up()
                 self._end_replacement(None)
                 return successor
             delay = self._delay_or_end(cause, time.monotonic(), None)

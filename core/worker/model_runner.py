@@ -16,6 +16,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core.collectives.group import ALONE, RankGroup
 from vllm_mp.core.collectives.pipeline import Pipeline
 from vllm_mp.core.images.encoder import ImageEncoder
+from vllm_mp.core.loading_thread import BESIDE_A_CORE, run_in_thread
 from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.cache.prefix_reader import PrefixReader
@@ -29,7 +30,7 @@ from vllm_mp.core.worker.draft_runner import DraftRunner
 from vllm_mp.core.worker.image_encodings import ImageEncodings
 from vllm_mp.core.worker.leader import Leader
 from vllm_mp.core.worker.memory.encoder_memory import EncoderMemory
-from vllm_mp.core.worker.memory.kept_memory import kept_memory
+from vllm_mp.core.worker.memory.kept_memory import kept_memory, map_early
 from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.model_memory import ModelMemory
 from vllm_mp.core.worker.memory.paired_memory import PairedMemory
@@ -75,6 +76,7 @@ class ModelRunner:
         captures_late: bool = False,
         times: StartTimes | None = None,
         loaded: LoadedModel | None = None,
+        former_cache: KeptCache | None = None,
     ) -> None:
         """Load the model, measure the memory that steps take, allocate the KV cache and capture small steps.
 
@@ -86,7 +88,8 @@ class ModelRunner:
         waits for the end of a core from which this one takes over. It returns where the KV cache lies, which may be
         that of an earlier core; None: it ends with this process. With `captures_late` the start captures only the
         graphs that the first steps need; the caller has the others captured by `memory.late_captures`. `times` gets the
-        parts of this start. `loaded` is the model if it was loaded before.
+        parts of this start. `loaded` is the model if it was loaded before. `former_cache` is where the KV cache lies
+        of the core that serves until the turn; None: there is no such core.
 
         Raises ValueError for weights that are missing or do not fit, and if the cache has no space.
         """
@@ -153,12 +156,15 @@ class ModelRunner:
         times.end("weights")
         graph_bytes = self._profile() if device.type == "cuda" else 0
         times.end("largest steps")
+        early = None
+        if former_cache is not None and device.type == "cpu" and self._all_ranks.rank == 0:
+            early = run_in_thread(lambda: map_early(former_cache.descriptors[0]), niceness=BESIDE_A_CORE)
         kept_cache = take_turn()
         # The other ranks wait here for the turn of rank 0, which alone knows what may be adopted.
         adopts = self._all_ranks.minimum(int(kept_cache is not None and kept_cache.adopts))
         if kept_cache is not None:
             kept_cache = msgspec.structs.replace(kept_cache, adopts=bool(adopts))
-        self.memory.keep_cache(kept_memory(kept_cache, self._all_ranks.rank, device))
+        self.memory.keep_cache(kept_memory(kept_cache, self._all_ranks.rank, device, early))
         times.end("turn")
         num_blocks = self._all_ranks.minimum(self.memory.num_kept_blocks(self.digest))
         self._adopts = num_blocks > 0

@@ -97,6 +97,10 @@ class CoreLauncher:
             self._template.join()
         self._model_template: CoreTemplate | None = None
         """Forks cores with the model of the latest core; None: nothing does."""
+        self._former_template: CoreTemplate | None = None
+        """The one before, which `clear_up` ends; None: there is none."""
+        self._former: CoreProcess | None = None
+        """The core that was discarded last, if it may not have ended yet."""
 
     @property
     def standby_pid(self) -> int | None:
@@ -348,10 +352,12 @@ class CoreLauncher:
                 standby.model_template.leave()
 
     def _keep_model_template(self, template: CoreTemplate | None) -> None:
-        """Let `template` fork the next cores, and end the former one."""
+        """Let `template` fork the next cores; `clear_up` ends the former one."""
         former, self._model_template = self._model_template, template
         if former is not None and former is not template:
-            former.leave()
+            if self._former_template is not None:
+                self._former_template.leave()
+            self._former_template = former
 
     def renew_template(self) -> None:
         """Let the next cores be forked from a template that has imported the files as they are now."""
@@ -361,11 +367,11 @@ class CoreLauncher:
     def _start(self, number: int, *, forks: bool = True) -> CoreProcess:
         """Start the process of core `number`. Raises OSError if the system cannot.
 
-        Without `forks` it is a new interpreter in any case.
+        Without `forks` it is a new interpreter in any case, which starts beside a core.
         """
         # No template has the shares of several ranks.
         keeps_model = self._template is not None and self._config.parallel_config.world_size == 1
-        templates = Templates(keeps_model=keeps_model)
+        templates = Templates(keeps_model=keeps_model, is_beside_core=not forks)
         if forks:
             templates = templates._replace(with_imports=self._template, with_model=self._model_template)
         return CoreProcess(
@@ -402,10 +408,11 @@ class CoreLauncher:
     def discard(self, process: CoreProcess) -> None:
         """Remove the files of a core that has ended, except its log; also remove the logs of its predecessors.
 
-        The next core will enter the pause and the sleep that were in force, and know the same adapters and tried
-        constraints.
+        A core that was killed may still be ending: `clear_up` waits for that. The next core will enter the pause and
+        the sleep that were in force, and know the same adapters and tried constraints.
         """
-        process.stop()
+        self._wait_for_end_of_former()
+        self._former = process
         if process.lost_a_mapped_file:
             self._keep_model_template(None)  # it maps the same file: the next core looks at it
         self._cache.note_end(self.predecessor)
@@ -426,6 +433,21 @@ class CoreLauncher:
                 with contextlib.suppress(OSError):
                     log.unlink()
 
+    def clear_up(self) -> None:
+        """End what earlier cores have left: the process of the latest, and a template with its model; idempotent.
+
+        The system may take long to take back their memory, so this comes after the start of the next core.
+        """
+        self._wait_for_end_of_former()
+        former, self._former_template = self._former_template, None
+        if former is not None:
+            former.leave()
+
+    def _wait_for_end_of_former(self) -> None:
+        former, self._former = self._former, None
+        if former is not None:
+            former.stop()
+
     def close(self, timeout: float | None, core: Core | None) -> None:
         """End `core`, a core that starts and the standby, by force after `timeout` seconds; remove the folder."""
         if os.getpid() != self._owner:
@@ -439,6 +461,7 @@ class CoreLauncher:
                     process.remove_files()
         self._stop_standby()
         self._keep_model_template(None)
+        self.clear_up()
         if self._template is not None:
             self._template.leave()
             self._template = None

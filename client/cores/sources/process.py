@@ -57,6 +57,8 @@ class Templates(NamedTuple):
     """Has loaded the model too; None: there is none."""
     keeps_model: bool = False
     """A core that `with_model` does not fork is to leave such a process."""
+    is_beside_core: bool = False
+    """The process starts beside a core that serves, and must not slow it down."""
 
 
 class CoreProcess:
@@ -120,7 +122,7 @@ class CoreProcess:
         self, log: IO[bytes] | None, inherited: Sequence[int], templates: Templates
     ) -> "subprocess.Popen[bytes] | ForkedProcess":
         """Fork the process, or start it as a new interpreter; it leaves the templates behind that are needed."""
-        arguments: list[str] = []
+        arguments = ["--beside-core"] if templates.is_beside_core else []
         with_model, with_imports = templates.with_model, templates.with_imports
         if with_model is not None and (forked := with_model.fork(arguments, log, self._folder, inherited)):
             self.model_template = with_model

@@ -2,12 +2,14 @@
 
 A file in memory holds a header, the `SealTable`, and the caches of all layers. The header says for which model, device
 code and layout they are; a core that computes or lays out anything else finds nothing. A lock, which the kernel gives
-back when no process maps the file any more, keeps a core that is still there from writing beside its successor.
+back when no process maps the file any more, keeps a core that is still there from writing beside its successor. A core
+that stops after its last step gives it back itself.
 
 The caches of a core on a GPU lie in memory of the device (`DeviceMemory`), and the file holds the header and the table
 alone. The nonce in the header is the name of the memory that belongs to them.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -16,7 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
@@ -41,21 +43,55 @@ _ALIGNMENT: Final = 4096
 _LOCK_WAIT_S: Final = 2.0
 """Time that processes of an earlier core, which was killed, get to end."""
 _LOCK_STEP_S: Final = 0.005
+_MADV_POPULATE_WRITE: Final = 23
+"""Of Linux 5.14; the module `mmap` has no name for it."""
+
+
+class EarlyMap(NamedTuple):
+    """The file, mapped while an earlier core still uses it."""
+
+    descriptor: int
+    memory: mmap.mmap
+
+
+def map_early(descriptor: int) -> EarlyMap | None:
+    """Map the file of a core that serves, for `KeptMemory` of its successor; None if there is no cache yet.
+
+    Otherwise the first step would wait for the system to map each page of the cache that it reads, of which there may
+    be a million. Nothing is read or written, and pages that the core does not use are left out.
+    """
+    opened = _open_again(descriptor)
+    size = os.fstat(opened).st_size
+    if size <= HEADER_BYTES:
+        os.close(opened)
+        return None
+    memory, end = mmap.mmap(opened, size), 0
+    with contextlib.suppress(OSError):  # there is no more data, or the system cannot do this; it only saves time
+        while end < size:
+            begin = os.lseek(opened, end, os.SEEK_DATA)
+            end = os.lseek(opened, begin, os.SEEK_HOLE)
+            memory.madvise(_MADV_POPULATE_WRITE, begin, min(end, size) - begin)
+    return EarlyMap(opened, memory)
 
 
 class KeptMemory:
     """The file behind a descriptor that the parent has passed on. One core at a time uses it."""
 
     def __init__(
-        self, descriptor: int, adopts: bool, prefix_file: int | None = None, device_memory: DeviceMemory | None = None
+        self,
+        descriptor: int,
+        adopts: bool,
+        prefix_file: int | None = None,
+        device_memory: DeviceMemory | None = None,
+        early: EarlyMap | None = None,
     ) -> None:
         """`adopts`: the caches of an earlier core may be used. `prefix_file`: descriptor of the prefix cache file.
         `device_memory`: where the caches lie; None: in the file.
 
-        Raises OSError if an earlier core is still there.
+        `early` is what `map_early` has made of the same file. Raises OSError if an earlier core is still there.
         """
-        # Opened once more, so that the lock is this core's, and stays until its last mapping has gone.
-        self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        self._early = early
+        self._descriptor = _open_again(descriptor) if early is None else early.descriptor
         deadline = time.monotonic() + _LOCK_WAIT_S
         while True:
             try:
@@ -134,7 +170,9 @@ class KeptMemory:
                 os.ftruncate(self._descriptor, file_size)
             else:
                 nonce = header.nonce
-            of_file = mmap.mmap(self._descriptor, file_size)
+            early, self._early = self._early, None
+            is_whole = early is not None and len(early.memory) == file_size
+            of_file = early.memory if early is not None and is_whole else mmap.mmap(self._descriptor, file_size)
         else:
             os.ftruncate(self._descriptor, file_size)  # after `release`
             of_file = self._map
@@ -190,11 +228,20 @@ class KeptMemory:
         if self._prefix_file is not None:
             self._prefix_file.abandon()
 
+    def unlock(self) -> None:
+        """Let the next core use the file, in which this one writes nothing more, before this process has ended."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
     def release(self) -> None:
         """Give the memory of the caches back after their last use; `caches` makes them again. The table stays."""
         os.ftruncate(self._descriptor, self._caches_at)
         if self._device_memory is not None:
             self._device_memory.release()
+
+
+def _open_again(descriptor: int) -> int:
+    """Open the file once more, so that the lock is this core's, and stays until its last mapping has gone."""
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def _aligned(size: int) -> int:
@@ -206,8 +253,10 @@ def driver_of(device: torch.device) -> Driver | None:
     return None if device.type == "cpu" else CudaDriver(device.index)
 
 
-def kept_memory(cache: KeptCache | None, rank: int, device: torch.device) -> KeptMemory | None:
-    """Return the memory of `rank` on `device`.
+def kept_memory(
+    cache: KeptCache | None, rank: int, device: torch.device, early: EarlyMap | None = None
+) -> KeptMemory | None:
+    """Return the memory of `rank` on `device`; `early` as for `KeptMemory`.
 
     None: there is none, the driver of the device cannot share it, or a process of an earlier core still has it.
     """
@@ -222,7 +271,7 @@ def kept_memory(cache: KeptCache | None, rank: int, device: torch.device) -> Kep
         return None
     device_memory = None if driver is None else DeviceMemory(cache.mailboxes[rank], device, driver)
     try:
-        return KeptMemory(cache.descriptors[rank], cache.adopts, cache.prefix_file, device_memory)
+        return KeptMemory(cache.descriptors[rank], cache.adopts, cache.prefix_file, device_memory, early)
     except OSError as error:
         logger.warning("the memory of the KV cache cannot be used (%s): prompts are read again", error)
         if cache.mailboxes:

@@ -126,6 +126,11 @@ class ModelMemory:
         """Let the KV cache lie in `kept`, if the model has one; call this before it is allocated."""
         self.kept = kept if self.model.kv_shapes else None
 
+    def give_up_cache(self) -> None:
+        """Let the next core have the KV cache after the last step, if it outlives this core."""
+        if self.kept is not None:
+            self.kept.unlock()
+
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache.
 

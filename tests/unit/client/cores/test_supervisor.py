@@ -89,6 +89,9 @@ def test_core_that_is_told_to_end_at_the_moment_when_it_serves_gets_the_signal()
         def discard(self, process):
             pass
 
+        def clear_up(self):
+            pass
+
         def finish(self, check):
             check()
             supervisor.end_core(signal.SIGINT)
@@ -161,6 +164,9 @@ def news_of_deaths(max_restarts, num_deaths):
 
         def discard(self, process):
             assert isinstance(supervisor._news[-1], Death | End), "other cores wait for the news"
+
+        def clear_up(self):
+            assert isinstance(supervisor._news[-1], Core), "the streams wait for the next core"
 
         def finish(self, check):
             return core()

@@ -3,13 +3,14 @@
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_mp.core.worker.memory import kept_memory as module
-from vllm_mp.core.worker.memory.kept_memory import KeptMemory, kept_memory
+from vllm_mp.core.worker.memory.kept_memory import KeptMemory, kept_memory, map_early
 from vllm_mp.core_link.core_launch import KeptCache
 
 SHAPES = [((2, 8), (2, 4))] * 3
@@ -54,6 +55,36 @@ def test_successor_finds_caches_and_table_of_a_core_of_the_same_model_and_layout
         assert (keys == layer).all()
         assert (values == 10 + layer).all()
     assert [found.tokens.tolist() for found in memory.table().found()] == [[7]]
+
+
+def test_file_of_a_core_that_serves_is_mapped_before_the_turn_of_its_successor(descriptor, monkeypatch):
+    monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.05)
+    first = KeptMemory(descriptor, adopts=False)
+    first.num_blocks(BLOCK, IDENTITY)
+    caches = first.caches(10_000, SHAPES, torch.bfloat16)
+    caches[0][0][:500].fill_(3)  # 64,000 bytes
+    num_blocks_of_disk = os.fstat(descriptor).st_blocks
+    early = map_early(descriptor)
+    assert os.fstat(descriptor).st_blocks == num_blocks_of_disk, "pages that the core does not use take no memory"
+    resident = [line for line in smaps_of(early.memory) if line.startswith("Rss:")]
+    assert 64 <= int(resident[0].split()[1]) <= 1024
+    with pytest.raises(BlockingIOError):
+        KeptMemory(descriptor, adopts=True, early=map_early(descriptor))
+    first.unlock()
+    memory = KeptMemory(descriptor, adopts=True, early=early)
+    assert memory.num_blocks(BLOCK, IDENTITY) == 10_000
+    [keys, *_], *_ = memory.caches(10_000, SHAPES, torch.bfloat16)
+    assert (keys[:500] == 3).all()
+    begin = np.frombuffer(early.memory, np.uint8).ctypes.data
+    assert begin <= keys.data_ptr() < begin + len(early.memory), "the same map is used"
+
+
+def smaps_of(memory):
+    """Return what the system tells of the map that `memory` is."""
+    begin = np.frombuffer(memory, np.uint8).ctypes.data
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith(f"{begin:x}-"))
+    return lines[at + 1 : at + 24]
 
 
 @pytest.mark.parametrize("adopts", [True, False])
