@@ -24,8 +24,8 @@ elif leaving := [argument for argument in sys.argv[1:] if argument.startswith("-
     leave_template(int(leaving[0].partition("=")[2]), import_core)
 elif "--beside-core" in sys.argv[1:]:
     from vllm_mp.core.core_imports import import_core
-    from vllm_mp.core.loading_thread import BESIDE_A_CORE, run_in_thread
     from vllm_mp.core.sibling_fork import end_idle_threads
+    from vllm_mp.machine.loading_thread import BESIDE_A_CORE, run_in_thread
 
     run_in_thread(import_core, niceness=BESIDE_A_CORE)
     end_idle_threads()  # else they would keep their priority

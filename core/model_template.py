@@ -19,7 +19,6 @@ import torch
 
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.core.images.encoder import ImageEncoder
-from vllm_mp.core.loading_thread import run_in_thread
 from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.sibling_fork import ForkRefused, count_threads, end_idle_threads, fork_sibling, reset_signals
 from vllm_mp.core.template import become_template, fork_on_request, tell_parent
@@ -30,6 +29,7 @@ from vllm_mp.core.weights.packed_file import PackedWeights
 from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.plan import cache_dtype
 from vllm_mp.core_link.fork_messages import ForkRefusal
+from vllm_mp.machine.loading_thread import run_in_thread
 
 _END_OF_THREADS_S: Final = 0.2
 """Time that OpenMP's threads get to end after the thread that has made them."""

@@ -27,7 +27,6 @@ import zmq
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
-from vllm_mp.core.loading_thread import BESIDE_A_CORE
 from vllm_mp.core.parent_watch import parent_has_ended, wait_for_end_of_parent
 from vllm_mp.core.start_times import StartTimes
 from vllm_mp.core.stop_signal import StopSignal
@@ -39,6 +38,7 @@ from vllm_mp.core_link.core_status import CoreState
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.machine.deferred_modules import load_deferred_modules
 from vllm_mp.machine.host_cpus import bind_process
+from vllm_mp.machine.loading_thread import BESIDE_A_CORE
 from vllm_mp.machine.log_setup import set_up_core_log
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.version import __version__

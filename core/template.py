@@ -17,7 +17,6 @@ from typing import Final
 
 import msgspec
 
-from vllm_mp.core.loading_thread import BESIDE_A_CORE, run_in_thread
 from vllm_mp.core.sibling_fork import ForkRefused, end_idle_threads, fork_sibling
 from vllm_mp.core_link.fork_messages import (
     MAX_BYTES,
@@ -28,6 +27,7 @@ from vllm_mp.core_link.fork_messages import (
     FromTemplate,
     TemplateReady,
 )
+from vllm_mp.machine.loading_thread import BESIDE_A_CORE, run_in_thread
 
 PROCESS_NAME: Final = "core-template"
 """The name of a template process in `ps -e` and `top`."""

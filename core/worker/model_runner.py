@@ -16,7 +16,6 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core.collectives.group import ALONE, RankGroup
 from vllm_mp.core.collectives.pipeline import Pipeline
 from vllm_mp.core.images.encoder import ImageEncoder
-from vllm_mp.core.loading_thread import BESIDE_A_CORE, run_in_thread
 from vllm_mp.core.lora.adapter import Adapter
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.cache.prefix_reader import PrefixReader
@@ -50,6 +49,7 @@ from vllm_mp.core.worker.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMess
 from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata
+from vllm_mp.machine.loading_thread import BESIDE_A_CORE, run_in_thread
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import SamplingParams
 

@@ -7,7 +7,7 @@ import torch
 
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.core import model_template
-from vllm_mp.core.model_template import _identity, _in_thread, held_model
+from vllm_mp.core.model_template import _identity, held_model
 from vllm_mp.core.torch_threads import limit_this_thread
 from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
@@ -52,19 +52,6 @@ def test_core_uses_the_model_of_its_template_only_for_the_same_configuration(
     assert (used is held) == is_used
     assert shares == ([0.0, 1.0] if is_used else []), "what watches a load sees this one too"
     assert model_template._held is None, "a model that is not used takes no memory"
-
-
-def test_error_of_a_load_is_raised_where_the_load_was_asked_for():
-    def fail():
-        raise ValueError("no weights")
-
-    with pytest.raises(ValueError, match="no weights"):
-        _in_thread(fail, lambda: None)
-
-
-def test_main_thread_looks_around_while_another_one_loads():
-    looked = threading.Event()
-    assert _in_thread(lambda: looked.wait(30), looked.set)
 
 
 def test_limit_of_threads_holds_for_one_thread_alone():

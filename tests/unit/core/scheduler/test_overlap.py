@@ -286,6 +286,9 @@ class StandInHandler:
         self.published.append((number, update.slots.tolist(), update.positions.tolist()))
         self.note(f"publish {number}")
 
+    def receive_replays(self):
+        pass
+
     def receive(self, admit):
         if self.actions:
             self.actions.pop(0)()
