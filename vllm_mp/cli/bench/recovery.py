@@ -95,15 +95,17 @@ _PARTS = ("death is seen", "process is started", "model is loaded", "first token
 class _Load:
     """Streams that run all the time: each is started again when it ends."""
 
-    def __init__(self, llm: "AsyncLLM", count: int, prompt_tokens: int | None) -> None:
+    def __init__(self, llm: "AsyncLLM", count: int, prompt_tokens: int | None, max_tokens: int | None) -> None:
+        """`max_tokens` is the length of a stream; None: as long as the context allows."""
         self._llm = llm
         self._prompt_tokens = prompt_tokens
+        self._max_tokens = max_tokens
         self.times: list[list[float]] = [[] for _ in range(count)]
         """The times of each stream's tokens, in seconds of `time.monotonic()`."""
 
     async def run(self, index: int) -> None:
         """Run the stream `index` until the task is cancelled."""
-        params = SamplingParams(seed=index, max_tokens=200, ignore_eos=True)
+        params = SamplingParams(seed=index, max_tokens=self._max_tokens, ignore_eos=True)
         while True:
             async for _ in self._llm.generate(self._prompt(index), params):
                 self.times[index].append(time.monotonic())
@@ -140,7 +142,8 @@ def _raise_if_failed(tasks: "list[asyncio.Task[None]]") -> None:
 
 async def _measure(llm: "AsyncLLM", args: argparse.Namespace) -> tuple[dict[str, list[float]], list[int]]:
     """Return the pauses, in seconds, by what they are, and the number of tokens that each next core computed again."""
-    load = _Load(llm, args.streams, args.prompt_tokens)
+    # A replacement lasts for seconds, in which the end of a stream and its next prompt would count as a wait.
+    load = _Load(llm, args.streams, args.prompt_tokens, None if args.replace else 200)
     tasks = [asyncio.create_task(load.run(i)) for i in range(args.streams)]
     pauses: dict[str, list[float]] = {}
     recomputed = []
