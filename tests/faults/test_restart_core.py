@@ -14,6 +14,7 @@ from vllm_mp import AsyncLLM
 from vllm_mp.client.cores.sources.template import CoreTemplate
 from vllm_mp.core_link.core_launch import CoreLaunch
 from vllm_mp.errors import EngineDeadError, EngineStartError
+from vllm_mp.machine.loading_thread import BESIDE_A_CORE
 from vllm_mp.testing.engines import eventually, running_engine, standalone_core
 from vllm_mp.wire import PROTOCOL_VERSION
 
@@ -96,6 +97,12 @@ def test_new_process_that_dies_while_it_loads_costs_nothing(engine):
     async def run():
         restarting = asyncio.ensure_future(engine.restart_core())
         pid = await standby_of(engine)
+
+        async def leaves_processors_to_the_core():
+            threads = map(int, os.listdir(f"/proc/{pid}/task"))
+            return any(os.getpriority(os.PRIO_PROCESS, thread) == BESIDE_A_CORE for thread in threads)
+
+        await eventually(leaves_processors_to_the_core)
         before = (await engine.core_status())["pid"]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineStartError, match="SIGKILL"):
