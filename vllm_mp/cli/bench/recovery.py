@@ -117,10 +117,14 @@ class _Load:
         vocab_size = self._llm.model_config.architecture.vocab_size
         return [draw.randrange(vocab_size // 2, vocab_size) for _ in range(self._prompt_tokens)]
 
-    async def wait(self, count: int, tasks: "list[asyncio.Task[None]]") -> None:
-        """Discard the times so far except the last, and wait for `count` tokens of each stream."""
+    def forget_times(self) -> None:
+        """Discard the times so far except the last of each stream."""
         for times in self.times:
             del times[:-1]
+
+    async def wait(self, count: int, tasks: "list[asyncio.Task[None]]") -> None:
+        """Discard the times so far except the last, and wait for `count` tokens of each stream."""
+        self.forget_times()
         while min(len(times) for times in self.times) <= count:
             _raise_if_failed(tasks)
             await asyncio.sleep(0.01)
@@ -180,6 +184,7 @@ async def _kill(llm: "AsyncLLM", load: _Load, tasks: "list[asyncio.Task[None]]")
 
 async def _replace(llm: "AsyncLLM", load: _Load, tasks: "list[asyncio.Task[None]]") -> dict[str, list[float]]:
     """Replace the core, and return the longest time between two tokens of each stream."""
+    load.forget_times()  # of the first prompts, for which the first streams had to wait
     await llm.restart_core()
     await load.go_on(tasks)
     gaps = [max(after - before for before, after in itertools.pairwise(times)) for times in load.times]
