@@ -128,20 +128,22 @@ class Replacement:
             asked.set_exception(error)
 
 
-def end_between_steps(core: Core, timeout_s: float) -> bool:
-    """End the work of `core` after its step, and its process soon; return False if it died by itself meanwhile.
+def end_between_steps(core: Core, timeout_s: float, leaves_memory: bool) -> bool:
+    """End the process of `core` after its step; return False if it died by itself meanwhile.
 
-    After `timeout_s` seconds it is killed in its step, which the next core computes again.
+    With `leaves_memory` its successor needs none of its memory, so this does not wait until the system has taken that
+    back. After `timeout_s` seconds it is killed in its step, which the next core computes again.
     """
     process = core.process
     assert process is not None
     process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + timeout_s
     while process.is_alive() and time.monotonic() < deadline:
-        if core.page is not None and core.page.state == CoreState.STOPPED and process.is_alive():
-            # It has given up the KV cache. That the system takes its memory back takes time.
-            process.send_signal(signal.SIGKILL)
-            return True
+        if core.page is not None and core.page.state == CoreState.STOPPED:
+            if leaves_memory and process.is_alive():
+                process.send_signal(signal.SIGKILL)
+                return True
+            break  # all that is left is the end of the interpreter, which takes time
         time.sleep(_STOP_LOOK_S)
     process.kill()
     return process.was_told_to_stop or process.was_killed

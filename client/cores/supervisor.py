@@ -296,7 +296,9 @@ class CoreSupervisor:
     def _end_replaced(self, core: Core) -> Death:
         """End `core`, from which another process takes over, and return its death."""
         assert core.process is not None
-        if end_between_steps(core, self._limits.engine_iteration_timeout_s):
+        assert isinstance(self._source, CoreLauncher)
+        leaves_memory = self._source.is_outlived_by_cache(core)
+        if end_between_steps(core, self._limits.engine_iteration_timeout_s, leaves_memory):
             return self._death(core, f"the core process {core.process.pid} is replaced", REPLACED)
         return self._death(core, core.process.describe_end(), "signal" if core.process.ended_by_signal else "exit")
 

@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 
 BESIDE_A_CORE: Final = 10
 """The niceness of imports and loads beside a core that serves, which gets nine times as much of a processor."""
+_MAX_NICENESS: Final = 19
 _LOOK_S: Final = 0.05
 """Time between two looks at what may end a load."""
 
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 
 def run_in_thread(call: Callable[[], T], look: Callable[[], None] = lambda: None, niceness: int = 0) -> T:
-    """Return the result of `call`, called in a thread of its own, with `niceness` if that is not 0.
+    """Return the result of `call`, called in a thread of its own that is nicer than this process by `niceness`.
 
     The threads that its operations start have the same niceness. A process cannot take a niceness back, but this thread
     keeps its own. `look` is called often meanwhile. Raises what `call` and `look` raise.
@@ -25,7 +26,9 @@ def run_in_thread(call: Callable[[], T], look: Callable[[], None] = lambda: None
     def run() -> None:
         try:
             if niceness:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+                thread_id = threading.get_native_id()
+                raised = min(_MAX_NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id) + niceness)
+                os.setpriority(os.PRIO_PROCESS, thread_id, raised)
             result.set_result(call())
         except BaseException as error:
             result.set_exception(error)

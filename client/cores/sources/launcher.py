@@ -433,6 +433,10 @@ class CoreLauncher:
                 with contextlib.suppress(OSError):
                     log.unlink()
 
+    def is_outlived_by_cache(self, core: Core) -> bool:
+        """Whether the KV cache outlives `core`, so that its successor needs none of the memory that it gives back."""
+        return bool(self._cache.inherited) and core.config.device_config.device == "cpu"
+
     def clear_up(self) -> None:
         """End what earlier cores have left: the process of the latest, and a template with its model; idempotent.
 

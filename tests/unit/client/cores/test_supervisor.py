@@ -9,10 +9,12 @@ from vllm_mp import EngineStartError
 from vllm_mp.client.cores import supervisor as supervisor_module
 from vllm_mp.client.cores.recovery.news import Absence, Death, End
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
+from vllm_mp.client.cores.replacement import end_between_steps
 from vllm_mp.client.cores.sources.core_source import Core
 from vllm_mp.client.cores.sources.launcher import CoreLauncher
 from vllm_mp.client.cores.sources.remote_core import RemoteCore
 from vllm_mp.client.cores.supervisor import CoreSupervisor
+from vllm_mp.core_link.core_status import CoreState
 
 
 def test_cores_that_served_are_restarted_at_once_up_to_the_limit():
@@ -185,3 +187,18 @@ def test_death_without_a_successor_is_news_together_with_the_end():
         assert end.death.in_step == {3: 0}
     death, _, end = news_of_deaths(1, 2)
     assert (death.num_restarts_left, death.is_final, end.death.is_final) == (0, False, True)
+
+
+@pytest.mark.parametrize("leaves_memory", [True, False])
+def test_end_of_a_stopped_core_is_waited_for_only_if_its_successor_needs_its_memory(leaves_memory):
+    calls = []
+    process = SimpleNamespace(
+        is_alive=lambda: True,
+        send_signal=lambda number: calls.append(number),
+        kill=lambda: calls.append("killed and waited for"),
+        was_told_to_stop=False,
+        was_killed=True,
+    )
+    stopped = core()._replace(process=process, page=SimpleNamespace(state=CoreState.STOPPED))
+    assert end_between_steps(stopped, 60.0, leaves_memory)
+    assert calls == [signal.SIGTERM, signal.SIGKILL if leaves_memory else "killed and waited for"]
