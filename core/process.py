@@ -452,9 +452,13 @@ def _load(start: _Start, page: StatusPage, ranks: "Ranks | None") -> "EngineCore
 
 
 def _has_native_models_only(config: VllmConfig) -> bool:
-    """Return whether a core runs nothing but native models: no code of the operator, and no part of transformers."""
-    architectures = (model.architecture for model in config.models)
-    is_native = all(isinstance(architecture, NativeArchitecture) for architecture in architectures)
+    """Return whether a core runs nothing but native models: no code of the operator, and no part of transformers.
+
+    Models whose weights are random count as others, because they need torch's generators.
+    """
+    is_native = all(
+        isinstance(model.architecture, NativeArchitecture) and model.load_format != "dummy" for model in config.models
+    )
     return is_native and config.images is None and not config.model_config.logits_processors
 
 
