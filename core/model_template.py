@@ -9,10 +9,9 @@ import contextlib
 import gc
 import os
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -20,7 +19,7 @@ import torch
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.core.images.encoder import ImageEncoder
 from vllm_mp.core.models.loader import load_model
-from vllm_mp.core.sibling_fork import ForkRefused, count_threads, end_idle_threads, fork_sibling, reset_signals
+from vllm_mp.core.sibling_fork import ForkRefused, end_idle_threads, fork_sibling, reset_signals
 from vllm_mp.core.template import become_template, fork_on_request, tell_parent
 from vllm_mp.core.torch_threads import limit_this_thread
 from vllm_mp.core.weights.digest import model_digest
@@ -30,9 +29,6 @@ from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.plan import cache_dtype
 from vllm_mp.core_link.fork_messages import ForkRefusal
 from vllm_mp.machine.loading_thread import run_in_thread
-
-_END_OF_THREADS_S: Final = 0.2
-"""Time that OpenMP's threads get to end after the thread that has made them."""
 
 _held: LoadedModel | None = None
 """The model of the template process that has forked this process."""
@@ -97,7 +93,7 @@ def load_with_template(
         loaded = run_in_thread(load_all, look, niceness)
         gc.freeze()  # a collection in a fork would copy all pages
         try:
-            _wait_for_end_of_threads()
+            end_idle_threads()
             pid = fork_sibling()
         except (ForkRefused, OSError) as error:
             tell_parent(control, ForkRefusal(reason=f"no template process can hold the model: {error}"))
@@ -136,10 +132,3 @@ def _serve_as_template(
 def _identity(config: VllmConfig, dtype: torch.dtype) -> bytes:
     """Return what decides which models are loaded, and in which form."""
     return msgspec.json.encode([config.models, str(dtype), str(cache_dtype(config, dtype))])
-
-
-def _wait_for_end_of_threads() -> None:
-    end_idle_threads()
-    deadline = time.monotonic() + _END_OF_THREADS_S
-    while count_threads() > 1 and time.monotonic() < deadline:
-        time.sleep(0.001)

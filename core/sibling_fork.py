@@ -1,10 +1,12 @@
 """A fork whose child becomes a sibling of this process: a child of its parent."""
 
+import contextlib
 import ctypes
 import functools
 import os
 import platform
 import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Final
@@ -16,6 +18,8 @@ _CLONE_CHILD_CLEARTID: Final = 0x200000
 _CLONE_CHILD_SETTID: Final = 0x1000000
 _PR_GET_TID_ADDRESS: Final = 40
 _TASKS: Final = Path("/proc/self/task")
+_END_OF_THREADS_S: Final = 0.2
+"""Time that threads get to end, such as those of OpenMP after the thread that has made them."""
 
 
 class ForkRefused(Exception):
@@ -53,7 +57,8 @@ def fork_sibling() -> int:
 def end_idle_threads() -> None:
     """Let libraries end the idle threads that they made when they were imported, as NumPy's OpenBLAS does.
 
-    It ends its threads before each fork, and makes them again for the next product of matrices.
+    It ends its threads before each fork, and makes them again for the next product of matrices. Return when no other
+    thread is left, or after `_END_OF_THREADS_S`: a thread that was joined takes a moment to leave the system.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, about the threads
@@ -61,6 +66,10 @@ def end_idle_threads() -> None:
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
+    deadline = time.monotonic() + _END_OF_THREADS_S
+    with contextlib.suppress(ForkRefused):  # the system does not tell, which `fork_sibling` reports
+        while count_threads() > 1 and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def reset_signals() -> None:
