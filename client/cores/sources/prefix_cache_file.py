@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 _LOCK_WAIT_S: Final = 4.0
 """Time that the writer of an engine that was killed gets to write what is left."""
 _LOCK_STEP_S: Final = 0.01
-_END_WAIT_S: Final = 5.0
+_END_WAIT_S: Final = 10.0
+"""Longer than the writer takes to start and to write what is left on a busy machine."""
 
 
 class PrefixCacheFile:

@@ -202,7 +202,6 @@ def run_when_idle() -> None:
 
 def main() -> None:
     """Copy until standard input ends or has something to read, or the parent dies; then copy the rest."""
-    run_when_idle()  # only now: while it imports, it would keep the file locked for minutes on a busy machine
     memory, file = map(int, sys.argv[1:3])
     set_up_core_log("prefix cache file")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -211,12 +210,19 @@ def main() -> None:
     writer = PrefixWriter(memory, file)
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    pause = 0.0
-    # A child that the parent forked may hold the other end of the pipe open after the parent's death.
-    while not poll.poll(1000 * pause) and os.getppid() == parent:
-        pause = writer.turn()
-    with contextlib.suppress(OSError):  # only a privileged process may
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+    def ends(wait_s: float = 0.0) -> bool:
+        # A child that the parent forked may hold the other end of the pipe open after the parent's death.
+        return bool(poll.poll(1000 * wait_s)) or os.getppid() != parent
+
+    # On a busy machine what is left to do would take this process minutes at that priority, and the file stays locked.
+    if not ends():
+        run_when_idle()
+        pause = 0.0
+        while not ends(pause):
+            pause = writer.turn()
+        with contextlib.suppress(OSError):  # only a privileged process may
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     writer.turn(is_last=True)
 
 
