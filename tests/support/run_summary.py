@@ -1,10 +1,14 @@
 """Print one summary of several pytest runs that were made side by side, from their JUnit reports.
 
-Usage: run_summary.py SECONDS {EXIT_CODE REPORT}..., with the exit code of each pytest. Exits with 1 if a test failed,
-or if a run was interrupted, selected no test or left no report.
+Usage: run_summary.py [--again] SECONDS {EXIT_CODE REPORT}..., with the exit code of each pytest. Exits with 1 if a test
+failed, or if a run was interrupted, selected no test or left no report.
+
+With `--again`, the tests that failed run once more, each alone, if they are few. One that passes then is named as
+unstable, and does not make the whole fail: on a small machine under load, a test of processes may fail of that alone.
 """
 
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -16,6 +20,8 @@ GPU_TESTS = "tests.gpu."
 NEEDS_A_GPU = "need a GPU"
 COMPLETE = (0, 1)
 """pytest's exit codes of runs that came to their end: all tests passed, or some failed."""
+MAX_AGAIN = 4
+"""More failed tests than this are no matter of load."""
 WHY_INCOMPLETE = {2: "was interrupted", 3: "had an internal error", 4: "had wrong arguments", 5: "selected no test"}
 
 
@@ -27,6 +33,8 @@ class Summary(NamedTuple):
     """Number of skipped tests by reason."""
     failed: list[str]
     """Node ids of the tests that failed, in the order of the reports."""
+    unstable: list[str]
+    """Node ids of the tests that failed at first, and passed alone."""
     lost: list[str]
     """Why a run counts as failed whatever its tests did: it was interrupted, or left no report."""
 
@@ -37,7 +45,7 @@ class Summary(NamedTuple):
 
 def summarize(runs: Iterable[tuple[int, Path]]) -> Summary:
     """Read the reports, which pytest wrote with `--junit-xml=REPORT`, beside its exit codes."""
-    summary = Summary(0, Counter(), [], [])
+    summary = Summary(0, Counter(), [], [], [])
     for exit_code, report in runs:
         if exit_code not in COMPLETE:
             why = WHY_INCOMPLETE.get(exit_code, "ended")
@@ -52,6 +60,20 @@ def summarize(runs: Iterable[tuple[int, Path]]) -> Summary:
         if exit_code == 1 and len(summary.failed) == num_failed:
             summary.lost.append(f"the run of {report.name} failed, but its report names no failed test")
     return summary
+
+
+def run_again(summary: Summary) -> Summary:
+    """Run the tests that failed once more, each alone, if they are few; print what pytest prints of them."""
+    if len(summary.failed) > MAX_AGAIN:
+        return summary
+    failed: list[str] = []
+    unstable: list[str] = []
+    for node_id in summary.failed:
+        print(f"== again, alone: {node_id}", flush=True)
+        done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", node_id], check=False)
+        (failed if done.returncode else unstable).append(node_id)
+    num_passed = summary.num_passed + len(unstable)
+    return summary._replace(num_passed=num_passed, failed=failed, unstable=unstable)
 
 
 def _with_cases(summary: Summary, cases: list[ElementTree.Element]) -> Summary:
@@ -89,6 +111,8 @@ def lines(summary: Summary, seconds: int) -> list[str]:
     printed = []
     if summary.failed:
         printed += ["Failed; to run each test alone:", *(f"  tools/test '{node_id}'" for node_id in summary.failed)]
+    if summary.unstable:
+        printed += ["Unstable, failed at first and passed alone:", *(f"  {node_id}" for node_id in summary.unstable)]
     printed += summary.lost
     skipped = f"{summary.skipped.total():,} skipped"
     if summary.skipped:
@@ -104,8 +128,11 @@ def lines(summary: Summary, seconds: int) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Print the summary; return the exit code."""
-    seconds, *runs = arguments
+    is_again = arguments[0] == "--again"
+    seconds, *runs = arguments[is_again:]
     summary = summarize(zip(map(int, runs[::2]), map(Path, runs[1::2]), strict=True))
+    if is_again:
+        summary = run_again(summary)
     print("\n".join(lines(summary, int(seconds))))
     return 1 if summary.has_failed else 0
 

@@ -45,10 +45,12 @@ def report(tmp_path, **files):
     return path
 
 
-def summarize(*reports, exit_code=1):
+def summarize(*reports, exit_code=1, options=(), cwd=None):
     runs = [argument for report in reports for argument in (str(exit_code), report)]
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "support" / "run_summary.py", "683", *runs],
+        [sys.executable, ROOT / "tests" / "support" / "run_summary.py", *options, "683", *runs],
+        cwd=cwd,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -78,6 +80,30 @@ def test_reports_are_added_up_and_a_missing_report_is_a_failure(tmp_path):
     assert summarize(good, exit_code=1)[0] == 1, "pytest failed although no test did"
     assert lost.startswith("no report in killed.xml, so pytest crashed or was killed")
     assert counts.startswith("1 tests passed")
+
+
+def test_failed_tests_run_again_alone(tmp_path):
+    tests = f"""
+from pathlib import Path
+
+def test_only_at_first():
+    seen = Path({str(tmp_path / "seen")!r})
+    assert seen.exists() or seen.touch()
+
+def test_always(): assert False
+"""
+    code, lines = summarize(report(tmp_path, unit_some=tests), options=["--again"], cwd=tmp_path)
+    assert code == 1
+    assert lines[-5:] == [
+        "Failed; to run each test alone:",
+        "  tools/test 'tests/unit/test_unit_some.py::test_always'",
+        "Unstable, failed at first and passed alone:",
+        "  tests/unit/test_unit_some.py::test_only_at_first",
+        "1 tests passed, 0 skipped, 1 tests failed in 11 min 23 s",
+    ]
+    (tmp_path / "seen").unlink()
+    stable = tests.partition("def test_always")[0]
+    assert summarize(report(tmp_path, unit_some=stable), options=["--again"], cwd=tmp_path)[0] == 0
 
 
 def test_interrupted_run_is_no_success(tmp_path):
