@@ -378,7 +378,8 @@ class AsyncLLM(EngineClient):
         prompt describes them, which asks for calls that `HermesToolParser` reads. The template writes the special
         tokens, unless `tokenization_kwargs` has add_special_tokens=True. A content may be a list of parts with images:
         {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image_pil", "image_pil": image of Pillow}, for
-        which `mm_processor_kwargs` are options of the model's image processor.
+        which `mm_processor_kwargs` are options of the model's image processor. A part with a "uuid" names its image, as
+        `multi_modal_uuids` do.
 
         Raises ValueError for messages or a template that cannot be used, and what `generate` raises.
         """
@@ -398,7 +399,7 @@ class AsyncLLM(EngineClient):
             )
             return await self.add_request(
                 request_id,
-                text_prompt(text, [image.value for image in images], mm_processor_kwargs),
+                text_prompt(text, images, mm_processor_kwargs),
                 sampling_params,
                 lora_request=lora_request,
                 trace_headers=trace_headers,
@@ -423,18 +424,18 @@ class AsyncLLM(EngineClient):
             return messages, []
         taken, found = take_images(messages)
         if fields is not None:
-            found = [ChatImage(field, image.value) for field, image in zip(fields, found, strict=True)]
+            found = [image._replace(path=field) for field, image in zip(fields, found, strict=True)]
         if found:
             try:
                 self._engine.images.check_count(len(found))
             except ValueError as error:
                 raise ChatMessageError(str(error), found[0].path) from None
         images = []
-        for path, value in found:
+        for image in found:
             try:
-                images.append(ChatImage(path, await self._image_sources.load(value)))
+                images.append(image._replace(value=await self._image_sources.load(image.value)))
             except ValueError as error:
-                raise ChatMessageError(f"{path}: {error}", path) from None
+                raise ChatMessageError(f"{image.path}: {error}", image.path) from None
         return taken, images
 
     async def add_request(

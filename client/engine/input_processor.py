@@ -102,6 +102,7 @@ class InputProcessor:
                     token_ids,
                     given.tokenization_kwargs,
                     max_tokens,
+                    cache_salt,
                 )
                 token_ids = with_images.token_ids
                 placed, images = with_images.placed, with_images.images
@@ -159,7 +160,13 @@ class InputProcessor:
         if parsed.images:
             options = dict(parsed.mm_processor_kwargs)
             with_images = await self._images.prompt(
-                parsed.images, options, parsed.text, parsed.token_ids, tokenization_kwargs, None
+                parsed.images,
+                options,
+                parsed.text,
+                parsed.token_ids,
+                tokenization_kwargs,
+                None,
+                parsed.cache_salt,
             )
             return with_images.token_ids
         if parsed.token_ids is not None:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from vllm_mp.client.images.media import image_job
+from vllm_mp.client.images.media import GivenImage, image_job
 from vllm_mp.client.images.messages import ImageJob, ImageResult
 from vllm_mp.client.images.placement import ImageTokens, expand_ids, expand_text, place
 from vllm_mp.client.images.process_pool import ImageProcessError, ImageProcesses
@@ -20,6 +20,7 @@ from vllm_mp.requests.images import MAX_IMAGE_SPANS, PlacedImage, ProcessedImage
 _MAX_CACHE_SHARE: Final = 0.25
 """Share of `mm_processor_cache_gb` that a client may fill with processed images."""
 _MAX_CACHE_BYTES: Final = 2**30
+_MAX_NAMES: Final = 2**14
 _MAX_PROMPT_BYTES: Final = 2**29
 """Bound on the arrays of all images of a prompt, which the client holds as long as the request lives."""
 
@@ -97,16 +98,18 @@ class PromptImages:
 
     async def prompt(
         self,
-        given: Sequence[Any],
+        given: Sequence[GivenImage],
         options: dict[str, Any],
         text: str | None,
         token_ids: list[int] | None,
         tokenization_kwargs: dict[str, Any],
         max_tokens: int | None,
+        cache_salt: str,
     ) -> PromptWithImages:
         """Return the prompt, `text` unless it is None or else `token_ids`, with the images `given` in it.
 
-        `options` are those of the request for the image processor. Raises ValueError or TypeError, naming the image or
+        `options` are those of the request for the image processor; names of images are known to prompts with the same
+        options and `cache_salt`. Raises ValueError or TypeError, naming the image or
         the field at fault, NoRoomError if too many images wait, and TooManyTokensError for more than `max_tokens`.
         """
         self.check_count(len(given))
@@ -122,7 +125,7 @@ class PromptImages:
         packed = packed_processor_options("mm_processor_kwargs", all_options)
         results: list[ImageResult] = []
         for number, image in enumerate(given):
-            results.append(await self._result(image, number, packed))
+            results.append(await self._result(image, number, packed, cache_salt))
             num_bytes = sum(len(array.data) for result in results for array in result.arrays)
             if num_bytes > _MAX_PROMPT_BYTES:
                 raise ValueError(
@@ -169,9 +172,19 @@ class PromptImages:
             )
         return ImageTokens(result.digest, text, num_tokens)
 
-    async def _result(self, image: Any, number: int, options: bytes) -> ImageResult:
+    async def _result(self, image: GivenImage, number: int, options: bytes, cache_salt: str) -> ImageResult:
         """Return a processed image, from the cache or made now. Raises ValueError, naming the image by its number."""
-        key, job = await asyncio.to_thread(_job_with_key, image, number, options)
+        name = None if image.name is None else _Name(image.name, options, cache_salt)
+        if image.value is None:
+            if name is None or (result := self._cache.named(name)) is None:
+                raise ValueError(
+                    f"multi_modal_data['image'][{number}] cannot be used: it is left out, and this client has no "
+                    f"image of its name {image.name!r:.100}, or not any more; give the image with its name"
+                )
+            return result
+        key, job = await asyncio.to_thread(_job_with_key, image.value, number, options)
+        if name is not None:
+            self._cache.set_name(name, key)
         if (known := self._cache.get(key)) is not None:
             return known
         try:
@@ -204,13 +217,23 @@ def _job_with_key(image: Any, number: int, options: bytes) -> tuple[bytes, Image
     return key.digest(), job
 
 
+class _Name(NamedTuple):
+    """What a caller named an image, and whose prompts know it by that name."""
+
+    name: str
+    options: bytes
+    cache_salt: str
+
+
 class _ImageCache:
-    """The processed images that were used last, up to a number of bytes."""
+    """The processed images that were used last, up to a number of bytes, and the names of some."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._results: OrderedDict[bytes, ImageResult] = OrderedDict()
+        self._keys: OrderedDict[_Name, bytes] = OrderedDict()
+        """By name, the one that was given last at the end."""
 
     def get(self, key: bytes) -> ImageResult | None:
         if (result := self._results.get(key)) is not None:
@@ -226,8 +249,19 @@ class _ImageCache:
             _, oldest = self._results.popitem(last=False)
             self._num_bytes -= _size(oldest)
 
+    def named(self, name: _Name) -> ImageResult | None:
+        key = self._keys.get(name)
+        return None if key is None else self.get(key)
+
+    def set_name(self, name: _Name, key: bytes) -> None:
+        self._keys[name] = key
+        self._keys.move_to_end(name)
+        if len(self._keys) > _MAX_NAMES:
+            self._keys.popitem(last=False)
+
     def clear(self) -> None:
         self._results.clear()
+        self._keys.clear()
         self._num_bytes = 0
 
 

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -14,11 +14,40 @@ _NAMED: Final = re.compile(r"multi_modal_data\['image'\]\[(\d+)\]")
 """How `_name` names an image."""
 
 
-def images_of(data: Any) -> list[Any]:
+MAX_NAME_CHARACTERS: Final = 1024
+
+
+class GivenImage(NamedTuple):
+    """An image of a prompt as its caller gave it."""
+
+    value: Any
+    """An image in one of the forms that can be decoded; None: the image that was last given under `name`."""
+    name: str | None = None
+
+
+def given_images(data: Any, uuids: Any) -> list[GivenImage]:
     """Return the images in `multi_modal_data`, a dict with an image or a list of images under "image".
 
-    Raises TypeError, ValueError or NotImplementedError for other media and other forms.
+    `uuids` are the prompt's `multi_modal_uuids`: names of the images, by which later prompts may have them. Raises
+    TypeError, ValueError or NotImplementedError for other media, other forms, and None without a name.
     """
+    images, names = _images_in(data), _names_in(uuids)
+    if names and not images:
+        images = [None] * len(names)
+    if names and len(names) != len(images):
+        raise ValueError(
+            f"multi_modal_uuids['image'] has {len(names)} entries for {len(images)} images; give one for each, or None"
+        )
+    given = list(map(GivenImage, images, names or [None] * len(images)))
+    for number, image in enumerate(given):
+        if image.value is not None:
+            _check_form(image.value, _name(number))
+        elif image.name is None:
+            raise TypeError(f"{_name(number)} is None, and has no name in multi_modal_uuids; give {_FORMS}")
+    return given
+
+
+def _images_in(data: Any) -> list[Any]:
     if data is None:
         return []
     if not isinstance(data, dict):
@@ -30,25 +59,32 @@ def images_of(data: Any) -> list[Any]:
     images = data.get("image")
     if images is None:
         return []
-    given = list(images) if isinstance(images, list | tuple) else [images]
-    for number, image in enumerate(given):
-        _check_form(image, _name(number))
-    return given
+    return list(images) if isinstance(images, list | tuple) else [images]
 
 
-def checked_uuids(uuids: Any, num_images: int) -> None:
-    """Raise TypeError or ValueError unless `uuids` are None, or a dict with a str or None for each image."""
+def _names_in(uuids: Any) -> list[str | None]:
     if uuids is None:
-        return
+        return []
     if not isinstance(uuids, dict) or not uuids.keys() <= {"image"}:
         raise TypeError("multi_modal_uuids must be a dict with a list of str or None under 'image'")
     names = uuids.get("image")
     names = [names] if isinstance(names, str) else [] if names is None else names
-    if not isinstance(names, list | tuple) or not all(name is None or isinstance(name, str) for name in names):
+    if not isinstance(names, list | tuple):
         raise TypeError(f"multi_modal_uuids['image'] must be a list of str or None, got {names!r:.100}")
-    if names and len(names) != num_images:
+    for number, name in enumerate(names):
+        check_image_name(f"multi_modal_uuids['image'][{number}]", name)
+    return list(names)
+
+
+def check_image_name(field: str, name: Any) -> None:
+    """Raise TypeError or ValueError, which names the `field`, unless `name` is None or can name an image."""
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise TypeError(f"{field} must be a str or None, got {name!r:.100}")
+    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
         raise ValueError(
-            f"multi_modal_uuids['image'] has {len(names)} entries for {num_images} images; give one for each, or None"
+            f"{field} must have 1 to {MAX_NAME_CHARACTERS} characters, got {len(name)}; give a shorter name"
         )
 
 

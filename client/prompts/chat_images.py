@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from vllm_mp.client.images.media import is_pillow_image
+from vllm_mp.client.images.media import check_image_name, is_pillow_image
 from vllm_mp.client.prompts.chat_messages import ChatMessageError
 
 _MARK: Final = f"\ue000image {secrets.token_hex(16)}\ue000"
@@ -26,7 +26,8 @@ class ChatImage(NamedTuple):
     path: str
     """The field that has it, such as `messages[0].content[1]`."""
     value: Any
-    """A URL, or an object as `multi_modal_data` takes it."""
+    """A URL, or an object as `multi_modal_data` takes it; None: the image that was last given under `name`."""
+    name: str | None = None
 
 
 class ContentForm(NamedTuple):
@@ -88,7 +89,7 @@ def _marked(content: Sequence[Any], path: str, images: list[ChatImage]) -> str:
     for number, part in enumerate(content):
         where = f"{path}[{number}]"
         if _is_image(part):
-            images.append(ChatImage(where, _image(part, where)))
+            images.append(_image(part, where))
             text, follows_text = text + _MARK, False
             continue
         given = _field(part, "text")
@@ -107,12 +108,18 @@ def _field(part: Any, name: str) -> Any:
     return None if value is msgspec.UNSET else value
 
 
-def _image(part: Any, path: str) -> Any:
-    """Return the image of a part. Raises ChatMessageError if it has none."""
-    kind = _field(part, "type")
+def _image(part: Any, path: str) -> ChatImage:
+    """Return the image of a part. Raises ChatMessageError if it has none, and no name of one."""
+    kind, name = _field(part, "type"), _field(part, "uuid")
+    try:
+        check_image_name(f"{path}.uuid", name)
+    except (TypeError, ValueError) as error:
+        raise ChatMessageError(str(error), f"{path}.uuid") from None
     value = _field(part, "image_url" if kind == "input_image" else kind)
     if kind in ("image_url", "input_image") and not isinstance(value, str):
         value = _field(value, "url")
+    if name is not None and not value:
+        return ChatImage(path, None, name)
     if kind in ("image_url", "input_image"):
         if not isinstance(value, str) or not value:
             raise ChatMessageError(f"{path}.image_url must hold a URL, got {value!r:.100}", f"{path}.image_url")
@@ -121,7 +128,7 @@ def _image(part: Any, path: str) -> Any:
             f"{path}.{kind} must be an image of Pillow, got {type(value).__name__}; send a URL as 'image_url'",
             f"{path}.{kind}",
         )
-    return value
+    return ChatImage(path, value, name)
 
 
 def _parts(content: str) -> list[dict[str, Any]]:

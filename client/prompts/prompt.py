@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 import msgspec
 import numpy as np
 
-from vllm_mp.client.images.media import checked_uuids, images_of
+from vllm_mp.client.images.media import GivenImage, given_images
+from vllm_mp.client.prompts.chat_images import ChatImage
 from vllm_mp.requests.image_options import check_processor_options
 
 
@@ -23,7 +24,8 @@ class TextPrompt(TypedDict, total=False):
     mm_processor_kwargs: dict[str, Any]
     """Options of the model's image processor for these images."""
     multi_modal_uuids: Any
-    """{"image": list of a name or None for each image}; accepted, because images are known by their content."""
+    """{"image": list of a name or None for each image}. A later prompt with the same name and `cache_salt` may have
+    None for the image, as long as the client keeps it."""
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -67,12 +69,13 @@ PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 
 
 def text_prompt(
-    text: str, images: Sequence[Any], mm_processor_kwargs: dict[str, Any] | None, cache_salt: str = ""
+    text: str, images: Sequence[ChatImage], mm_processor_kwargs: dict[str, Any] | None, cache_salt: str = ""
 ) -> TextPrompt:
     """Return a text with the `images` for its placeholders as a prompt."""
     prompt = TextPrompt(prompt=text, cache_salt=cache_salt)
     if images:
-        prompt["multi_modal_data"] = {"image": images}
+        prompt["multi_modal_data"] = {"image": [image.value for image in images]}
+        prompt["multi_modal_uuids"] = {"image": [image.name for image in images]}
         prompt["mm_processor_kwargs"] = mm_processor_kwargs or {}
     return prompt
 
@@ -85,8 +88,7 @@ class ParsedPrompt(NamedTuple):
     cache_salt: str = ""
     embeds: Any = None
     """What the caller gave as `prompt_embeds`, not validated."""
-    images: Sequence[Any] = ()
-    """The images in the caller's `multi_modal_data`, of forms that can be decoded."""
+    images: Sequence[GivenImage] = ()
     mm_processor_kwargs: Mapping[str, Any] = {}
     """Options of the image processor for `images`."""
 
@@ -111,7 +113,7 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
     ids: Any = prompt_token_ids
     embeds: Any = None
     salt: Any = ""
-    images: list[Any] = []
+    images: list[GivenImage] = []
     options: dict[str, Any] = {}
     if isinstance(prompt, dict):
         known = {"type", "prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", *_IMAGE_FIELDS}
@@ -121,8 +123,7 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
             raise ValueError(f"a prompt has no field {sorted(unknown, key=str)[0]!r}; {remedy}")
         if prompt.get("type", "token") != "token":
             raise NotImplementedError(f"prompts of type {prompt['type']!r:.100} are not served; give token ids or text")
-        images = images_of(prompt.get("multi_modal_data"))
-        checked_uuids(prompt.get("multi_modal_uuids"), len(images))
+        images = given_images(prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"))
         options = check_processor_options("mm_processor_kwargs", prompt.get("mm_processor_kwargs"))
         text = prompt.get("prompt")
         salt = prompt.get("cache_salt") or ""

@@ -108,6 +108,28 @@ def test_core_gets_an_image_again_after_it_has_lost_it(served):
     assert served.core.put[put:] == [request.images[0].digest]
 
 
+def test_image_that_was_named_may_be_left_out_by_those_who_know_it(served):
+    def named(image, name="cat", **fields):
+        return image_prompt(image, multi_modal_uuids={"image": [name]}, **fields)
+
+    first, second, again = served.ask(named(CAT), named(None), named(None))
+    assert {image.digest for request in (second, again) for image in request.images} == {first.images[0].digest}
+    [other] = served.ask(named(DOG))
+    [latest] = served.ask(named(None))
+    assert latest.images[0].digest == other.images[0].digest != first.images[0].digest
+    unknown = r"\['image'\]\[0\] cannot be used: it is left out, and this client has no image of its name '(cat|dog)'"
+    for prompt in (
+        named(None, "dog"),
+        named(None, cache_salt="another"),
+        named(None, mm_processor_kwargs={"do_image_splitting": False}),
+    ):
+        with pytest.raises(ValueError, match=unknown):
+            served.ask(prompt)
+    asyncio.run(served.llm.reset_mm_cache())
+    with pytest.raises(ValueError, match=unknown):
+        served.ask(named(None))
+
+
 def test_options_of_a_request_reach_the_processor(served):
     [request] = served.ask(image_prompt(CAT, mm_processor_kwargs={"do_image_splitting": False}))
     assert num_image_tokens(request) == [TOKENS_PER_TILE]
@@ -177,6 +199,10 @@ def test_server_answers_conversations_with_images_and_counts_their_tokens(served
     assert answer.status_code == 200
     assert answer.json()["usage"]["prompt_tokens"] > bare + NUM_TOKENS
     assert num_image_tokens(served.core.requests[-1]) == [NUM_TOKENS]
+    first = served.core.requests[-1].images[0].digest
+    for named in ({**url_part(), "uuid": "a cat"}, {"type": "image_url", "image_url": {}, "uuid": "a cat"}):
+        assert served.post("/v1/chat/completions", chat_body(named, text)).status_code == 200
+        assert served.core.requests[-1].images[0].digest == first
     unsplit = chat_body(url_part(), text, mm_processor_kwargs={"do_image_splitting": False})
     assert served.post("/v1/chat/completions", unsplit).status_code == 200
     assert num_image_tokens(served.core.requests[-1]) == [TOKENS_PER_TILE]

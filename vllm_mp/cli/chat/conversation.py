@@ -99,8 +99,8 @@ class Conversation:
             if message.keys() != {"role", "content"} or not isinstance(message["role"], str):
                 raise ValueError(f"{path} has a message without role or content; it was not written by /save")
         try:
-            for _, image in take_images(messages)[1]:
-                data_of(image)
+            for image in take_images(messages)[1]:
+                data_of(image.value)
         except ValueError as error:
             raise ValueError(f"{path} has an image that cannot be used: {error}") from None
         if num_images(messages) and not takes_images:

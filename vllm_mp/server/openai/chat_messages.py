@@ -10,7 +10,7 @@ _PART = refused("must be 'text' or 'image_url': audio and files are not served y
 class ImageUrl(RequestBody):
     """Where an image is: a data URL, or the address of a file on a host that the operator allows."""
 
-    url: str
+    url: str = ""
     detail: Ignored = None
 
 
@@ -20,7 +20,9 @@ class ContentPart(RequestBody):
     type: Annotated[Literal["text", "image_url"], _PART]
     text: str | None = None
     image_url: ImageUrl | None = None
-    uuid: Ignored = None
+    """It may be left out if an image was sent with the same `uuid` before."""
+    uuid: str | None = None
+    """A name for the image, by which later requests may have it."""
     input_audio: Refused = None
     file: Refused = None
     cache_control: Ignored = None

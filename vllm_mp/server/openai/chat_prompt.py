@@ -28,7 +28,7 @@ class RenderedChat(NamedTuple):
 
     def prompt(self, cache_salt: str = "", mm_processor_kwargs: dict[str, Any] | None = None) -> TextPrompt:
         """Return what the engine takes."""
-        return text_prompt(self.text, [image.value for image in self.images], mm_processor_kwargs, cache_salt)
+        return text_prompt(self.text, self.images, mm_processor_kwargs, cache_salt)
 
 
 async def chat_prompt(

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from support.image_models import file_of, picture
 
-from vllm_mp.client.images.media import checked_uuids, image_job, images_of
+from vllm_mp.client.images.media import GivenImage, given_images, image_job
 from vllm_mp.client.images.pixels import open_image, rgb_of
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
@@ -92,7 +92,7 @@ def test_file_that_cannot_be_used_is_refused_with_the_cause(file, said):
 )
 def test_object_that_is_no_image_is_refused_by_name(data, error, said):
     with pytest.raises(error, match=said):
-        images_of(data)
+        given_images(data, None)
 
 
 def test_forms_of_an_image_give_the_same_pixels():
@@ -106,8 +106,26 @@ def test_forms_of_an_image_give_the_same_pixels():
 
 
 def test_names_of_images_must_be_one_for_each():
-    checked_uuids({"image": ["cat", None]}, 2)
+    cat, dog = picture(2, 2), picture(3, 3)
+    assert given_images({"image": [cat, dog]}, {"image": ["cat", None]}) == [GivenImage(cat, "cat"), GivenImage(dog)]
     with pytest.raises(ValueError, match="1 entries for 2 images"):
-        checked_uuids({"image": ["cat"]}, 2)
-    with pytest.raises(TypeError, match="list of str or None"):
-        checked_uuids({"image": [3]}, 1)
+        given_images({"image": [cat, dog]}, {"image": ["cat"]})
+
+
+@pytest.mark.parametrize("data", [{"image": [None]}, {"image": None}, None])
+def test_image_with_a_name_may_be_left_out(data):
+    assert given_images(data, {"image": ["cat"]}) == [GivenImage(None, "cat")]
+
+
+@pytest.mark.parametrize(
+    ("uuids", "error", "said"),
+    [
+        ({"image": 3}, TypeError, "list of str or None"),
+        ({"image": [3]}, TypeError, r"multi_modal_uuids\['image'\]\[0\] must be a str or None, got 3"),
+        ({"image": ["x" * 1025]}, ValueError, "1 to 1024 characters, got 1025"),
+        ({"image": [None]}, TypeError, "is None, and has no name in multi_modal_uuids"),
+    ],
+)
+def test_name_that_cannot_be_used_is_refused(uuids, error, said):
+    with pytest.raises(error, match=said):
+        given_images(None, uuids)

@@ -85,9 +85,11 @@ def test_other_names_of_an_image_are_read():
     parts = [
         {"type": "input_image", "image_url": "data:,a"},
         {"type": "image_url", "image_url": "data:,b"},
-        {"type": "image", "image": CAT},
+        {"type": "image", "image": CAT, "uuid": "cat"},
+        {"type": "image_url", "image_url": None, "uuid": "cat"},
     ]
-    assert [image.value for image in take_images([user(*parts)])[1]] == ["data:,a", "data:,b", CAT]
+    images = take_images([user(*parts)])[1]
+    assert [image[1:] for image in images] == [("data:,a", None), ("data:,b", None), (CAT, "cat"), (None, "cat")]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,7 @@ def test_other_names_of_an_image_are_read():
     [
         ({"type": "image_url"}, "messages[1].content[1].image_url", "must hold a URL, got None"),
         ({"type": "image_url", "image_url": {"url": 3}}, "messages[1].content[1].image_url", "must hold a URL, got 3"),
+        ({"type": "image_url", "uuid": ""}, "messages[1].content[1].uuid", "1 to 1024 characters, got 0"),
         ({"type": "image_pil", "image_pil": b"x"}, "messages[1].content[1].image_pil", "image of Pillow, got bytes"),
     ],
 )
