@@ -31,6 +31,7 @@ from vllm_mp.core.weights.packed_file import (
 from vllm_mp.machine.file_owner import check_private
 from vllm_mp.model_store.cache import cache_root
 from vllm_mp.model_store.gguf import mapped_gguf
+from vllm_mp.model_store.packed_names import PACKED_SUFFIX, packed_folder, packed_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,6 @@ LIMIT_VARIABLE: Final = "VLLM_MP_PACKED_CACHE_GIB"
 _LIMIT_GIB: Final = 8.0
 _MIN_BYTES: Final = 64 * 2**20
 """Smaller models are packed at once."""
-_SUFFIX: Final = ".packed"
 _NICE: Final = 19
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -47,8 +47,8 @@ _PR_SET_PDEATHSIG: Final = 1
 def packed_path(config: ModelConfig, dtype: torch.dtype) -> Path | None:
     """Return the path of the file for the model of `config`, packed in `dtype`; None if there can be none.
 
-    Its name covers the files of the weights with their sizes and times, the architecture, dtype, quantization, kernels
-    and the code that loads and packs.
+    Its name begins as `packed_prefix` says, and covers the files of the weights with their sizes and times, the
+    architecture, dtype, quantization, kernels and the code that loads and packs.
     """
     if config.load_format == "dummy" or _limit_bytes() == 0:
         return None
@@ -66,8 +66,8 @@ def packed_path(config: ModelConfig, dtype: torch.dtype) -> Path | None:
             repr(config.architecture),
             [(str(path.resolve()), info.st_size, info.st_mtime_ns, info.st_ino, info.st_dev) for path, info in infos],
         ]
-        name = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()[:32]
-        return cache_root() / "packed" / f"{name}{_SUFFIX}"
+        digest = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()[:32]
+        return packed_folder(cache_root()) / f"{packed_prefix(config.folder)}{digest}{PACKED_SUFFIX}"
     except (OSError, ValueError) as error:  # the load will say so, if it is the model
         logger.info("the weights of %s are not looked for in packed form: %s", config.model, error)
         return None
@@ -157,7 +157,7 @@ def _make_room(folder: Path, num_bytes: int) -> None:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    for path in folder.glob(f"*{_SUFFIX}"):
+    for path in folder.glob(f"*{PACKED_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):
             yield path, path.stat()
 

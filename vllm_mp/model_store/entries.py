@@ -23,6 +23,7 @@ from vllm_mp.model_store.gguf import (
 )
 from vllm_mp.model_store.own_names import own_names
 from vllm_mp.model_store.package import PACKAGED_MODELS, packaged_folder
+from vllm_mp.model_store.packed_names import packed_files
 
 _CONVERTED = re.compile(r"(?P<name>.+)-[0-9a-f]{16}-[vm]\d+")
 """The name of the folder of a converted model or of a mapped file."""
@@ -45,8 +46,19 @@ class CacheEntry(NamedTuple):
     """Form and dtype of its weights."""
     last_use: float
     """When an engine last found it or read it, in seconds of `time.time()`."""
+    packed: tuple[Path, ...] = ()
+    """The files of its packed weights, which are not counted in `size`."""
     target: Path | None = None
     """What a name that the user has given stands for; `folder` is then a link, and the model lies outside the cache."""
+
+    @property
+    def packed_size(self) -> int:
+        """Bytes on the disk of its packed weights."""
+        num_bytes = 0
+        for path in self.packed:
+            with contextlib.suppress(FileNotFoundError):
+                num_bytes += 512 * path.stat().st_blocks
+        return num_bytes
 
 
 def cache_entries(root: Path, hub: Path) -> list[CacheEntry]:
@@ -63,7 +75,7 @@ def cache_entries(root: Path, hub: Path) -> list[CacheEntry]:
             if snapshots:
                 found.append((folder.name.removeprefix(_HUB_PREFIX).replace("--", "/"), folder, snapshots[-1]))
     return sorted(
-        [*(_entry(*parts) for parts in found), *(_named(name, link) for name, link in own_names(root).items())]
+        [*(_entry(*parts, root) for parts in found), *(_named(name, link) for name, link in own_names(root).items())]
     )
 
 
@@ -95,12 +107,14 @@ def remove_entry(entry: CacheEntry) -> None:
     folder = entry.folder
     if folder.is_symlink():
         folder.unlink()
-        return
+        return  # the model stays, and so do its packed weights
     with _lock(folder.with_name(f".{folder.name}.lock"), entry.name):
         hidden = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(hidden, ignore_errors=True)
         folder.rename(hidden)
         shutil.rmtree(hidden)  # does not follow symbolic links
+    for path in entry.packed:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -133,23 +147,25 @@ def _own_name(folder: Path, root: Path) -> str:
     return converted["name"] if converted else folder.name
 
 
-def _entry(name: str, folder: Path, model: Path) -> CacheEntry:
-    """Return the entry in `folder`, whose model is in the folder `model`."""
+def _entry(name: str, folder: Path, model: Path, root: Path) -> CacheEntry:
+    """Return the entry in `folder`, whose model is in the folder `model`; `root` is the cache folder."""
     last_use, is_from_hub = folder.stat().st_mtime, model != folder
     if is_from_hub:
         last_use = max([last_use, *(info.st_atime for info in _files(folder))])
     size = 0 if folder.is_symlink() else folder_size(folder)
-    return CacheEntry(name, folder, size, _format(model), last_use)
+    models = _folders(folder / "snapshots") if is_from_hub else [model]
+    packed = [] if folder.is_symlink() else [path for each in models for path in packed_files(root, each)]
+    return CacheEntry(name, folder, size, _format(model), last_use, tuple(packed))
 
 
 def _named(name: str, link: Path) -> CacheEntry:
     """Return the entry of a name that the user has given."""
     target, last_use = Path(os.readlink(link)), link.lstat().st_mtime
     if target.is_dir():
-        return CacheEntry(name, link, folder_size(target), _format(target), last_use, target)
+        return CacheEntry(name, link, folder_size(target), _format(target), last_use, target=target)
     if not target.is_file():
-        return CacheEntry(name, link, 0, "missing", last_use, target)
-    return CacheEntry(name, link, 512 * target.stat().st_blocks, "GGUF", last_use, target)
+        return CacheEntry(name, link, 0, "missing", last_use, target=target)
+    return CacheEntry(name, link, 512 * target.stat().st_blocks, "GGUF", last_use, target=target)
 
 
 def folder_size(folder: Path) -> int:

@@ -16,6 +16,7 @@ from vllm_mp.model_store.entries import cache_entries
 from vllm_mp.model_store.gguf import CONVERTED_FILE, CONVERTER_VERSION, MAPPED_VERSION, PLACE_FILE, MappedGguf
 from vllm_mp.model_store.gguf_file.reader import FileIdentity
 from vllm_mp.model_store.package import packaged_folder
+from vllm_mp.model_store.packed_names import packed_folder, packed_prefix
 
 
 def make_model(folder, **config):
@@ -85,6 +86,21 @@ def test_rm_refuses_what_is_not_in_the_cache_and_then_removes_nothing(root, name
     assert f"{name!r} is not a model in the cache" in capsys.readouterr().err
     assert names(root) == ["Kept"]
     assert (outside / "config.json").exists()
+
+
+def test_packed_weights_are_listed_and_removed_with_their_model(root, capsys):
+    hub_folder = root.parent / "hub" / "models--org--name"
+    models = [make_model(root / "models" / "mine"), *(make_model(hub_folder / "snapshots" / name) for name in "ab")]
+    packed = [packed_folder(root) / f"{packed_prefix(model)}{number}.packed" for number, model in enumerate(models)]
+    packed_folder(root).mkdir()
+    for path in packed:
+        path.write_bytes(b"x" * 50_000)
+    assert cli.main(["list", "--json"]) == 0
+    entries = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert entries["mine"]["packed"] == [str(packed[0])]
+    assert 100_000 <= entries["org/name"]["packed_size"] < 120_000
+    assert cli.main(["rm", "-y", "org/name"]) == 0
+    assert [path.exists() for path in packed] == [True, False, False]
 
 
 def test_rm_follows_no_symbolic_link_out_of_the_cache(root):

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([*map(_as_json, entries), *(_pullable_as_json(*each) for each in pullable)], indent=2))
         return 0
     if entries:
-        print_table(("NAME", "SIZE", "FORMAT", "LAST USE"), [*map(_row, entries)])
+        print_table(("NAME", "SIZE", "PACKED", "FORMAT", "LAST USE"), [*map(_row, entries)])
     else:
         print(f"no models in {cache_root()}; `vllm-mp pull MODEL` fetches one", file=sys.stderr)
     if pullable:
@@ -52,11 +52,18 @@ def run(args: argparse.Namespace) -> int:
 def _row(entry: "CacheEntry") -> Sequence[str]:
     where = "" if entry.target is None else f", at {entry.target}"
     last_use = f"{duration_text(max(0.0, time.time() - entry.last_use))} ago"
-    return entry.name, size_text(entry.size), f"{entry.format}{where}", last_use
+    packed = size_text(entry.packed_size) if entry.packed else "-"
+    return entry.name, size_text(entry.size), packed, f"{entry.format}{where}", last_use
 
 
 def _as_json(entry: "CacheEntry") -> dict[str, Any]:
-    return {**entry._asdict(), "folder": str(entry.folder), "target": entry.target and str(entry.target)}
+    return {
+        **entry._asdict(),
+        "folder": str(entry.folder),
+        "packed": [*map(str, entry.packed)],
+        "packed_size": entry.packed_size,
+        "target": entry.target and str(entry.target),
+    }
 
 
 def _pullable_row(alias: str, model: "PackagedModel") -> Sequence[str]:

@@ -34,8 +34,11 @@ def run(args: argparse.Namespace) -> int:
     for entry, _ in dead:
         if entry.target is None:
             check_unused(entry, engines)
-    print_table(("NAME", "SIZE", "WHY"), [(entry.name, size_text(entry.size), reason) for entry, reason in dead])
-    total = size_text(sum(entry.size for entry, _ in dead))
+    print_table(
+        ("NAME", "SIZE", "WHY"),
+        [(entry.name, size_text(entry.size + entry.packed_size), reason) for entry, reason in dead],
+    )
+    total = size_text(sum(entry.size + entry.packed_size for entry, _ in dead))
     if not args.yes and not confirmed(f"these {len(dead)} ({total})"):
         return 1
     for entry, _ in dead:

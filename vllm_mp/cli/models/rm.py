@@ -67,7 +67,8 @@ def check_unused(entry: "CacheEntry", engines: "list[RunningEngine]") -> None:
 
 def _described(entry: "CacheEntry") -> str:
     """Return the name of an entry with its size, or with what it stands for, which stays."""
-    return f"{entry.name} ({size_text(entry.size) if entry.target is None else f'the name of {entry.target}'})"
+    size = size_text(entry.size + entry.packed_size)
+    return f"{entry.name} ({size if entry.target is None else f'the name of {entry.target}'})"
 
 
 def confirmed(what: str) -> bool:
