@@ -22,7 +22,7 @@ from vllm_mp.core.weights.checkpoint import CheckpointMismatchError
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockWeight, quantize_blocks
 from vllm_mp.model_store.gguf import MappedGguf, mapped_gguf
 from vllm_mp.model_store.gguf_file.config import GgufFamily, checkpoint_name, family_of
-from vllm_mp.model_store.gguf_file.mmproj import checkpoint_names
+from vllm_mp.model_store.gguf_file.mmproj import checkpoint_names, offset_of
 from vllm_mp.model_store.gguf_file.reader import GgufFile, StoredTensor
 from vllm_mp.model_store.gguf_file.rope import ROPE_FACTORS
 
@@ -98,7 +98,8 @@ def image_tensors(mapped_file: MappedGguf) -> Iterator[tuple[str, Tensor]]:
     for stored_name, stored in file.tensors.items():
         weight = _weight(maps[stored.part], stored, False)
         assert isinstance(weight, Tensor)
-        yield names[stored_name], weight
+        offset = offset_of(stored_name)
+        yield names[stored_name], weight.float() - offset if offset else weight
         _release(maps[stored.part], stored)
 
 

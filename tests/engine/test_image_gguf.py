@@ -9,7 +9,7 @@ import signal
 
 import pytest
 from support.image_gguf import DEVIATION, F16, F32, MEAN, make_half_model, rounded, write_mmproj, write_text_part
-from support.image_models import IMAGE_TOKEN, image_tokenizer, picture, processor_files
+from support.image_models import IMAGE_TOKEN, image_tokenizer, picture, placeholder, processor_files
 from support.tiny_tokenizers import byte_fallback
 from transformers import PreTrainedTokenizerFast
 
@@ -38,11 +38,12 @@ def save_pair(folder, family, kind=F32, tokenizer=None):
     A `tokenizer` that is given has no token for images: the checkpoint has the first token for them.
     """
     token_id = 0 if tokenizer else image_tokenizer().convert_tokens_to_ids(IMAGE_TOKEN)
+    in_file = tokenizer or image_tokenizer("<unused7>" if family == "gemma3" else IMAGE_TOKEN)
     tokenizer = tokenizer or image_tokenizer()
     sizes = {"vocab_size": -(-len(tokenizer) // 8) * 8, "max_position_embeddings": 1024}
     model = make_half_model(family, token_id, **sizes)
     (folder / "gguf").mkdir()
-    write_text_part(folder / "gguf" / "model.gguf", model, tokenizer)
+    write_text_part(folder / "gguf" / "model.gguf", model, in_file)
     write_mmproj(folder / "gguf" / "mmproj-model.gguf", model, kind=kind)
     if kind != F32:
         rounded(model, kind)
@@ -61,14 +62,18 @@ async def answer(llm, text, images, **params):
     return last.prompt_token_ids, last.outputs[0].token_ids
 
 
-async def answers(model):
+async def answers(model, family="llava"):
     async with await AsyncLLM.start(dataclasses.replace(OPTIONS, model=str(model))) as llm:
-        return [await answer(llm, *each, max_tokens=12) for each in PROMPTS]
+        return [
+            await answer(llm, text.replace(IMAGE_TOKEN, placeholder(family)), images, max_tokens=12)
+            for text, images in PROMPTS
+        ]
 
 
-def test_two_gguf_files_answer_as_the_checkpoint(tmp_path):
-    save_pair(tmp_path, "smolvlm", F16)
-    assert asyncio.run(answers(tmp_path / "gguf")) == asyncio.run(answers(tmp_path / "hub"))
+@pytest.mark.parametrize(("family", "kind"), [("smolvlm", F16), ("gemma3", F32)])
+def test_two_gguf_files_answer_as_the_checkpoint(tmp_path, family, kind):
+    save_pair(tmp_path, family, kind)
+    assert asyncio.run(answers(tmp_path / "gguf", family)) == asyncio.run(answers(tmp_path / "hub", family))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Small random models of texts and images as two GGUF files, as llama.cpp's converters write them."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,22 +32,34 @@ def make_half_model(name: str, token_id: int, **text: Any) -> PreTrainedModel:
 def write_text_part(
     path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, num_tokens: int | None = None
 ) -> None:
-    """Write the text part, a Llama, in F32, with the first `num_tokens` tokens of the vocabulary, or all."""
+    """Write the text part, a Llama or Gemma 3, in F32, with the first `num_tokens` tokens of the vocabulary, or all."""
     config = model.config.get_text_config()
-    writer = gguf.GGUFWriter(path, "llama")
+    is_gemma = config.model_type == "gemma3_text"
+    writer = gguf.GGUFWriter(path, "gemma3" if is_gemma else "llama")
     add_sizes(writer, config)
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    ropes = config.rope_parameters
+    if is_gemma:
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_rope_freq_base((ropes["full_attention"] if is_gemma else ropes)["rope_theta"])
     _add_vocabulary(writer, tokenizer, len(tokenizer) if num_tokens is None else num_tokens)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    kind = gguf.MODEL_ARCH.GEMMA3 if is_gemma else gguf.MODEL_ARCH.LLAMA
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
-        if ".language_model." not in name and ".text_model." not in name and name != "lm_head.weight":
+        is_head = name == "lm_head.weight" and not is_gemma
+        if ".language_model." not in name and ".text_model." not in name and not is_head:
             continue
         own = names.get_name(name.replace("language_model.", "").replace("text_model.", ""), (".weight",))
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(own.split(".")[-2], 0)
         stored = weight.numpy()
-        writer.add_tensor(own, interleaved(stored, heads) if heads else stored)
+        if is_gemma:
+            stored = stored + 1 if stored.ndim == 1 else stored
+        elif heads:
+            stored = interleaved(stored, heads)
+        writer.add_tensor(own, stored)
     finish(writer)
 
 
@@ -92,14 +105,14 @@ def write_mmproj(
 
     Matrices are of the type `kind`. `changes` are made to the metadata.
     """
-    is_llava = model.config.model_type == "llava"
+    is_llava, is_gemma = (model.config.model_type == name for name in ("llava", "gemma3"))
     vision = model.config.vision_config
     num_layers = vision.num_hidden_layers
     if is_llava:  # the last layers, whose outputs are not used, are left out
         num_layers += 1 + model.config.vision_feature_layer
     metadata: dict[str, Any] = {
         "clip.has_vision_encoder": True,
-        "clip.projector_type": "mlp" if is_llava else "idefics3",
+        "clip.projector_type": "mlp" if is_llava else "gemma3" if is_gemma else "idefics3",
         "clip.vision.image_size": vision.image_size,
         "clip.vision.patch_size": vision.patch_size,
         "clip.vision.embedding_length": vision.hidden_size,
@@ -113,6 +126,10 @@ def write_mmproj(
     }
     if is_llava:
         metadata |= {"clip.has_text_encoder": False, "clip.has_llava_projector": True, "clip.vision.projection_dim": 16}
+    elif is_gemma:  # a scale of 4 is left out
+        side = vision.image_size // vision.patch_size
+        scale = side // math.isqrt(model.config.mm_tokens_per_image)
+        metadata["clip.vision.projector.scale_factor"] = None if scale == 4 else scale
     else:
         metadata |= {
             "clip.vision.projection_dim": model.config.text_config.hidden_size,
@@ -127,7 +144,7 @@ def write_mmproj(
         own = _llava_name(name) if is_llava else _name(name, num_layers)
         if own is None or (is_llava and f".layers.{num_layers}." in name):
             continue
-        stored = weight.numpy()
+        stored = weight.numpy() + (own == "mm.soft_emb_norm.weight")
         if stored.ndim == 4 and is_llava:
             writer.add_tensor(own, stored.astype(np.float16))  # whatever the type of the others
         elif stored.ndim == 2 and kind != F32 and not own.startswith("v.position"):
@@ -154,7 +171,11 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 def _name(name: str, num_layers: int) -> str | None:
     """Return the name that the present converter gives a tensor; None for one of the text part."""
-    if ".vision_model." not in name and ".connector." not in name:
+    if name.startswith("model.vision_tower."):  # of Gemma 3; checkpoints have a level more
+        name = "vision_tower.vision_model." + name.removeprefix("model.vision_tower.").removeprefix("vision_model.")
+    elif name.startswith("model.multi_modal_projector."):
+        name = name.removeprefix("model.").replace("projection_weight", "projection.weight")
+    elif ".vision_model." not in name and ".connector." not in name:
         return None
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, num_layers)
     own: str | None = names.get_name(name, (".weight", ".bias"))

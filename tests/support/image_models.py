@@ -38,10 +38,11 @@ PARTS_TEMPLATE = (
 """A template that reads lists of parts alone, as that of SmolVLM."""
 
 
-def image_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with the special tokens of images."""
+def image_tokenizer(image_token: str = IMAGE_TOKEN) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with the special tokens of images, in which `IMAGE_TOKEN` may have another name."""
     backend = byte_level()
-    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL])
+    special = [image_token if text == IMAGE_TOKEN else text for text in SPECIAL]
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer.chat_template = PARTS_TEMPLATE
     return tokenizer

@@ -29,7 +29,7 @@ from vllm_mp.model_store.gguf_file.config import GgufFamily, family_of, read_ggu
 from vllm_mp.model_store.gguf_file.mmproj import ARCHITECTURE, TEXT_TYPES, read_mmproj
 from vllm_mp.model_store.gguf_file.parts import read_gguf_model
 from vllm_mp.model_store.gguf_file.reader import FileIdentity, GgufFile
-from vllm_mp.model_store.image_parts import placeholder_id, processor_files_beside, write_image_files
+from vllm_mp.model_store.image_parts import image_token_ids, processor_files_beside, write_image_files
 from vllm_mp.model_store.progress import Progress
 
 PLACE_FILE: Final = "gguf_file.json"
@@ -182,7 +182,7 @@ def _mapped_model(file: GgufFile, family: GgufFamily, root: Path, progress: Prog
         else:
             _convert_tokenizer(file.path, target, lock, progress)
         if parts is not None and mapped_parts is not None:
-            config = {**parts.config, "image_token_id": placeholder_id(target, parts, file.path)}
+            config = parts.config | image_token_ids(target, parts, file.path)
             write_image_files(target, parts, beside)
             (target / MMPROJ_FILE).write_bytes(msgspec.json.encode(mapped_parts))
         (target / "config.json").write_text(json.dumps(config, indent=2))

@@ -12,8 +12,8 @@ from vllm_mp.model_store.tokenizer_files import PROCESSOR_FILES
 _TOKENIZER_FILE: Final = "tokenizer.json"
 _UNKNOWN: Final = "<unk>"
 """The token for characters that have none."""
-_RESERVED: Final = re.compile(r"<\|reserved_special_token_\d+\|>")
-"""The names of tokens that models of Llama 3 do not use."""
+_RESERVED: Final = re.compile(r"<\|reserved_special_token_\d+\|>|<unused\d+>")
+"""The names of tokens that models of Llama 3 and Gemma 3 do not use."""
 
 
 def processor_files_beside(mmproj: Path) -> dict[str, dict[str, Any]]:
@@ -31,11 +31,12 @@ def write_image_files(folder: Path, parts: Mmproj, beside: dict[str, dict[str, A
         (folder / name).write_text(json.dumps(content, indent=2))
 
 
-def placeholder_id(folder: Path, parts: Mmproj, text_path: Path) -> int:
-    """Return the token id of the placeholder of images in the tokenizer that was made of the file `text_path`.
+def image_token_ids(folder: Path, parts: Mmproj, text_path: Path) -> dict[str, int]:
+    """Return the fields of config.json with the tokens of `parts`, in the tokenizer made of the file `text_path`.
 
-    Most files of LLaVA have no such token. Then it takes the place of a spare one, and the tokenizer in `folder` is
-    changed. Raises ValueError, naming the token, if `folder` has no tokenizer, or one that lacks a special token.
+    Most files of LLaVA and Gemma 3 have no image token. Then it takes the place of a spare one, and the tokenizer in
+    `folder` is changed. Raises ValueError, naming the token, if `folder` has no tokenizer, or one that lacks a special
+    token.
     """
     tokenizer = read_json(folder / _TOKENIZER_FILE, dict)
     if tokenizer is None:
@@ -44,24 +45,25 @@ def placeholder_id(folder: Path, parts: Mmproj, text_path: Path) -> int:
             "the file of the text part alone to serve texts without images"
         )
     ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
-    placeholder, *others = parts.special_tokens
-    if placeholder not in ids and not others and (spare := _spare_token(ids, tokenizer["model"])):
-        _rename(folder, tokenizer, spare, placeholder)
-        ids[placeholder] = ids.pop(spare)
-    for token in (placeholder, *others):
+    image_token = next(iter(parts.token_fields.values()))
+    if image_token not in ids and not parts.other_tokens and (spare := _spare_token(ids, tokenizer["model"])):
+        _rename(folder, tokenizer, spare, image_token)
+        ids[image_token] = ids.pop(spare)
+    for token in (*parts.token_fields.values(), *parts.other_tokens):
         if token not in ids:
             raise ValueError(
                 f"{text_path}: tokenizer.ggml.tokens has no special token {token!r}, which stands for images in "
                 "prompts: convert the text part again, from a checkpoint whose tokenizer has it, or name its file "
                 "alone to serve texts without images"
             )
-    return int(ids[placeholder])
+    return {field: int(ids[token]) for field, token in parts.token_fields.items()}
 
 
 def _spare_token(ids: dict[str, int], model: dict[str, Any]) -> str | None:
     """Return a special token that no text needs; None if there is none.
 
-    It is the last reserved one, as Llama 3 has them, or the unknown token if characters that have no token are bytes.
+    It is the last reserved one, as Llama 3 and Gemma 3 have them, or the unknown token if characters that have no token
+    are bytes.
     """
     reserved = [token for token in ids if _RESERVED.fullmatch(token)]
     if reserved:
@@ -71,9 +73,10 @@ def _spare_token(ids: dict[str, int], model: dict[str, Any]) -> str | None:
 
 
 def _rename(folder: Path, tokenizer: dict[str, Any], token: str, name: str) -> None:
-    """Write the tokenizer to `folder` with the name `name` for `token`."""
+    """Write the tokenizer to `folder` with the name `name` for `token`, which becomes a special token."""
     for added in tokenizer["added_tokens"]:
-        added["content"] = name if added["content"] == token else added["content"]
+        if added["content"] == token:
+            added |= {"content": name, "special": True, "normalized": False}
     model = tokenizer["model"]
     model["vocab"] = {name if text == token else text: number for text, number in model["vocab"].items()}
     if model.get("unk_token") == token:

@@ -42,7 +42,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
-    return {name: make_half_model(name, 90) for name in ("smolvlm", "llava")}
+    return {name: make_half_model(name, 90) for name in ("smolvlm", "llava", "gemma3")}
 
 
 def write_pair(folder: Path, model: PreTrainedModel) -> Path:
@@ -100,9 +100,11 @@ WITHOUT_BYTES = {"byte_fallback": True, "vocab": {"<unk>": 0, "a": 1}}
         ("smolvlm", {"<image>": 90}, {}, "no special token '<fake_token_around_image>'"),
         ("llava", {"<unk>": 0}, WITHOUT_BYTES, "no special token '<image>'"),
         ("llava", {"<unk>": 0}, {"vocab": BYTES}, "no special token '<image>'"),
+        ("gemma3", {"<start_of_image>": 90, "<end_of_image>": 91}, {}, "no special token '<image_soft_token>'"),
+        ("gemma3", {"<start_of_image>": 90, "<unused9>": 92}, {"vocab": {}}, "no special token '<end_of_image>'"),
         ("llava", None, {}, r"text\.gguf has no tokenizer that can be used"),
     ],
-    ids=["no placeholder", "no other token", "no bytes", "unused bytes", "no tokenizer"],
+    ids=["no placeholder", "no other token", "no bytes", "unused bytes", "no spare", "no end", "no tokenizer"],
 )
 def test_vocabulary_without_the_tokens_of_images_is_refused(
     family: str,
@@ -130,7 +132,7 @@ def test_placeholder_takes_the_place_of_the_unknown_token_with_images_only(
     folder, alone = resolve_model(str(pair)), resolve_model(str(pair / "text.gguf"))
     assert content_of(folder, "config.json")["image_token_id"] == 0
     changed = content_of(folder, "tokenizer.json")
-    assert changed["added_tokens"] == [{"content": "<image>", "id": 0}]
+    assert changed["added_tokens"] == [{"content": "<image>", "id": 0, "special": True, "normalized": False}]
     assert changed["model"] == {"byte_fallback": True, "unk_token": "<image>", "vocab": {"<image>": 0, **BYTES}}
     assert content_of(folder, "tokenizer_config.json") == {"unk_token": "<image>"}
     assert content_of(alone, "tokenizer.json") == tokenizer
@@ -152,3 +154,23 @@ def test_placeholder_takes_the_place_of_the_last_reserved_token(
         "<image>",
         names[3],
     ]
+
+
+def test_image_token_of_gemma_takes_the_place_of_the_last_unused_token(
+    tmp_path: Path, models: dict[str, PreTrainedModel], tokenizer: dict[str, Any]
+) -> None:
+    names = ["<start_of_image>", "<end_of_image>", "<unused9>", "<unused10>"]
+    tokenizer["added_tokens"] = [
+        {"content": name, "id": 90 + index, "special": index < 2, "normalized": True}
+        for index, name in enumerate(names)
+    ]
+    tokenizer["model"] = {"vocab": {name: 90 + index for index, name in enumerate(names)}}
+    folder = resolve_model(str(write_pair(tmp_path / "pair", models["gemma3"])))
+    config = content_of(folder, "config.json")
+    assert [config[f"{name}_token_index"] for name in ("image", "boi", "eoi")] == [93, 90, 91]
+    assert content_of(folder, "tokenizer.json")["added_tokens"][3] == {
+        "content": "<image_soft_token>",
+        "id": 93,
+        "special": True,
+        "normalized": False,
+    }

@@ -1,7 +1,7 @@
 """The file with the image parts of a model in GGUF files, `mmproj`: vision tower, projector and image processor.
 
 llama.cpp keeps the text part in a file of its own. The metadata must agree with the shapes of the tensors, and with the
-text part. Served are the projectors of Idefics3 and SmolVLM ("idefics3") and of LLaVA 1.5 ("mlp").
+text part. Served are the projectors of Idefics3 and SmolVLM ("idefics3"), LLaVA 1.5 ("mlp") and Gemma 3 ("gemma3").
 """
 
 import math
@@ -14,12 +14,14 @@ from vllm_mp.model_store.gguf_file.reader import GgufFile, read_gguf
 
 ARCHITECTURE: Final = "clip"
 """`general.architecture` of such files."""
-TEXT_TYPES: Final = ("llama", "qwen2", "qwen3")
-"""The text parts that may have images, by `model_type`."""
 _NAME: Final = "mmproj"
 _TYPES: Final = ("F32", "F16", "BF16", "Q8_0")
 """The types of tensors that are read."""
-_PROJECTORS: Final = {"idefics3": "Idefics3 and SmolVLM", "mlp": "LLaVA 1.5"}
+_PROJECTORS: Final = {"idefics3": "Idefics3 and SmolVLM", "mlp": "LLaVA 1.5", "gemma3": "Gemma 3"}
+_TEXT_TYPES: Final = ("llama", "qwen2", "qwen3")
+_GEMMA3_TEXT: Final = "gemma3_text"
+TEXT_TYPES: Final = (*_TEXT_TYPES, _GEMMA3_TEXT)
+"""The text parts that may have images, by `model_type`; the last one is that of Gemma 3."""
 _WITHOUT_IMAGES: Final = "name the file of the text part alone to serve texts without images"
 _ZOOM: Final = 4
 """Tiles along the longest edge of an image of Idefics3 and SmolVLM, if a file does not state the edge."""
@@ -52,20 +54,31 @@ _NAMES: Final = {
         "mm.0": "multi_modal_projector.linear_1",
         "mm.2": "multi_modal_projector.linear_2",
     },
+    "gemma3": {
+        **{name: f"vision_tower.vision_model.{own}" for name, own in _TOWER_NAMES.items()},
+        "v.post_ln": "vision_tower.vision_model.post_layernorm",
+        "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+    },
 }
 """The names of modules in checkpoints, by projector and by their names in files."""
 _CLASS_EMBEDDING: Final = "v.class_embd"
+_GEMMA3_PROJECTION: Final = "mm.input_projection.weight"
+_GEMMA3_NORM: Final = "mm.soft_emb_norm.weight"
+_GEMMA3_POOLED_PATCHES: Final = 4
+"""Patches along a side of the square that an embedding of Gemma 3 stands for, if a file does not state it."""
 
 
 class Mmproj(NamedTuple):
     """What such a file says of a model."""
 
     config: dict[str, Any]
-    """The content of config.json, without the placeholder."""
+    """The content of config.json, without `token_fields`."""
     processor: dict[str, dict[str, Any]]
     """The content of each file of the image processor, by its name."""
-    special_tokens: tuple[str, ...]
-    """The tokens that a prompt with an image has; the first is the placeholder."""
+    token_fields: dict[str, str]
+    """Special tokens of prompts with images, by the fields of config.json for their ids; first the image token."""
+    other_tokens: tuple[str, ...] = ()
+    """Special tokens of prompts with images that config.json does not have."""
 
 
 def is_mmproj(path: Path) -> bool:
@@ -127,11 +140,18 @@ def _checkpoint_name(name: str, projector: str, is_swapped: bool) -> str | None:
         number, module, kind = block.groups()
         module = _SWAPPED.get(module, module) if is_swapped else module
         return f"{tower}.encoder.layers.{number}.{_BLOCK_NAMES[module]}.{kind}" if module in _BLOCK_NAMES else None
+    if name == _GEMMA3_PROJECTION and projector == "gemma3":
+        return "multi_modal_projector.mm_input_projection_weight"
     if name == _CLASS_EMBEDDING and projector == "mlp":
         return f"{tower}.embeddings.class_embedding"
     module, _, kind = name.rpartition(".")
     own = _NAMES[projector].get(module)
     return f"{own}.{kind}" if own and kind in ("weight", "bias") else None
+
+
+def offset_of(name: str) -> float:
+    """Return what a file adds to the elements of the tensor `name` of a checkpoint."""
+    return 1.0 if name == _GEMMA3_NORM else 0.0
 
 
 def _has_swapped_names(file: GgufFile) -> bool:
@@ -145,7 +165,7 @@ class _Reader(GgufFields):
 
     def mmproj(self, text: dict[str, Any], text_path: Path) -> Mmproj:
         projector = projector_of(self.file)
-        self._check_text_part(text, text_path)
+        self._check_text_part(projector, text, text_path)
         if self.value("has_vision_encoder", True) is not True:
             raise self.error("has_vision_encoder", self.value("has_vision_encoder", None), "it must be true")
         for name, tensor in self.file.tensors.items():
@@ -154,13 +174,15 @@ class _Reader(GgufFields):
                     f"{self.file.path}: {name} is of the type {tensor.type.name}: of image parts, {', '.join(_TYPES)} "
                     f"are read; use a file in one of them, or {_WITHOUT_IMAGES}"
                 )
-        return self._idefics3(text, text_path) if projector == "idefics3" else self._llava(text, text_path)
+        readers = {"idefics3": self._idefics3, "mlp": self._llava, "gemma3": self._gemma3}
+        return readers[projector](text, text_path)
 
-    def _check_text_part(self, text: dict[str, Any], text_path: Path) -> None:
-        if text["model_type"] not in TEXT_TYPES:
+    def _check_text_part(self, projector: str, text: dict[str, Any], text_path: Path) -> None:
+        known = (_GEMMA3_TEXT,) if projector == "gemma3" else _TEXT_TYPES
+        if text["model_type"] not in known:
             raise ValueError(
                 f"{text_path}: general.architecture is that of {text['model_type']!r}: with {self.file.path.name}, "
-                f"the text part must be one of {', '.join(TEXT_TYPES)}; {_WITHOUT_IMAGES}"
+                f"the text part must be one of {', '.join(known)}; {_WITHOUT_IMAGES}"
             )
 
     def _idefics3(self, text: dict[str, Any], text_path: Path) -> Mmproj:
@@ -191,7 +213,8 @@ class _Reader(GgufFields):
                 },
                 "processor_config.json": {"image_seq_len": (side // scale) ** 2},
             },
-            ("<image>", "<fake_token_around_image>"),
+            {"image_token_id": "<image>"},
+            ("<fake_token_around_image>",),
         )
 
     def _llava(self, text: dict[str, Any], text_path: Path) -> Mmproj:
@@ -237,7 +260,47 @@ class _Reader(GgufFields):
                     "vision_feature_select_strategy": "default",
                 },
             },
-            ("<image>",),
+            {"image_token_id": "<image>"},
+        )
+
+    def _gemma3(self, text: dict[str, Any], text_path: Path) -> Mmproj:
+        vision = self._tower()
+        self._must_be("clip.use_gelu", True, "the tower of Gemma 3 uses GELU")
+        side = vision["image_size"] // vision["patch_size"]
+        self.must_fit("vision.image_size", side**2, self.shape("v.position_embd.weight", 2)[0])
+        self.must_fit("vision.embedding_length", vision["hidden_size"], self.shape("v.post_ln.weight", 1)[0])
+        pooled = self.integer("vision.projector.scale_factor", _GEMMA3_POOLED_PATCHES)
+        if side % pooled:
+            raise self.error("vision.projector.scale_factor", pooled, f"it must divide the {side} patches of a side")
+        inputs, width = self.shape(_GEMMA3_PROJECTION, 2)
+        self.must_fit("vision.embedding_length", vision["hidden_size"], inputs)
+        self.must_fit("vision.embedding_length", vision["hidden_size"], self.shape(_GEMMA3_NORM, 1)[0])
+        self._check_width(width, text, text_path)
+        checkpoint_names(self.file)
+        vision |= {
+            "model_type": "siglip_vision_model",
+            "hidden_act": "gelu_pytorch_tanh",
+            "vision_use_head": False,
+        }
+        num_tokens = (side // pooled) ** 2
+        return Mmproj(
+            {
+                **self._config("Gemma3ForConditionalGeneration", "gemma3", text, vision),
+                "mm_tokens_per_image": num_tokens,
+            },
+            {
+                "preprocessor_config.json": {
+                    "image_processor_type": "Gemma3ImageProcessor",
+                    "size": {"height": vision["image_size"], "width": vision["image_size"]},
+                    **self._normalization(),
+                },
+                "processor_config.json": {"image_seq_length": num_tokens},
+            },
+            {
+                "image_token_index": "<image_soft_token>",
+                "boi_token_index": "<start_of_image>",
+                "eoi_token_index": "<end_of_image>",
+            },
         )
 
     def _feature_layer(self, num_layers: int) -> int:

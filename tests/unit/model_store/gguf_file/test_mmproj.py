@@ -16,15 +16,18 @@ from vllm_mp.model_store.gguf_file.reader import read_gguf
 from vllm_mp.testing.image_models import make_image_model
 
 TEXT = {"model_type": "llama", "hidden_size": 48, "tie_word_embeddings": False, "dtype": "float32"}
+GEMMA3_TEXT = {**TEXT, "model_type": "gemma3_text"}
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
-    return {name: make_image_model(name) for name in ("smolvlm", "llava")}
+    return {name: make_image_model(name) for name in ("smolvlm", "llava", "gemma3")}
 
 
-def read(path: Path, model: PreTrainedModel, text: dict[str, Any] = TEXT, **options: Any) -> Any:
+def read(path: Path, model: PreTrainedModel, text: dict[str, Any] | None = None, **options: Any) -> Any:
     write_mmproj(path, model, **options)
+    if text is None:
+        text = GEMMA3_TEXT if model.config.model_type == "gemma3" else TEXT
     return read_mmproj(read_gguf(path), text, Path("text.gguf"))
 
 
@@ -79,6 +82,18 @@ def test_configuration_and_image_processor_are_those_of_llava(
     assert found.processor["processor_config.json"]["patch_size"] == 10
 
 
+def test_configuration_and_image_processor_are_those_of_gemma3(
+    tmp_path: Path, models: dict[str, PreTrainedModel]
+) -> None:
+    found = read(tmp_path / "a.gguf", models["gemma3"])
+    assert found.config["architectures"] == ["Gemma3ForConditionalGeneration"]
+    assert (found.config["mm_tokens_per_image"], found.config["vision_config"]["patch_size"]) == (16, 4)
+    assert found.processor["preprocessor_config.json"]["size"] == {"height": 32, "width": 32}
+    assert found.processor["processor_config.json"] == {"image_seq_length": 16}
+    usual = read(tmp_path / "b.gguf", models["gemma3"], changes={"clip.vision.projector.scale_factor": None})
+    assert usual.config["mm_tokens_per_image"] == 4  # a quarter of the 8 patches of a side
+
+
 def test_file_is_found_by_its_name_or_its_header(tmp_path: Path, models: dict[str, PreTrainedModel]) -> None:
     write_mmproj(tmp_path / "vision.gguf", models["llava"])
     write_tiny_gguf(tmp_path / "text.gguf")
@@ -91,9 +106,9 @@ def test_file_is_found_by_its_name_or_its_header(tmp_path: Path, models: dict[st
 REFUSED = {
     "another projector": (
         "smolvlm",
-        {"clip.projector_type": "gemma3"},
-        r"clip\.projector_type is 'gemma3': served are 'idefics3' \(Idefics3 and SmolVLM\) and 'mlp' \(LLaVA 1\.5\); "
-        r"name the file of the text part alone to serve texts without images",
+        {"clip.projector_type": "qwen2vl_merger"},
+        r"clip\.projector_type is 'qwen2vl_merger': served are 'idefics3' \(Idefics3 and SmolVLM\) and 'mlp' \(LLaVA "
+        r"1\.5\) and 'gemma3' \(Gemma 3\); name the file of the text part alone to serve texts without images",
     ),
     "no projector": ("smolvlm", {"clip.projector_type": None}, r"clip\.vision\.projector_type is None"),
     "projector of a part": (
@@ -125,6 +140,11 @@ REFUSED = {
     ),
     "several layers": ("llava", {"clip.vision.feature_layer": [0, 1]}, r"feature_layer is \[0, 1\]: it must have one"),
     "layer that is not there": ("llava", {"clip.vision.feature_layer": [2]}, r"it must be from 1 to 1, the layers"),
+    "pooling that does not divide": (
+        "gemma3",
+        {"clip.vision.projector.scale_factor": 3},
+        r"scale_factor is 3: it must divide the 8 patches",
+    ),
     "two colours": ("smolvlm", {"clip.vision.image_mean": [0.5, 0.5]}, r"image_mean is \[0\.5, 0\.5\]: it must have a"),
     "no deviation": ("smolvlm", {"clip.vision.image_std": [0.0, 1.0, 1.0]}, r"image_std is .* numbers above 0"),
 }
@@ -147,6 +167,8 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, models: d
         read(tmp_path / "a.gguf", models["smolvlm"], {**TEXT, "hidden_size": 64})
     with pytest.raises(ValueError, match=r"text\.gguf: general\.architecture is that of 'gemma2': with b\.gguf, "):
         read(tmp_path / "b.gguf", models["llava"], {**TEXT, "model_type": "gemma2"})
+    with pytest.raises(ValueError, match=r"'llama': with d\.gguf, the text part must be one of gemma3_text"):
+        read(tmp_path / "d.gguf", models["gemma3"], TEXT)
     with pytest.raises(ValueError, match=r"general\.architecture is 'llama': a file with a vision tower .* has 'clip'"):
         read(tmp_path / "c.gguf", models["llava"], architecture="llama")
 
