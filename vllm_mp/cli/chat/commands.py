@@ -1,8 +1,11 @@
 """The commands of a chat: lines that begin with "/"."""
 
+import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
+from mimetypes import guess_type
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +19,9 @@ from vllm_mp.requests.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from vllm_mp.cli.chat.session import ChatSession
 
+_OF_FILES = ("/image", "/save", "/load")
+_MAX_ENTRIES = 1000
+"""Bound on the entries of a folder that are looked at while the user types."""
 _COMMAND = re.compile(r"/(?!/)[^\s/]*(?=\s|$)")
 """A path such as /etc/hosts is not a command."""
 
@@ -63,9 +69,30 @@ def completions(text: str) -> Sequence[str]:
         candidates: list[str] = [*COMMANDS]
     elif words[0] == "/set" and len(words) == 2:
         candidates = [*parameter_names(), "system", "verbose"]
+    elif words[0] in _OF_FILES:
+        begin = text.removeprefix(f"{words[0]} ")
+        # The name of a file may have spaces.
+        return [path[len(begin) - len(words[-1]) :] for path in _paths(begin, is_image=words[0] == "/image")]
     else:
         return []
     return [word for word in candidates if word.startswith(words[-1])]
+
+
+def _paths(begin: str, is_image: bool) -> list[str]:
+    """Return the paths that begin so, hidden ones only if asked for: folders, and files (`is_image`: of images)."""
+    folder, name = os.path.split(begin)
+    try:
+        with os.scandir(Path(folder or ".").expanduser()) as entries:
+            found = [
+                os.path.join(folder, f"{entry.name}/" if entry.is_dir() else entry.name)
+                for entry in itertools.islice(entries, _MAX_ENTRIES)
+                if entry.name.startswith(name)
+                and (name or not entry.name.startswith("."))
+                and (not is_image or entry.is_dir() or (guess_type(entry.name)[0] or "").startswith("image/"))
+            ]
+    except OSError:
+        return []
+    return sorted(found)
 
 
 def _help(session: "ChatSession", _arguments: str, _prompt_line: PromptLine) -> None:

@@ -216,6 +216,19 @@ def test_commands_and_parameters_are_completed():
     assert completions("hello /s") == []
 
 
+def test_files_are_completed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my photos").mkdir()
+    for name in ("my cat.png", "my notes.txt", ".hidden.png", "my photos/dog.jpg"):
+        (tmp_path / name).touch()
+    assert completions("/image ") == ["my cat.png", "my photos/"]
+    assert completions("/image my p") == ["photos/"]
+    assert completions(f"/image {tmp_path}/my photos/d") == ["photos/dog.jpg"]
+    assert completions("/image .h") == [".hidden.png"]
+    assert completions("/load my n") == ["notes.txt"]
+    assert completions("/load missing/x") == []
+
+
 def test_triple_quotes_hold_a_message_of_several_lines():
     assert _is_open('"""a\nb')
     assert not _is_open('"""a\nb"""')
