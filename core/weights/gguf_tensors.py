@@ -22,7 +22,7 @@ from vllm_mp.core.weights.checkpoint import CheckpointMismatchError
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockWeight, quantize_blocks
 from vllm_mp.model_store.gguf import MappedGguf, mapped_gguf
 from vllm_mp.model_store.gguf_file.config import GgufFamily, checkpoint_name, family_of
-from vllm_mp.model_store.gguf_file.mmproj import checkpoint_names, offset_of
+from vllm_mp.model_store.gguf_file.mmproj import checkpoint_names, dim_of_parts, offset_of
 from vllm_mp.model_store.gguf_file.reader import GgufFile, StoredTensor
 from vllm_mp.model_store.gguf_file.rope import ROPE_FACTORS
 
@@ -93,14 +93,21 @@ def image_tensors(mapped_file: MappedGguf) -> Iterator[tuple[str, Tensor]]:
     The consumer must copy a weight before it takes the next one. Raises ValueError as `MappedGguf.read` does.
     """
     file = mapped_file.read()
-    names = checkpoint_names(file)
     maps = [_mapped(part) for part in file.files]
-    for stored_name, stored in file.tensors.items():
-        weight = _weight(maps[stored.part], stored, False)
-        assert isinstance(weight, Tensor)
-        offset = offset_of(stored_name)
-        yield names[stored_name], weight.float() - offset if offset else weight
-        _release(maps[stored.part], stored)
+    parts: dict[str, list[str]] = {}
+    for stored_name, name in checkpoint_names(file).items():
+        parts.setdefault(name, []).append(stored_name)
+    for name, stored_names in parts.items():
+        weights = [_weight(maps[file.tensors[each].part], file.tensors[each], False) for each in stored_names]
+        floats = [weight for weight in weights if isinstance(weight, Tensor)]
+        if dim := dim_of_parts(name):
+            weight = torch.stack(floats, dim)
+        else:
+            weight = floats[0] if len(floats) == 1 else torch.cat(floats)
+        offset = offset_of(stored_names[0])
+        yield name, weight.float() - offset if offset else weight
+        for each in stored_names:
+            _release(maps[file.tensors[each].part], file.tensors[each])
 
 
 def _mapped(file: GgufFile) -> mmap.mmap:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import gguf
 
-_OWN_ARCHITECTURES: Final = ("granite", "olmo2")
+_OWN_ARCHITECTURES: Final = ("granite", "olmo2", "qwen2vl")
 """Architectures that transformers does not know in GGUF files, and whose tokenizers are byte-level BPE."""
 _DIGIT_SPLITS: Final = (
     "refact",
@@ -27,6 +27,10 @@ _PLAIN_SPLITS: Final = (None, "default", "gpt-2", "mpt", "olmo", "jais", "trilli
 """Names of the split of GPT-2; older files have none."""
 _LLAMA_3_SPLITS: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken")
 """Names of splits whose parts become tokens without any merges if the vocabulary has them; texts begin with BOS."""
+_QWEN2_SPLIT: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The split named "qwen2", of texts in the normal form C."""
 _RANKS: Final = {"tokenizer.ggml.scores", "tokenizer.ggml.merges"}
 """A vocabulary of SentencePiece needs one of them."""
 _CONTROL, _USER_DEFINED = 3, 4
@@ -126,7 +130,7 @@ def _byte_level(tokenizer: Any, reader: gguf.GGUFReader) -> Any:
     transformers respells control tokens that have other characters than bytes have (DeepSeek's), so that they are cut
     into pieces, and BOS gets an id outside of the vocabulary.
     """
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     split = _value(reader, "tokenizer.ggml.pre")
@@ -140,6 +144,10 @@ def _byte_level(tokenizer: Any, reader: gguf.GGUFReader) -> Any:
     if split in _DIGIT_SPLITS:
         digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         exact.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    elif split == "qwen2":
+        words = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated")
+        alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        exact.pre_tokenizer, exact.normalizer = pre_tokenizers.Sequence([words, alphabet]), normalizers.NFC()
     elif split not in _PLAIN_SPLITS and "Regex" not in repr(backend.pre_tokenizer):
         known = ", ".join(sorted(name for name in (*_PLAIN_SPLITS, *_DIGIT_SPLITS, *_LLAMA_3_SPLITS) if name))
         raise ValueError(

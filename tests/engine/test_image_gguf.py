@@ -9,7 +9,7 @@ import signal
 
 import pytest
 from support.image_gguf import DEVIATION, F16, F32, MEAN, make_half_model, rounded, write_mmproj, write_text_part
-from support.image_models import IMAGE_TOKEN, image_tokenizer, picture, placeholder, processor_files
+from support.image_models import BEGIN, IMAGE_TOKEN, image_tokenizer, picture, processor_files
 from support.tiny_tokenizers import byte_fallback
 from transformers import PreTrainedTokenizerFast
 
@@ -24,6 +24,9 @@ PROMPTS = [
     (f"A {IMAGE_TOKEN} and {IMAGE_TOKEN}?", IMAGES),
     ("No image at all", []),
 ]
+IMAGE_TOKENS = {"gemma3": "<unused7>", "qwen2_5_vl": "<|image_pad|>"}
+"""The tokens in the place of each embedding in files, where they are not `IMAGE_TOKEN`."""
+PLACEHOLDERS = {"gemma3": BEGIN, "qwen2_5_vl": "<|image_pad|>"}
 OPTIONS = AsyncEngineArgs(dtype="float32", max_model_len=1024, max_num_batched_tokens=64, kv_cache_memory_bytes=2**24)
 
 
@@ -38,8 +41,8 @@ def save_pair(folder, family, kind=F32, tokenizer=None):
     A `tokenizer` that is given has no token for images: the checkpoint has the first token for them.
     """
     token_id = 0 if tokenizer else image_tokenizer().convert_tokens_to_ids(IMAGE_TOKEN)
-    in_file = tokenizer or image_tokenizer("<unused7>" if family == "gemma3" else IMAGE_TOKEN)
-    tokenizer = tokenizer or image_tokenizer()
+    in_file = tokenizer or image_tokenizer(IMAGE_TOKENS.get(family, IMAGE_TOKEN))
+    tokenizer = tokenizer or (image_tokenizer() if family == "gemma3" else in_file)
     sizes = {"vocab_size": -(-len(tokenizer) // 8) * 8, "max_position_embeddings": 1024}
     model = make_half_model(family, token_id, **sizes)
     (folder / "gguf").mkdir()
@@ -65,12 +68,12 @@ async def answer(llm, text, images, **params):
 async def answers(model, family="llava"):
     async with await AsyncLLM.start(dataclasses.replace(OPTIONS, model=str(model))) as llm:
         return [
-            await answer(llm, text.replace(IMAGE_TOKEN, placeholder(family)), images, max_tokens=12)
+            await answer(llm, text.replace(IMAGE_TOKEN, PLACEHOLDERS.get(family, IMAGE_TOKEN)), images, max_tokens=12)
             for text, images in PROMPTS
         ]
 
 
-@pytest.mark.parametrize(("family", "kind"), [("smolvlm", F16), ("gemma3", F32)])
+@pytest.mark.parametrize(("family", "kind"), [("smolvlm", F16), ("gemma3", F32), ("qwen2_5_vl", F32)])
 def test_two_gguf_files_answer_as_the_checkpoint(tmp_path, family, kind):
     save_pair(tmp_path, family, kind)
     assert asyncio.run(answers(tmp_path / "gguf", family)) == asyncio.run(answers(tmp_path / "hub", family))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from support.image_models import GRID
 from support.tiny_gguf import add_sizes, finish, interleaved
 from vllm_mp.testing.image_models import make_image_model
 
@@ -32,12 +33,16 @@ def make_half_model(name: str, token_id: int, **text: Any) -> PreTrainedModel:
 def write_text_part(
     path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, num_tokens: int | None = None
 ) -> None:
-    """Write the text part, a Llama or Gemma 3, in F32, with the first `num_tokens` tokens of the vocabulary, or all."""
+    """Write the text part, in F32, with the first `num_tokens` tokens of the vocabulary, or all."""
     config = model.config.get_text_config()
-    is_gemma = config.model_type == "gemma3_text"
-    writer = gguf.GGUFWriter(path, "gemma3" if is_gemma else "llama")
+    is_gemma, is_qwen = config.model_type == "gemma3_text", config.model_type.startswith("qwen2")
+    architecture = "gemma3" if is_gemma else "qwen2vl" if is_qwen else "llama"
+    writer = gguf.GGUFWriter(path, architecture)
     add_sizes(writer, config)
-    writer.add_key_length(config.head_dim)
+    if is_qwen:
+        writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
+    else:
+        writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     ropes = config.rope_parameters
     if is_gemma:
@@ -46,18 +51,18 @@ def write_text_part(
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     writer.add_rope_freq_base((ropes["full_attention"] if is_gemma else ropes)["rope_theta"])
     _add_vocabulary(writer, tokenizer, len(tokenizer) if num_tokens is None else num_tokens)
-    kind = gguf.MODEL_ARCH.GEMMA3 if is_gemma else gguf.MODEL_ARCH.LLAMA
+    [kind] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
         is_head = name == "lm_head.weight" and not is_gemma
         if ".language_model." not in name and ".text_model." not in name and not is_head:
             continue
-        own = names.get_name(name.replace("language_model.", "").replace("text_model.", ""), (".weight",))
+        own = names.get_name(name.replace("language_model.", "").replace("text_model.", ""), (".weight", ".bias"))
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(own.split(".")[-2], 0)
         stored = weight.numpy()
         if is_gemma:
             stored = stored + 1 if stored.ndim == 1 else stored
-        elif heads:
+        elif heads and not is_qwen:
             stored = interleaved(stored, heads)
         writer.add_tensor(own, stored)
     finish(writer)
@@ -105,6 +110,9 @@ def write_mmproj(
 
     Matrices are of the type `kind`. `changes` are made to the metadata.
     """
+    if model.config.model_type.startswith("qwen"):
+        _write_qwen(path, model, dict(changes or {}))
+        return
     is_llava, is_gemma = (model.config.model_type == name for name in ("llava", "gemma3"))
     vision = model.config.vision_config
     num_layers = vision.num_hidden_layers
@@ -151,6 +159,50 @@ def write_mmproj(
             writer.add_tensor(own, gguf.quantize(stored, kind), raw_dtype=kind)
         else:
             writer.add_tensor(own, stored)
+    finish(writer)
+
+
+def _write_qwen(path: Path, model: PreTrainedModel, changes: dict[str, Any]) -> None:
+    """Write the image parts of Qwen2-VL or Qwen2.5-VL in F32."""
+    vision, is_old = model.config.vision_config, model.config.model_type == "qwen2_vl"
+    metadata: dict[str, Any] = {
+        "clip.has_vision_encoder": True,
+        "clip.projector_type": "qwen2vl_merger" if is_old else "qwen2.5vl_merger",
+        "clip.vision.image_size": 560,
+        "clip.vision.patch_size": vision.patch_size,
+        "clip.vision.embedding_length": vision.embed_dim if is_old else vision.hidden_size,
+        "clip.vision.feed_forward_length": vision.hidden_size if is_old else vision.intermediate_size,
+        "clip.vision.block_count": vision.depth,
+        "clip.vision.attention.head_count": vision.num_heads,
+        "clip.vision.attention.layer_norm_epsilon": 1e-6,
+        "clip.vision.image_mean": MEAN,
+        "clip.vision.image_std": DEVIATION,
+        "clip.vision.image_min_pixels": GRID["size"]["shortest_edge"],
+        "clip.vision.image_max_pixels": GRID["size"]["longest_edge"],
+    }
+    if not is_old:
+        metadata |= {
+            "clip.use_silu": True,
+            "clip.vision.n_wa_pattern": vision.fullatt_block_indexes[0] + 1,
+            "clip.vision.window_size": vision.window_size,
+        }
+    writer = gguf.GGUFWriter(path, "clip")
+    for key, value in (metadata | changes).items():
+        if value is not None:
+            _add(writer, key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, vision.depth)
+    for name, weight in model.state_dict().items():
+        if "visual." not in name:
+            continue
+        name = name.removeprefix("model.")
+        if "patch_embed" in name:
+            for frame, suffix in enumerate(("", ".1")):
+                writer.add_tensor(f"v.patch_embd.weight{suffix}", np.ascontiguousarray(weight.numpy()[:, :, frame]))
+        elif ".qkv." in name:
+            for part, of_part in zip("qkv", weight.chunk(3), strict=True):
+                writer.add_tensor(names.get_name(name.replace("qkv", part), (".weight", ".bias")), of_part.numpy())
+        else:
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")), weight.numpy())
     finish(writer)
 
 

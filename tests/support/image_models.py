@@ -18,6 +18,7 @@ BEGIN, END = "<start_of_image>", "<end_of_image>"
 SPECIAL = [IMAGE_TOKEN, BEGIN, END, "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"] + [
     f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)
 ]
+SPECIAL += ["<|vision_start|>", "<|vision_end|>"]
 TILED = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 """Settings of an image processor of SmolVLM or Idefics3 with tiles of 32 x 32 pixels."""
 CROPPED = {"size": {"shortest_edge": 30}, "crop_size": {"height": 30, "width": 30}}

@@ -10,6 +10,7 @@ from support.image_models import image_tokenizer
 from transformers import PreTrainedModel
 
 from vllm_mp import AsyncEngineArgs
+from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_store import gguf, resolve_model
 from vllm_mp.model_store.entries import cache_entries, dead_reason
 from vllm_mp.model_store.progress import Progress
@@ -42,7 +43,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
-    return {name: make_half_model(name, 90) for name in ("smolvlm", "llava", "gemma3")}
+    return {name: make_half_model(name, 90) for name in ("smolvlm", "llava", "gemma3", "qwen2_vl")}
 
 
 def write_pair(folder: Path, model: PreTrainedModel) -> Path:
@@ -174,3 +175,15 @@ def test_image_token_of_gemma_takes_the_place_of_the_last_unused_token(
         "special": True,
         "normalized": False,
     }
+
+
+def test_text_part_of_qwen_alone_is_a_model_without_images(
+    tmp_path: Path, models: dict[str, PreTrainedModel], tokenizer: dict[str, Any]
+) -> None:
+    text_part = write_pair(tmp_path / "pair", models["qwen2_vl"]) / "text.gguf"
+    config = AsyncEngineArgs(model=str(text_part), skip_tokenizer_init=True).create_engine_config().model_config
+    assert config.images is None
+    architecture = config.architecture
+    assert isinstance(architecture, NativeArchitecture)
+    assert architecture.rope is not None
+    assert architecture.rope.sections == (1, 2, 1)

@@ -83,6 +83,7 @@ FAMILIES: Final = {
     "llama": GgufFamily("LlamaForCausalLM", "llama", _LAYER_NAMES, interleaves_heads=True),
     "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2", _LAYER_NAMES),
     "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3", _LAYER_NAMES),
+    "qwen2vl": GgufFamily("Qwen2VLForConditionalGeneration", "qwen2_vl_text", _LAYER_NAMES),
     "gemma2": GgufFamily("Gemma2ForCausalLM", "gemma2", _GEMMA_NAMES, norm_offset=1.0),
     "gemma3": GgufFamily("Gemma3ForCausalLM", "gemma3_text", _GEMMA_NAMES, norm_offset=1.0),
     "phi3": GgufFamily("Phi3ForCausalLM", "phi3", _PHI3_NAMES),
@@ -261,6 +262,8 @@ class _Reader(GgufFields):
         has_bias, has_mlp_bias = (f"blk.0.{name}.bias" in self.file.tensors for name in ("attn_q", "ffn_up"))
         if family.model_type == "qwen2":
             return {}
+        if family.model_type == "qwen2_vl_text":
+            return {"use_sliding_window": False, "rope_parameters": {**rope, "mrope_section": self._sections(head_dim)}}
         if family.model_type == "phi3":
             return {"sliding_window": self._window()}
         if family.model_type in _GEMMA:
@@ -290,6 +293,19 @@ class _Reader(GgufFields):
                 "logits_scaling": self.number("logit_scale", 1.0),
             }
         return {"attention_bias": has_bias, "mlp_bias": has_mlp_bias}
+
+    def _sections(self, head_dim: int) -> list[int]:
+        """Return how many pairs of elements of a head are rotated by the time, the row and the column of an image."""
+        key = "rope.dimension_sections"
+        given = self.value(key, None)
+        is_list = isinstance(given, list) and 3 <= len(given) <= 4 and all(type(size) is int for size in given)
+        # The fourth one is not used.
+        sections: list[int] = given[:3] if is_list else []  # type: ignore[index, assignment]
+        if 2 * sum(sections) != head_dim or min(sections) < 0 or any(given[3:]):  # type: ignore[index]
+            raise self.error(
+                key, given, f"it must have 3 numbers whose sum is half of the {head_dim} elements of a head"
+            )
+        return sections
 
     def _window(self, default: int = 0) -> int | None:
         """Return the window in tokens; None if there is none, for which files have 0."""

@@ -1,7 +1,7 @@
 """The file with the image parts of a model in GGUF files, `mmproj`: vision tower, projector and image processor.
 
 llama.cpp keeps the text part in a file of its own. The metadata must agree with the shapes of the tensors, and with the
-text part. Served are the projectors of Idefics3 and SmolVLM ("idefics3"), LLaVA 1.5 ("mlp") and Gemma 3 ("gemma3").
+text part. Served are the projectors in `_PROJECTORS`.
 """
 
 import math
@@ -17,11 +17,19 @@ ARCHITECTURE: Final = "clip"
 _NAME: Final = "mmproj"
 _TYPES: Final = ("F32", "F16", "BF16", "Q8_0")
 """The types of tensors that are read."""
-_PROJECTORS: Final = {"idefics3": "Idefics3 and SmolVLM", "mlp": "LLaVA 1.5", "gemma3": "Gemma 3"}
+_QWEN2, _QWEN2_5 = "qwen2vl_merger", "qwen2.5vl_merger"
+_PROJECTORS: Final = {
+    "idefics3": "Idefics3 and SmolVLM",
+    "mlp": "LLaVA 1.5",
+    "gemma3": "Gemma 3",
+    _QWEN2: "Qwen2-VL",
+    _QWEN2_5: "Qwen2.5-VL",
+}
 _TEXT_TYPES: Final = ("llama", "qwen2", "qwen3")
-_GEMMA3_TEXT: Final = "gemma3_text"
-TEXT_TYPES: Final = (*_TEXT_TYPES, _GEMMA3_TEXT)
-"""The text parts that may have images, by `model_type`; the last one is that of Gemma 3."""
+_OWN_TEXT_TYPES: Final = {"gemma3": "gemma3_text", _QWEN2: "qwen2_vl_text", _QWEN2_5: "qwen2_vl_text"}
+"""The text part of a projector that fits one kind, by `model_type`."""
+TEXT_TYPES: Final = (*_TEXT_TYPES, *dict.fromkeys(_OWN_TEXT_TYPES.values()))
+"""The text parts that may have images, by `model_type`."""
 _WITHOUT_IMAGES: Final = "name the file of the text part alone to serve texts without images"
 _ZOOM: Final = 4
 """Tiles along the longest edge of an image of Idefics3 and SmolVLM, if a file does not state the edge."""
@@ -37,6 +45,23 @@ _BLOCK_NAMES: Final = {
     "ffn_up": "mlp.fc1",
     "ffn_down": "mlp.fc2",
 }
+_QWEN_BLOCK_NAMES: Final = {
+    "ln1": "norm1",
+    "ln2": "norm2",
+    "attn_q": "attn.qkv",
+    "attn_k": "attn.qkv",
+    "attn_v": "attn.qkv",
+    "attn_out": "attn.proj",
+}
+_MLP_NAMES: Final = {
+    _QWEN2: {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+    _QWEN2_5: {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+}
+_QWEN_NAMES: Final = {"v.post_ln": "visual.merger.ln_q", "mm.0": "visual.merger.mlp.0", "mm.2": "visual.merger.mlp.2"}
+_PATCHES: Final = ("v.patch_embd.weight", "v.patch_embd.weight.1")
+"""The parts of a matrix of Qwen2-VL for the two frames of a video that a patch has."""
+_WINDOW_PIXELS: Final = 112
+"""Pixels of a side of a window of Qwen2.5-VL, if a file does not state it."""
 _SWAPPED: Final = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 _TOWER_NAMES: Final = {
     "v.patch_embd": "embeddings.patch_embedding",
@@ -119,11 +144,14 @@ def projector_of(file: GgufFile) -> str:
 
 
 def checkpoint_names(file: GgufFile) -> dict[str, str]:
-    """Return the name in a checkpoint of each tensor of `file`. Raises ValueError for a tensor that has none there."""
+    """Return the name in a checkpoint of each tensor of `file`. Raises ValueError for a tensor that has none there.
+
+    Tensors of the same name are parts of one, in this order: along its dimension `dim_of_parts`.
+    """
     projector = projector_of(file)
     is_swapped = _has_swapped_names(file)
     names = {}
-    for name in file.tensors:
+    for name in sorted(file.tensors, key=lambda name: (".attn_v." in name, ".attn_k." in name, name)):
         own = _checkpoint_name(name, projector, is_swapped)
         if own is None:
             raise ValueError(
@@ -135,6 +163,8 @@ def checkpoint_names(file: GgufFile) -> dict[str, str]:
 
 
 def _checkpoint_name(name: str, projector: str, is_swapped: bool) -> str | None:
+    if projector in _MLP_NAMES:
+        return _qwen_name(name, projector, is_swapped)
     tower = "vision_model" if projector == "idefics3" else "vision_tower.vision_model"
     if block := _OF_BLOCK.fullmatch(name):
         number, module, kind = block.groups()
@@ -147,6 +177,27 @@ def _checkpoint_name(name: str, projector: str, is_swapped: bool) -> str | None:
     module, _, kind = name.rpartition(".")
     own = _NAMES[projector].get(module)
     return f"{own}.{kind}" if own and kind in ("weight", "bias") else None
+
+
+def _qwen_name(name: str, projector: str, is_swapped: bool) -> str | None:
+    if name in _PATCHES:
+        return "visual.patch_embed.proj.weight"
+    if block := _OF_BLOCK.fullmatch(name):
+        number, module, kind = block.groups()
+        module = _SWAPPED.get(module, module) if is_swapped else module
+        own = (_QWEN_BLOCK_NAMES | _MLP_NAMES[projector]).get(module)
+        return f"visual.blocks.{number}.{own}.{kind}" if own else None
+    module, _, kind = name.rpartition(".")
+    own = _QWEN_NAMES.get(module)
+    return f"{own}.{kind}" if own and kind in ("weight", "bias") else None
+
+
+def dim_of_parts(name: str) -> int:
+    """Return the dimension along which the tensor `name` of a checkpoint is made of several of a file.
+
+    Those of the frames of a patch lack the dimension.
+    """
+    return 2 if name == "visual.patch_embed.proj.weight" else 0
 
 
 def offset_of(name: str) -> float:
@@ -175,10 +226,12 @@ class _Reader(GgufFields):
                     f"are read; use a file in one of them, or {_WITHOUT_IMAGES}"
                 )
         readers = {"idefics3": self._idefics3, "mlp": self._llava, "gemma3": self._gemma3}
+        if projector in _MLP_NAMES:
+            return self._qwen(projector, text, text_path)
         return readers[projector](text, text_path)
 
     def _check_text_part(self, projector: str, text: dict[str, Any], text_path: Path) -> None:
-        known = (_GEMMA3_TEXT,) if projector == "gemma3" else _TEXT_TYPES
+        known = (_OWN_TEXT_TYPES[projector],) if projector in _OWN_TEXT_TYPES else _TEXT_TYPES
         if text["model_type"] not in known:
             raise ValueError(
                 f"{text_path}: general.architecture is that of {text['model_type']!r}: with {self.file.path.name}, "
@@ -300,6 +353,71 @@ class _Reader(GgufFields):
                 "image_token_index": "<image_soft_token>",
                 "boi_token_index": "<start_of_image>",
                 "eoi_token_index": "<end_of_image>",
+            },
+        )
+
+    def _qwen(self, projector: str, text: dict[str, Any], text_path: Path) -> Mmproj:
+        hidden, patch = self.integer("vision.embedding_length"), self.integer("vision.patch_size")
+        heads, layers = self.integer("vision.attention.head_count"), self.integer("vision.block_count")
+        if hidden % heads:
+            raise self.error("vision.attention.head_count", heads, f"it must divide embedding_length, {hidden}")
+        for name in _PATCHES:
+            if (found := self.shape(name, 4)) != (hidden, 3, patch, patch):
+                raise self.error(name, list(found), f"its shape must be {[hidden, 3, patch, patch]}")
+        numbers = {int(block[1]) for name in self.file.tensors if (block := _OF_BLOCK.fullmatch(name))}
+        self.must_fit("vision.block_count", layers, len(numbers))
+        merge = self.integer("vision.spatial_merge_size", 2)
+        self.must_fit("vision.spatial_merge_size", hidden * merge**2, self.shape("mm.0.weight", 2)[1])
+        width = self.shape("mm.2.weight", 2)[0]
+        self._check_width(width, text, text_path)
+        checkpoint_names(self.file)
+        # Files of Qwen2-VL state another number as feed_forward_length.
+        inner = max(self.shape("v.blk.0.ffn_up.weight", 2))
+        vision: dict[str, Any] = {
+            "depth": layers,
+            "num_heads": heads,
+            "patch_size": patch,
+            "spatial_merge_size": merge,
+            "temporal_patch_size": len(_PATCHES),
+            "in_channels": 3,
+        }
+        if projector == _QWEN2:
+            if inner % hidden:
+                raise self.error("v.blk.0.ffn_up.weight", [inner, hidden], "embedding_length must divide its rows")
+            vision |= {"embed_dim": hidden, "mlp_ratio": inner // hidden, "hidden_size": width}
+            config = self._config("Qwen2VLForConditionalGeneration", "qwen2_vl", text, vision)
+        else:
+            period = self.integer("vision.n_wa_pattern", 1)
+            vision |= {
+                "hidden_size": hidden,
+                "intermediate_size": inner,
+                "out_hidden_size": width,
+                "window_size": self.integer("vision.window_size", _WINDOW_PIXELS),
+                "fullatt_block_indexes": [layer for layer in range(layers) if (layer + 1) % period == 0],
+            }
+            text = {**text, "model_type": "qwen2_5_vl_text"}
+            config = self._config("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", text, vision)
+        sizes = {
+            f"{bound}_pixels": self.integer(f"vision.image_{bound}_pixels")
+            for bound in ("min", "max")
+            if self.value(f"vision.image_{bound}_pixels", None) is not None
+        }
+        return Mmproj(
+            config,
+            {
+                "preprocessor_config.json": {
+                    "image_processor_type": "Qwen2VLImageProcessor",
+                    "patch_size": patch,
+                    "merge_size": merge,
+                    "temporal_patch_size": len(_PATCHES),
+                    **sizes,
+                    **self._normalization(),
+                }
+            },
+            {
+                "image_token_id": "<|image_pad|>",
+                "vision_start_token_id": "<|vision_start|>",
+                "vision_end_token_id": "<|vision_end|>",
             },
         )
 

@@ -61,12 +61,19 @@ def test_text_part_answers_as_transformers(saved):
 def convert_no_tokenizer(source, target, lock, progress):
     """Write no more of a tokenizer than the special tokens of images."""
     target.mkdir()
-    names = ("<image>", "<fake_token_around_image>", "<image_soft_token>", "<start_of_image>", "<end_of_image>")
+    names = (
+        *("<image>", "<fake_token_around_image>"),
+        *("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+        *("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    )
     tokens = [{"content": text, "id": 90 + i} for i, text in enumerate(names)]
     (target / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
 
 
-@pytest.mark.parametrize(("family", "kind"), [("smolvlm", F16), ("llava", F32), ("idefics3", Q8_0), ("gemma3", F32)])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("smolvlm", F16), ("llava", F32), ("idefics3", Q8_0), ("gemma3", F32), ("qwen2_vl", F32), ("qwen2_5_vl", F32)],
+)
 def test_gguf_files_give_the_embeddings_of_their_weights(family, kind, tmp_path, monkeypatch):
     model = make_half_model(family, 90)
     write_text_part(tmp_path / "text.gguf", model, image_tokenizer(), num_tokens=97)

@@ -91,6 +91,16 @@ def test_texts_of_llama_3_begin_with_bos_and_words_need_no_merges(tmp_path: Path
     assert other("ba").input_ids == [1, 0]
 
 
+def test_texts_of_qwen2_vl_are_split_as_those_of_qwen2(tmp_path: Path) -> None:
+    own, known = (
+        tokenizer_of(tmp_path / f"{name}.gguf", BYTE_LEVEL, pre="qwen2", architecture=name).backend_tokenizer
+        for name in ("qwen2vl", "qwen2")
+    )
+    text = "It's 12\n\n ab  ba's é e\u0301!? \n\t x"
+    assert own.pre_tokenizer.pre_tokenize_str(text) == known.pre_tokenizer.pre_tokenize_str(text)
+    assert own.normalizer.normalize_str(text) == known.normalizer.normalize_str(text) != text
+
+
 def test_digits_stand_alone_where_the_file_says_so(tmp_path: Path) -> None:
     assert tokenizer_of(tmp_path / "a.gguf", BYTE_LEVEL, pre="smollm")("12").input_ids == [3, 4]
     assert tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre="gpt-2")("12").input_ids == [6]

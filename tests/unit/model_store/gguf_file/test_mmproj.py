@@ -16,18 +16,18 @@ from vllm_mp.model_store.gguf_file.reader import read_gguf
 from vllm_mp.testing.image_models import make_image_model
 
 TEXT = {"model_type": "llama", "hidden_size": 48, "tie_word_embeddings": False, "dtype": "float32"}
-GEMMA3_TEXT = {**TEXT, "model_type": "gemma3_text"}
+OWN_TEXTS = {"gemma3": "gemma3_text", "qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_vl_text"}
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
-    return {name: make_image_model(name) for name in ("smolvlm", "llava", "gemma3")}
+    return {name: make_image_model(name) for name in ("smolvlm", "llava", "gemma3", "qwen2_vl", "qwen2_5_vl")}
 
 
 def read(path: Path, model: PreTrainedModel, text: dict[str, Any] | None = None, **options: Any) -> Any:
     write_mmproj(path, model, **options)
     if text is None:
-        text = GEMMA3_TEXT if model.config.model_type == "gemma3" else TEXT
+        text = {**TEXT, "model_type": OWN_TEXTS.get(model.config.model_type, "llama")}
     return read_mmproj(read_gguf(path), text, Path("text.gguf"))
 
 
@@ -94,6 +94,23 @@ def test_configuration_and_image_processor_are_those_of_gemma3(
     assert usual.config["mm_tokens_per_image"] == 4  # a quarter of the 8 patches of a side
 
 
+def test_configuration_and_image_processor_are_those_of_qwen(
+    tmp_path: Path, models: dict[str, PreTrainedModel]
+) -> None:
+    old = read(tmp_path / "a.gguf", models["qwen2_vl"])
+    assert old.config["vision_config"]["mlp_ratio"] == 2  # which a file states by its tensors alone
+    assert old.config["text_config"]["model_type"] == "qwen2_vl_text"
+    processor = old.processor["preprocessor_config.json"]
+    assert (processor["min_pixels"], processor["max_pixels"], processor["patch_size"]) == (64, 4096, 4)
+    changes = {f"clip.vision.image_{bound}_pixels": None for bound in ("min", "max")}
+    new = read(tmp_path / "b.gguf", models["qwen2_5_vl"], changes=changes)
+    assert new.config["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
+    assert new.config["text_config"]["model_type"] == "qwen2_5_vl_text"
+    found = new.config["vision_config"]
+    assert (found["fullatt_block_indexes"], found["window_size"], found["intermediate_size"]) == ([1], 16, 64)
+    assert new.processor["preprocessor_config.json"].keys().isdisjoint({"min_pixels", "max_pixels"})
+
+
 def test_file_is_found_by_its_name_or_its_header(tmp_path: Path, models: dict[str, PreTrainedModel]) -> None:
     write_mmproj(tmp_path / "vision.gguf", models["llava"])
     write_tiny_gguf(tmp_path / "text.gguf")
@@ -106,9 +123,9 @@ def test_file_is_found_by_its_name_or_its_header(tmp_path: Path, models: dict[st
 REFUSED = {
     "another projector": (
         "smolvlm",
-        {"clip.projector_type": "qwen2vl_merger"},
-        r"clip\.projector_type is 'qwen2vl_merger': served are 'idefics3' \(Idefics3 and SmolVLM\) and 'mlp' \(LLaVA "
-        r"1\.5\) and 'gemma3' \(Gemma 3\); name the file of the text part alone to serve texts without images",
+        {"clip.projector_type": "pixtral"},
+        r"clip\.projector_type is 'pixtral': served are 'idefics3' \(Idefics3 and SmolVLM\) and .*\(Qwen2\.5-VL\); "
+        r"name the file of the text part alone to serve texts without images",
     ),
     "no projector": ("smolvlm", {"clip.projector_type": None}, r"clip\.vision\.projector_type is None"),
     "projector of a part": (
@@ -145,6 +162,8 @@ REFUSED = {
         {"clip.vision.projector.scale_factor": 3},
         r"scale_factor is 3: it must divide the 8 patches",
     ),
+    "another merger": ("qwen2_vl", {"clip.vision.spatial_merge_size": 3}, r"the tensors have 128, it means 288"),
+    "too many layers": ("qwen2_5_vl", {"clip.vision.block_count": 4}, r"block_count is 4: the tensors have 3"),
     "two colours": ("smolvlm", {"clip.vision.image_mean": [0.5, 0.5]}, r"image_mean is \[0\.5, 0\.5\]: it must have a"),
     "no deviation": ("smolvlm", {"clip.vision.image_std": [0.0, 1.0, 1.0]}, r"image_std is .* numbers above 0"),
 }
