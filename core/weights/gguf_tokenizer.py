@@ -145,9 +145,9 @@ def _byte_level(tokenizer: Any, reader: gguf.GGUFReader) -> Any:
         digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         exact.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     elif split == "qwen2":
-        words = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated")
+        parts = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated")
         alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        exact.pre_tokenizer, exact.normalizer = pre_tokenizers.Sequence([words, alphabet]), normalizers.NFC()
+        exact.pre_tokenizer, exact.normalizer = pre_tokenizers.Sequence([parts, alphabet]), normalizers.NFC()
     elif split not in _PLAIN_SPLITS and "Regex" not in repr(backend.pre_tokenizer):
         known = ", ".join(sorted(name for name in (*_PLAIN_SPLITS, *_DIGIT_SPLITS, *_LLAMA_3_SPLITS) if name))
         raise ValueError(
