@@ -4,6 +4,7 @@ Each family is given the fields of all native families, their older names, and c
 file may have a field that its family does not document.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -20,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from support.paged_steps import run_in_chunks
 from support.random_encoders import BERT, CLASSIFIERS, DISTILBERT
 from vllm_mp.core.models import build_model
-from vllm_mp.model_config.architecture import NativeArchitecture
+from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.testing.attention_steps import paged_metadata
 from vllm_mp.testing.random_models import CONFIGS
@@ -238,25 +240,92 @@ class TransformersRefuses(Exception):
     """Raised for a configuration with which transformers computes nothing."""
 
 
-def difference(base: Base, change: Change, folder: Path) -> str | None:
-    """Return how the outputs of the native model differ from those of transformers; None if they are the same.
+class Sweep:
+    """The changes of one base, compared with transformers.
 
-    A configuration that is refused, or left to transformers' module, by an error that names the field is no difference.
-    Raises TransformersRefuses if transformers does not compute it. `folder` is for config.json.
+    A configuration that differs from the base only in attributes that transformers' model of the base never reads is
+    not computed again: its outputs are those of the base. Nor is the native model, if it has the architecture and the
+    weights of the base.
     """
-    (folder / "config.json").write_text(json.dumps(base.changed(change)))
-    try:
-        weights, expected = _theirs(base, folder)
-    except Exception as error:  # a bad value may raise anything
-        raise TransformersRefuses from error
-    try:
-        found = _ours(json.loads((folder / "config.json").read_text()), weights)
-    except ValueError as error:
-        return None if _names(change, str(error)) else f"{change} is refused without its name: {error}"
-    if found.shape != expected.shape:
-        return f"{change} gives outputs of {list(found.shape)}, not {list(expected.shape)}"
-    error = float((found - expected).abs().max())
-    return None if error <= TOLERANCE else f"{change} gives outputs that differ by {error:.3g}"
+
+    def __init__(self, base: Base, folder: Path) -> None:
+        """`folder` is for config.json."""
+        self._base = base
+        self._file = folder / "config.json"
+        self._file.write_text(json.dumps(base.fields()))
+        self._config = AutoConfig.from_pretrained(folder)
+        with _noted_reads() as self._reads:
+            # A model changes its configuration, so it gets another object.
+            self._weights, self._expected = _theirs(base, AutoConfig.from_pretrained(folder))
+        self._arch = read_architecture(base.fields())
+        self._found = _ours(self._arch, self._weights)
+
+    def difference(self, change: Change) -> str | None:
+        """Return how the outputs of the native model differ from those of transformers; None if they are the same.
+
+        A configuration that is refused, or left to transformers' module, by an error that names the field is no
+        difference. Raises TransformersRefuses if transformers does not compute it.
+        """
+        self._file.write_text(json.dumps(self._base.changed(change)))
+        try:
+            weights, expected = self._theirs()
+        except Exception as error:  # a bad value may raise anything
+            raise TransformersRefuses from error
+        try:
+            found = self._ours(weights)
+        except ValueError as error:
+            return None if _names(change, str(error)) else f"{change} is refused without its name: {error}"
+        if found.shape != expected.shape:
+            return f"{change} gives outputs of {list(found.shape)}, not {list(expected.shape)}"
+        error = float((found - expected).abs().max())
+        return None if error <= TOLERANCE else f"{change} gives outputs that differ by {error:.3g}"
+
+    def _theirs(self) -> tuple[dict[str, Tensor], Tensor]:
+        config = AutoConfig.from_pretrained(self._file.parent)
+        if _differing(config, self._config).isdisjoint(self._reads):
+            return self._weights, self._expected
+        return _theirs(self._base, config)
+
+    def _ours(self, weights: dict[str, Tensor]) -> Tensor:
+        arch = read_architecture(json.loads(self._file.read_text()))
+        if arch == self._arch and _are_equal(weights, self._weights):
+            return self._found
+        return _ours(arch, weights)
+
+
+@contextlib.contextmanager
+def _noted_reads() -> Iterator[set[str]]:
+    """Yield the names of the attributes that are read from any configuration in the block."""
+    reads: set[str] = set()
+    plain = PreTrainedConfig.__getattribute__
+
+    def noting(config: PreTrainedConfig, name: str) -> Any:
+        reads.update((name, object.__getattribute__(config, "attribute_map").get(name, name)))
+        return plain(config, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PreTrainedConfig, "__getattribute__", noting)
+        yield reads
+
+
+def _differing(first: PreTrainedConfig, second: PreTrainedConfig) -> set[str]:
+    """Return the names of the attributes in which two configurations differ, or configurations within them."""
+    if type(first) is not type(second):
+        return {*vars(first), *vars(second)}
+    names = set()
+    for name in {*vars(first), *vars(second)}:
+        values = vars(first).get(name, ...), vars(second).get(name, ...)
+        if all(isinstance(value, PreTrainedConfig) for value in values):
+            names |= _differing(*values)
+        elif repr(values[0]) != repr(values[1]):
+            names.add(name)
+    return names
+
+
+def _are_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first is second or (
+        list(first) == list(second) and all(torch.equal(first[name], second[name]) for name in first)
+    )
 
 
 def _names(change: Change, message: str) -> bool:
@@ -265,9 +334,8 @@ def _names(change: Change, message: str) -> bool:
 
 
 @torch.inference_mode()
-def _theirs(base: Base, folder: Path) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the random weights, with their names in checkpoints, of the model in `folder`, and its outputs."""
-    config = AutoConfig.from_pretrained(folder)
+def _theirs(base: Base, config: PreTrainedConfig) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the random weights, with their names in checkpoints, of transformers' model, and its outputs."""
     kind = base.kind or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model: Any = kind._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(0)
@@ -282,9 +350,8 @@ def _theirs(base: Base, folder: Path) -> tuple[dict[str, Tensor], Tensor]:
 
 
 @torch.inference_mode()
-def _ours(config: dict[str, Any], weights: dict[str, Tensor]) -> Tensor:
-    """Return the outputs of the native model; raise ValueError if the configuration is refused or not native."""
-    arch = read_architecture(config)
+def _ours(arch: Architecture, weights: dict[str, Tensor]) -> Tensor:
+    """Return the outputs of the native model; raise ValueError if the architecture is not native."""
     if not isinstance(arch, NativeArchitecture):
         raise ValueError(arch.reason_not_native)
     original = arch.rope.original_max_position if arch.rope is not None and arch.rope.type == "longrope" else 0

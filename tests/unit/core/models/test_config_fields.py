@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.config_sweep import BASES, Change, TransformersRefuses, changes, difference, fields_of
+from support.config_sweep import BASES, Change, Sweep, TransformersRefuses, changes, fields_of
 from transformers.utils import logging as hub_logging
 
 from vllm_mp.core.torch_threads import one_thread
@@ -34,11 +34,11 @@ def problems(name: str, folder: Path, *, one_each: bool) -> tuple[list[str], int
 
     With `one_each`, the base gets one value of each field of its own; else all values, also of fields of the others.
     """
-    found, num_computed = [], 0
+    sweep, found, num_computed = Sweep(BASES[name], folder), [], 0
     fields = fields_of([BASES[name]] if one_each else BASES.values())
     for change in changes(BASES[name], fields, one_each=one_each):
         try:
-            problem = difference(BASES[name], change, folder)
+            problem = sweep.difference(change)
         except TransformersRefuses:
             continue
         num_computed += 1
@@ -74,6 +74,6 @@ def test_sweep_covers_every_family_and_finds_a_field_that_is_ignored(
         return read_architecture({**config, "rms_norm_eps": 1e-6})
 
     monkeypatch.setattr("support.config_sweep.read_architecture", ignoring)
-    problem = difference(BASES["llama"], Change("rms_norm_eps", 0.1), tmp_path)
+    problem = Sweep(BASES["llama"], tmp_path).difference(Change("rms_norm_eps", 0.1))
     assert problem is not None
     assert problem.startswith("rms_norm_eps=0.1 gives outputs that differ by")
