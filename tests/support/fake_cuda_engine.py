@@ -101,13 +101,16 @@ class FakeCudaEngine(LocalEngine):
         while late is not None and late.is_due(is_idle=True):
             late.capture_next()
 
-    def play(self):
-        """Compute requests that begin and end at different steps, the last of them for embeddings."""
+    def play(self, num_tokens=8):
+        """Compute requests that begin and end at different steps, the last of them for embeddings.
+
+        Each makes `num_tokens` tokens, or up to 15 more.
+        """
         hidden_size = self.config.model_config.architecture.hidden_size
         for slot, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
             masks = constrained() if slot % 4 == 0 else None
             embeds = torch.zeros(len(prompt), hidden_size) if slot == len(PROMPTS) - 1 else None
-            self.add(slot, prompt, 16 + 7 * slot % 17, constrained=masks, embeds=embeds, **params)
+            self.add(slot, prompt, num_tokens + 7 * slot % 17, constrained=masks, embeds=embeds, **params)
             self.step()
             if slot % 2:
                 self.step()
