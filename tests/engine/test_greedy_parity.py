@@ -13,9 +13,8 @@ from vllm_mp.testing.prompts import PROMPTS
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
 
-NUM_TOKENS = 32
 FEW_TOKENS = 12
-"""Length of the answers in tests of builds of the kernels."""
+"""Length of the answers in tests that need no preemption."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def tokenizer(default_model):
 
 
 def test_answers_are_greedy_with_all_prompts_in_one_batch(real_llm, reference):
-    for output in generate_all(real_llm, PROMPTS, NUM_TOKENS):
+    for output in generate_all(real_llm, PROMPTS, FEW_TOKENS):
         assert_greedy(reference, output)
 
 
@@ -43,7 +42,7 @@ def test_answers_are_greedy_with_all_prompts_in_one_batch(real_llm, reference):
 )
 def test_answers_are_greedy_with_each_build_of_the_kernels(make_engine, reference, monkeypatch, kernels):
     monkeypatch.setenv(KERNELS_VARIABLE, kernels)
-    for output in generate_all(make_engine(), PROMPTS[::3], FEW_TOKENS):
+    for output in generate_all(make_engine(), PROMPTS[::6], FEW_TOKENS):
         assert_greedy(reference, output)
 
 
@@ -58,7 +57,7 @@ def test_answers_are_greedy_with_chunks_and_preemption(make_engine, reference):
         max_num_seqs=16,
         max_prefill_slowdown=0,  # so that preemptions do not depend on the times of steps
     )
-    outputs = generate_all(engine, prompts, NUM_TOKENS)
+    outputs = generate_all(engine, prompts, 32)
     assert num_preemptions(engine) > 0
     for output in outputs:
         assert_greedy(reference, output)
