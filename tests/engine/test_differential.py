@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("forked_cores")
     ids=["one step at a time", "overlapping steps", "drafts"],
 )
 def played(request, default_model, tmp_path_factory):
-    """The arguments of a `Judge`, and 60 cases with their outcomes in company and alone.
+    """The arguments of a `Judge`, and 40 cases with their outcomes in company and alone.
 
     With overlapping steps, the shared engine schedules the next step while the pending step is computed. With drafts,
     it verifies several tokens of a request in a step.
@@ -37,7 +37,7 @@ def played(request, default_model, tmp_path_factory):
             running_engine(folder, **shared_options(bytes_per_token), num_threads=1, **request.param) as shared,
             running_engine(folder, **PRIVATE_OPTIONS, num_threads=1) as private,
         ):
-            plays = play(shared, private, random_cases(1, 60, tokenizer))
+            plays = play(shared, private, random_cases(1, 40, tokenizer))
             assert num_preemptions(shared) > 0
             yield (model, tokenizer, shared.model_config.eos_token_ids), plays
 
