@@ -24,7 +24,7 @@ from support.image_models import (
 from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineGenerateError, SamplingParams
 from vllm_mp.testing.image_models import save_image_model
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("forked_ranks")]
 IMAGES = [picture(50, 40), picture(33, 64, 1), picture(1, 1, 2)]
 PROMPTS = [
     (f"What is on {IMAGE_TOKEN}, and which colour does it have?", IMAGES[:1]),
@@ -171,32 +171,37 @@ def test_without_images_the_vision_tower_is_not_loaded(served):
 
 
 @pytest.mark.parametrize(
-    ("served", "others"),
+    ("served", "options"),
     [
-        ("smolvlm", [{"data_parallel_size": 2}, {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}]),
-        (
-            "qwen2_vl",
-            [
-                {"tensor_parallel_size": 2},
-                {"pipeline_parallel_size": 2},
-                {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-            ],
+        pytest.param(
+            "smolvlm",
+            {"data_parallel_size": 2, "mm_processor_cache_gb": 0, "enable_prefix_caching": False},
+            id="cores without caches",
         ),
-        ("gemma3", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]),
+        pytest.param(
+            "qwen2_vl",
+            {"tensor_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+            id="ranks and drafts",
+        ),
+        pytest.param("gemma3", {"pipeline_parallel_size": 2}, id="stages"),
+        pytest.param("qwen2_vl", {"pipeline_parallel_size": 2}, id="other stages", marks=pytest.mark.slow),
+        pytest.param("gemma3", {"tensor_parallel_size": 2}, id="other ranks", marks=pytest.mark.slow),
     ],
-    ids=["cores and a small cache", "ranks, stages and drafts", "ranks and stages"],
     indirect=["served"],
 )
-def test_other_engines_answer_the_same(served, others):
-    async def run(**options):
+def test_other_engines_answer_as_transformers(served, options):
+    async def run():
         async with await AsyncLLM.start(dataclasses.replace(served.args, **options)) as llm:
             outputs = await asyncio.gather(*(answer(llm, *each) for each in served.prompts * 2))
-            many = await answer(llm, *served.prompts[0], n=9, temperature=1, top_k=1)
-            return [each.token_ids for output in [*outputs, many] for each in output.outputs]
+            return [*outputs, await answer(llm, *served.prompts[0], n=9, temperature=1, top_k=1)]
 
-    expected = asyncio.run(run())
-    for options in others:
-        assert asyncio.run(run(**options)) == expected, options
+    outputs = asyncio.run(run())
+    expected = [
+        served.expected(output.prompt_token_ids, images, 12)
+        for output, (_, images) in zip(outputs, served.prompts, strict=False)
+    ]
+    found = [each.token_ids for output in outputs for each in output.outputs]
+    assert found == [*expected * 2, *expected[:1] * 9]
 
 
 def test_images_that_a_step_may_not_divide_are_read_whole_beside_running_requests(tmp_path):
