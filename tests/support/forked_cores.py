@@ -47,9 +47,12 @@ _PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _WITHOUT_EFFECT: Final = {
     *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TERM", "TMPDIR", "VLLM_MP_CACHE"),
+    *("TOKENIZERS_PARALLELISM", "TRANSFORMERS_NO_ADVISORY_WARNINGS", "STAND_IN_CUDA_LIBRARY"),
     FORKS_RANKS,
 }
-"""Variables that pytest and torch change while the tests run, and those that no module reads when it is imported."""
+"""Variables that pytest, torch, tokenizers and fixtures set while the tests run, and those that no module reads when it
+is imported. Any other variable that stays changed would end the forks of all tests after it.
+"""
 _FIRST_FREE_DESCRIPTOR: Final = 500
 _libc = ctypes.CDLL(None)
 
