@@ -80,13 +80,16 @@ def test_signals_that_other_processes_send_blame_no_request(make_small_engine, s
 
     async def run():
         tasks = [asyncio.create_task(outcome(engine, name, name, 24)) for name in ("one", "two")]
-        for incarnation in (1, 2):
+        incarnation = 0
+        for _ in range(2):
 
-            async def is_in_a_step(incarnation=incarnation):
+            async def is_in_a_step(previous=incarnation):
+                assert not any(task.done() for task in tasks), "the requests have ended too early"
                 status = engine.cores.first.supervisor.status()
-                return status is not None and status.incarnation == incarnation and bool(status.step_requests)
+                return status is not None and status.incarnation > previous and bool(status.step_requests)
 
             await eventually(is_in_a_step)
+            incarnation = engine.cores.first.supervisor.status().incarnation
             os.kill(engine.cores.first.supervisor.core.process.pid, signum)
         assert await asyncio.gather(*tasks) == [24, 24]
 

@@ -23,11 +23,18 @@ STAGES = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, **OPTIONS}
 
 
 async def assert_idle(pids):
-    """Raise AssertionError unless the processes use hardly any processor time."""
-    before = [psutil.Process(pid).cpu_times() for pid in pids]
-    await asyncio.sleep(1.0)
-    after = [psutil.Process(pid).cpu_times() for pid in pids]
-    assert max(sum(new[:2]) - sum(old[:2]) for new, old in zip(after, before, strict=True)) < 0.3
+    """Raise AssertionError unless there is a second in which the processes use hardly any processor time.
+
+    On a busy machine, what they do after an answer may take several.
+    """
+
+    async def are_idle():
+        before = [psutil.Process(pid).cpu_times() for pid in pids]
+        await asyncio.sleep(1.0)
+        after = [psutil.Process(pid).cpu_times() for pid in pids]
+        return max(sum(new[:2]) - sum(old[:2]) for new, old in zip(after, before, strict=True)) < 0.3
+
+    await eventually(are_idle)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +174,7 @@ def test_error_names_the_rank_that_died(ranks, rank, place, make_small_engine):
         os.kill(pids[rank], signal.SIGKILL)
         cause = rf"rank {rank} \({place}process {pids[rank]}\) ended with signal SIGKILL"
         with pytest.raises(EngineDeadError, match=cause):
-            await asyncio.wait_for(stream, 20)
+            await asyncio.wait_for(stream, 60)
         return pids
 
     assert ended(asyncio.run(run()))

@@ -94,16 +94,22 @@ async def undisturbed(engine, requests):
 
 
 async def disturbed(engine, requests, moment, strike=kill):
-    """Return the consumers of `requests`, after `strike(engine)` at the moment when `moment(consumers)` is true."""
-    consumers = [Consumer(engine, *request) for request in requests]
-    tasks = [asyncio.create_task(consumer.run()) for consumer in consumers]
+    """Return the consumers of `requests`, after `strike(engine)` at the moment when `moment(consumers)` is true.
 
-    async def moment_has_come():
-        assert not all(task.done() for task in tasks), "all requests finished before the moment came"
-        return moment(consumers)
+    If this process does not run at that moment, on a busy machine, the requests are sent again.
+    """
+    for _ in range(10):
+        consumers = [Consumer(engine, *request) for request in requests]
+        tasks = [asyncio.create_task(consumer.run()) for consumer in consumers]
 
+        async def moment_has_come_or_gone(consumers=consumers, tasks=tasks):
+            return all(task.done() for task in tasks) or moment(consumers)
+
+        await eventually(moment_has_come_or_gone)
+        if not all(task.done() for task in tasks):
+            break
+    assert not all(task.done() for task in tasks), "all requests finished before the moment came, each time"
     restarts = engine.cores.first.supervisor.num_restarts
-    await eventually(moment_has_come)
     strike(engine)
     await asyncio.gather(*tasks)
     assert engine.cores.first.supervisor.num_restarts == restarts + 1
@@ -250,7 +256,7 @@ def test_blocked_event_loop_delays_no_restart_and_loses_nothing(engine):
     def block(engine):
         restarts = engine.cores.first.supervisor.num_restarts
         kill(engine)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while engine.cores.first.supervisor.num_restarts == restarts:
             assert time.monotonic() < deadline
             time.sleep(0.01)  # blocks the event loop on purpose
@@ -442,7 +448,7 @@ def test_core_that_dies_while_loading_is_replaced(engine):
 
 
 def test_stopped_core_is_replaced_while_it_serves_and_while_it_loads(make_small_engine):
-    engine = make_small_engine(engine_iteration_timeout_s=1.0)
+    engine = make_small_engine(engine_iteration_timeout_s=2.0)
 
     async def run():
         expected = (await answer(engine, PROMPT, greedy(24, ignore_eos=True))).outputs[0].token_ids
@@ -489,7 +495,7 @@ def test_no_request_is_blamed_for_signals_that_stop_several_cores(make_small_eng
 
 @pytest.mark.essential
 def test_stopped_idle_core_is_replaced_when_a_request_arrives(make_small_engine):
-    engine = make_small_engine(engine_iteration_timeout_s=0.5)
+    engine = make_small_engine(engine_iteration_timeout_s=1.0)
     kill(engine, signal.SIGSTOP)
     assert len(asyncio.run(answer(engine, PROMPT, greedy(5, ignore_eos=True))).outputs[0].token_ids) == 5
     assert engine.cores.first.supervisor.num_restarts == 1

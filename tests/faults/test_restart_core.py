@@ -169,7 +169,7 @@ def test_shutdown_ends_a_replacement(small_model):
 def test_only_the_process_that_starts_the_core_replaces_it(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(small_model, address):
-        client = AsyncLLM.connect(address)
+        client = AsyncLLM.connect(address, timeout=120)
         try:
             with pytest.raises(ValueError, match=f"has not started the core at {address}"):
                 asyncio.run(client.restart_core())

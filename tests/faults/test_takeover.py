@@ -46,7 +46,7 @@ def served(small_model, tmp_path):
     """An engine, its address, and a client."""
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(small_model, address, *SLOW) as old:
-        client = AsyncLLM.connect(address)
+        client = AsyncLLM.connect(address, timeout=120)
         yield old, address, client
         client.shutdown()
 
@@ -134,7 +134,7 @@ def hasty_engine(model, address):
     command = engine_command(str(model), address, *SLOW)
     command[1 : command.index("engine")] = ["-c", program]
     old = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    client = AsyncLLM.connect(address)
+    client = AsyncLLM.connect(address, timeout=120)
     try:
         yield old, client
     finally:
@@ -227,7 +227,7 @@ async def all_threads_are_stopped(pid):
 
 def pid_at(address):
     """Return the process id of the core that a new client finds."""
-    client = AsyncLLM.connect(address)
+    client = AsyncLLM.connect(address, timeout=120)
     try:
         return asyncio.run(client.core_status())["pid"]
     finally:
@@ -286,7 +286,7 @@ async def children_of(pid):
 def test_without_an_engine_it_starts_as_usual(small_model, tmp_path):
     address = f"ipc://{tmp_path}/core.sock"
     with standalone_core(small_model, address, "--takeover"):
-        client = AsyncLLM.connect(address)
+        client = AsyncLLM.connect(address, timeout=120)
         try:
             assert asyncio.run(answers(client))
         finally:

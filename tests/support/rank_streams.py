@@ -27,14 +27,23 @@ async def streamed(engine, prompt, progress):
 
 
 async def tokens_after(engine, strike):
-    """Return the tokens of all prompts, where `strike(pids of the ranks)` is called in the middle of the streams."""
-    begun = [asyncio.Event() for _ in PROMPTS]
-    streams = [
-        asyncio.ensure_future(streamed(engine, prompt, event)) for prompt, event in zip(PROMPTS, begun, strict=True)
-    ]
-    await asyncio.gather(*(event.wait() for event in begun))
-    strike(await rank_pids(engine))
-    return await asyncio.wait_for(asyncio.gather(*streams), 60)
+    """Return the tokens of all prompts, where `strike(pids of the ranks)` is called in the middle of the streams.
+
+    Streams that end before all have begun, on a busy machine, are sent again.
+    """
+    pids = await rank_pids(engine)
+    for _ in range(10):
+        begun = [asyncio.Event() for _ in PROMPTS]
+        streams = [
+            asyncio.ensure_future(streamed(engine, prompt, event)) for prompt, event in zip(PROMPTS, begun, strict=True)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        if not any(stream.done() for stream in streams):
+            break
+        await asyncio.gather(*streams)
+    assert not any(stream.done() for stream in streams), "streams ended too early each time"
+    strike(pids)
+    return await asyncio.wait_for(asyncio.gather(*streams), 120)
 
 
 def ended(pids):

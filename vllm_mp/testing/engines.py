@@ -43,7 +43,7 @@ def standalone_core(
     """Run `vllm-mp engine` at `address` with `flags` on top of `STANDALONE_CORE`. End it by SIGTERM if it still runs.
 
     `before` is a line of shell that runs first in the process of the parent. Raises subprocess.TimeoutExpired if it
-    has not ended 30 seconds after SIGTERM.
+    has not ended 60 seconds after SIGTERM.
     """
     command = [sys.executable, "-m", "vllm_mp.cli", "engine", "--listen", address, "--model", str(model)]
     command += [*STANDALONE_CORE, *flags]
@@ -55,7 +55,7 @@ def standalone_core(
     finally:
         process.terminate()
         try:
-            process.communicate(timeout=30)
+            process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
