@@ -12,7 +12,7 @@ from vllm_mp.testing.engines import answer, greedy, running_engine, standalone_c
 pytestmark = pytest.mark.usefixtures("forked_programs", "forked_cores")
 
 SLOW = "slow@step=*,seconds=0.02"
-NUM_TOKENS = 60
+NUM_TOKENS = 40
 PLACES = {
     "a constraint": "segv@compile,about=fatal",
     "an adapter": "segv@adapter,about=adapter-2",
@@ -73,7 +73,8 @@ def test_only_the_culprit_fails(small_model, tmp_path, adapters, operators, runn
     params = greedy(NUM_TOKENS, ignore_eos=True)
 
     async def run(innocent, other):
-        expected = [(await answer(innocent, prompt, params)).outputs[0].token_ids for prompt in prompts]
+        outputs = await asyncio.gather(*(answer(innocent, prompt, params) for prompt in prompts))
+        expected = [output.outputs[0].token_ids for output in outputs]
         streams = [asyncio.create_task(answer(innocent, prompt, params)) for prompt in prompts]
         await asyncio.sleep(0)
         with pytest.raises(EngineError) as failure:

@@ -40,7 +40,7 @@ def test_killed_core_continues_all_requests_and_finds_what_accepted_drafts_compu
             assert await answers(engine, REPEATING) == expected
             status = await engine.core_status()
             assert 20 < status["num_accepted_tokens"] < status["num_draft_tokens"]
-            for num_deaths, num_steps in enumerate((3, 5, 7), 1):
+            for num_deaths, num_steps in enumerate((3, 7), 1):
                 found, status = await answers_through(engine, kill, num_steps, REPEATING)
                 assert found == expected
                 assert status["restarts"] == num_deaths
@@ -69,9 +69,8 @@ def test_killed_core_continues_all_requests_with_an_empty_cache_of_the_draft_mod
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("position", [9, 21])
-def test_requests_go_on_after_a_death_in_the_step_that_verifies_a_position(small_model, expected, position):
-    faults = f"kill@position={position},once;{SLOW_STEPS}"
+def test_requests_go_on_after_a_death_in_a_step_that_verifies_drafts(small_model, expected):
+    faults = f"kill@position=21,once;{SLOW_STEPS}"
     with running_engine(small_model, **{**OPTIONS, "fault_injection": faults}, **DRAFTS) as engine:
 
         async def run():
