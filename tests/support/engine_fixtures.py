@@ -6,12 +6,19 @@ import types
 
 import pytest
 
-from support.forked_cores import FORKS_RANKS, forking
+from support.forked_cores import FORKS_RANKS, NOT_FORKED, forking
 from vllm_mp import AsyncEngineArgs, AsyncLLM
 from vllm_mp.core_link.core_environment import core_environment, package_path
 from vllm_mp.keys.operator_key import ensure_operator_key
 from vllm_mp.model_store import resolve_model
 from vllm_mp.testing.engines import ENGINE, running_engine
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which variables kept processes from being forked: one that a test leaves behind slows down all after it."""
+    if NOT_FORKED:
+        found = ", ".join(f"{name} ({count})" for name, count in NOT_FORKED.most_common())
+        terminalreporter.write_line(f"processes that were not forked because a variable differed: {found}")
 
 
 @pytest.fixture(scope="session")

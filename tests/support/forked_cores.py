@@ -11,6 +11,7 @@ program first forks a template for its own cores, a child called `TEMPLATE_NAME`
 """
 
 import atexit
+import collections
 import contextlib
 import ctypes
 import fcntl
@@ -47,12 +48,15 @@ _PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _WITHOUT_EFFECT: Final = {
     *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TERM", "TMPDIR", "VLLM_MP_CACHE"),
-    *("TOKENIZERS_PARALLELISM", "TRANSFORMERS_NO_ADVISORY_WARNINGS", "STAND_IN_CUDA_LIBRARY"),
+    *("TOKENIZERS_PARALLELISM", "TRANSFORMERS_NO_ADVISORY_WARNINGS", "TRITON_DEFAULT_FP_FUSION"),
+    "STAND_IN_CUDA_LIBRARY",
     FORKS_RANKS,
 }
 """Variables that pytest, torch, tokenizers and fixtures set while the tests run, and those that no module reads when it
 is imported. Any other variable that stays changed would end the forks of all tests after it.
 """
+NOT_FORKED: Final[collections.Counter[str]] = collections.Counter()
+"""Number of processes of this one that started as usual because a variable of their environment differed, by name."""
 _FIRST_FREE_DESCRIPTOR: Final = 500
 _libc = ctypes.CDLL(None)
 
@@ -83,10 +87,10 @@ class _Template:
     def can_fork(self, arguments: list[str], environment: Mapping[str, str]) -> bool:
         """Return whether the template's modules are those that a new interpreter would import."""
         if arguments in (_CORE, _RANK) or _concerns_template(arguments):
-            return _comparable(environment) == _comparable(self._core_environment)
+            return _is_alike(environment, self._core_environment)
         is_known = arguments[:2] == _COMMAND or (arguments[:1] == ["-c"] and _CORE_IN_CODE in arguments[1])
         is_known = is_known or (arguments[:1] != [] and arguments[0].endswith(".py"))
-        return is_known and _comparable(environment) == _comparable(self._environment)
+        return is_known and _is_alike(environment, self._environment)
 
     def fork(self, request: _Request, descriptors: list[int]) -> int:
         """Return the process id of a new child of this process."""
@@ -123,6 +127,13 @@ def _concerns_template(arguments: list[str]) -> bool:
     """Return whether the arguments are those of a template process, or of a core that leaves one."""
     module, others = arguments[: len(_CORE)], arguments[len(_CORE) :]
     return module == _CORE and others != [] and all(each.startswith(_TEMPLATE_ARGUMENTS) for each in others)
+
+
+def _is_alike(environment: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Return whether a process with `environment` may be forked from one with `other`; note the variables if not."""
+    first, second = _comparable(environment), _comparable(other)
+    NOT_FORKED.update(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+    return first == second
 
 
 def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
