@@ -135,7 +135,7 @@ def test_calls_of_older_and_newer_versions_bind(llm, caplog):
         assert await llm.get_supported_tasks() == ("generate", "embed")
         assert not await llm.is_tracing_enabled()
         assert llm.get_num_unfinished_requests() == await llm.get_num_unfinished_requests() == 0
-        await llm.wait_for_requests_to_drain(drain_timeout=5)
+        await llm.wait_for_requests_to_drain(drain_timeout=60)
 
     with caplog.at_level(logging.INFO):
         asyncio.run(run())

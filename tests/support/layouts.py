@@ -30,7 +30,8 @@ def layouts(*names):
     return pytest.mark.parametrize("layout", [LAYOUTS[name] for name in names], ids=names)
 
 
-every_layout = layouts(*LAYOUTS)
+largest_layouts = layouts("tensor-4", "pipeline-3", "tensor-2-pipeline-2")
+"""The mark that runs a test with the layouts that do all that the others do."""
 
 
 def with_layouts(names, *pairs, extended=()):

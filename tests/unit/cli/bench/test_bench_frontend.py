@@ -10,7 +10,9 @@ from vllm_mp.client.outputs import output_path
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("flags", [(), ("--python",)], ids=["usual", "python"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param((), id="usual"), pytest.param(("--python",), id="python", marks=pytest.mark.slow)]
+)
 def test_bench_frontend_measures_complete_streams(default_model, tmp_path, flags):
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "vllm_mp.cli", "bench", "frontend", "--streams", "8", "--tokens", "40"]

@@ -8,7 +8,7 @@ import torch
 from support.answers import NUM_TOKENS, PROMPTS, SCARCE, answers, answers_with_slot
 from support.covering import by_turns
 from support.drafts import draft_known_answers
-from support.layouts import LAYOUTS, Layout, answers_of_one_process, assert_like, every_layout, with_layouts
+from support.layouts import LAYOUTS, Layout, answers_of_one_process, assert_like, largest_layouts, with_layouts
 from support.local_engine import LocalEngine
 from support.rank_threads import local_group
 from transformers import AutoModel
@@ -60,8 +60,7 @@ def few_blocks_bytes(folder, layout):
 @with_layouts(
     "family",
     *((family, "tensor-2-pipeline-2") for family in READERS.values()),
-    *OTHER_LAYOUTS[: len(LAYOUTS)],
-    extended=OTHER_LAYOUTS[len(LAYOUTS) :],
+    extended=OTHER_LAYOUTS,
 )
 def test_every_family_is_answered_with_chunks_and_preemption(family, layout, model_of):
     folder = model_of(config_of(family))
@@ -72,7 +71,7 @@ def test_every_family_is_answered_with_chunks_and_preemption(family, layout, mod
         assert group.engine.scheduler.num_preemptions > 0
 
 
-@every_layout
+@largest_layouts
 def test_prompts_whose_prefix_is_cached_are_answered_like_before(layout, model_of):
     folder = model_of("llama")
     expected = answers_of_one_process(folder)
@@ -83,7 +82,7 @@ def test_prompts_whose_prefix_is_cached_are_answered_like_before(layout, model_o
         assert group.engine.num_launched < 2 * num_launched
 
 
-@every_layout
+@largest_layouts
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_vectors_of_a_decoder_without_a_head_are_those_of_one_process(layout, quantization, model_of, tmp_path):
     AutoModel.from_pretrained(model_of("qwen2"), dtype=torch.float32).save_pretrained(tmp_path)
@@ -104,7 +103,7 @@ def test_vectors_of_a_decoder_without_a_head_are_those_of_one_process(layout, qu
         np.testing.assert_allclose(vector, wanted, atol=tolerance * np.abs(wanted).max())
 
 
-@every_layout
+@largest_layouts
 def test_seeds_give_the_samples_of_one_process(layout, model_of):
     folder, params = model_of("llama"), {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2}
     expected = answers(LocalEngine(folder), **params)
@@ -113,7 +112,7 @@ def test_seeds_give_the_samples_of_one_process(layout, model_of):
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
 
 
-@every_layout
+@largest_layouts
 def test_prompts_as_embeddings_reach_all_ranks(layout, model_of):
     folder, options = model_of("llama"), {"enable_prompt_embeds": True}
     embeds = torch.randn(9, 48, generator=torch.Generator().manual_seed(0))
@@ -168,7 +167,7 @@ def test_all_ranks_sleep_and_wake_up_together(model_of):
         assert_like(layout, answers(group.engine), expected)
 
 
-@every_layout
+@largest_layouts
 def test_ranks_and_stages_verify_drafts(layout, model_of):
     folder = model_of("llama")
     expected = answers_of_one_process(folder)

@@ -26,6 +26,7 @@ FORKS = """
 def start(monkeypatch):
     """A function that makes a `CoreTemplate` whose template process runs Python code."""
     templates = []
+    monkeypatch.setattr("vllm_mp.client.cores.sources.template._FORK_TIMEOUT_S", 60.0)  # a busy machine forks slowly
 
     def started(code, starts_early=False):
         monkeypatch.setattr(early_template, "_PROGRAM", ("-c", textwrap.dedent(code)))
