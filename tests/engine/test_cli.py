@@ -176,24 +176,24 @@ class PlainTerminal(Terminal):
         return self.process.wait(60), self._unseen
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "bench"])
-def test_help_of_each_command_loads_no_slow_package(command):
+def test_help_of_each_command_loads_no_slow_package():
+    """One process shows all of them: what one loads, those after it have loaded too."""
     code = (
-        "import sys\nfrom vllm_mp.cli import main\n"
-        "try: main(sys.argv[1:])\n"
-        "except SystemExit as end: status = end.code\n"
-        "slow = {'torch', 'transformers', 'numpy', 'zmq', 'tokenizers', 'huggingface_hub'} & sys.modules.keys()\n"
-        "print(status, sorted(slow), file=sys.stderr)\n"
+        "import contextlib, io, json, sys\nfrom vllm_mp.cli import main\n"
+        "for command in sys.argv[1:]:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as shown:\n"
+        "        try: main([*command.split(), '--help'])\n"
+        "        except SystemExit as end: status = end.code\n"
+        "    slow = {'torch', 'transformers', 'numpy', 'zmq', 'tokenizers', 'huggingface_hub'} & sys.modules.keys()\n"
+        "    print(json.dumps([status, sorted(slow), shown.getvalue()]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command.split(), "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stderr == "0 []\n"
-    assert done.stdout.startswith(f"usage: vllm-mp {command}".rstrip())
+    commands = ["", *COMMANDS, "bench"]
+    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    for command, line in zip(commands, done.stdout.splitlines(), strict=True):
+        status, slow, shown = json.loads(line)
+        assert (status, slow) == (0, []), command
+        assert shown.startswith(f"usage: vllm-mp {command}".rstrip())
 
 
 def test_program_names_its_commands_and_its_version():
@@ -436,24 +436,22 @@ def test_without_recovery_generate_ends_with_1_and_the_cause_of_the_death(small_
     assert not list(temporary.iterdir())
 
 
-def test_chat_in_a_pipe_answers_every_line_and_keeps_the_conversation(core, address):
+def test_chat_in_a_pipe_keeps_the_conversation_until_clear_ends_at_exit_and_leaves_the_core_empty(core, address):
     questions = ["Name a fruit.", "Name another one."]
-    done = run(
-        "chat", "--connect", address, *GREEDY, "--max-tokens", "12", input="\n".join([questions[0], "", questions[1]])
-    )
-    assert (done.returncode, done.stderr.replace(CUT, "")) == (0, "")
-    first = chat_text(core, questions[0], max_tokens=12)
-    second = chat_text(core, questions[0], first, questions[1], max_tokens=12)
-    assert done.stdout == f"{first}\n{second}\n"
-    assert second != chat_text(core, questions[1], max_tokens=12), "the first question changes the answer"
-
-
-def test_chat_forgets_on_clear_and_ends_at_exit(core, address):
-    lines = ["Name a fruit.", "/clear", "Name another one.", "/exit", "Name a third one."]
+    lines = [questions[0], "", questions[1], "/clear", questions[1], "/exit", "Name a third one."]
     done = run("chat", "--connect", address, *GREEDY, "--max-tokens", "12", input="\n".join(lines) + "\n")
     assert (done.returncode, done.stderr.replace(CUT, "")) == (0, "(the conversation is forgotten)\n")
-    answers = [chat_text(core, question, max_tokens=12) for question in (lines[0], lines[2])]
-    assert done.stdout == "".join(f"{text}\n" for text in answers)
+    first = chat_text(core, questions[0], max_tokens=12)
+    second = chat_text(core, questions[0], first, questions[1], max_tokens=12)
+    alone = chat_text(core, questions[1], max_tokens=12)
+    assert second != alone, "the first question changes the answer"
+    assert done.stdout == f"{first}\n{second}\n{alone}\n"
+
+    async def check():
+        await core.check_health()
+        await eventually(lambda: is_empty(core))
+
+    asyncio.run(check())
 
 
 def test_refused_question_leaves_the_conversation_unchanged(core, address):
@@ -474,17 +472,6 @@ def test_conversation_longer_than_the_context_drops_its_oldest_turn_and_says_so(
     assert "oldest turn was dropped" in done.stderr
 
 
-def test_chat_leaves_a_connected_core_running_and_empty(core, address):
-    done = run("chat", "--connect", address, "--max-tokens", "3", input="Hello")
-    assert done.returncode == 0
-
-    async def check():
-        await core.check_health()
-        await eventually(lambda: is_empty(core))
-
-    asyncio.run(check())
-
-
 def test_chat_without_stdin_ends_at_once(address):
     command = [*PROGRAM, "chat", "--connect", address]
     done = subprocess.run(
@@ -493,7 +480,7 @@ def test_chat_without_stdin_ends_at_once(address):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_in_a_terminal_ctrl_c_stops_the_answer_but_not_the_program(core, options, temporary):
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_program(core, options, temporary):
     with PlainTerminal("chat", *GREEDY, *options) as terminal:
         greeting = terminal.until_prompt()
         assert "/help" in greeting
@@ -514,21 +501,12 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_but_not_the_program(core, options
         terminal.until_prompt()
         terminal.ask(CAPITAL)
         assert terminal.until_prompt() == f"{chat_text(core, CAPITAL)}\n\n> "
-        terminal.type("/exit\n")
-        assert terminal.end()[0] == 0
-        assert not child.is_running()
-    assert not list(temporary.iterdir())
-
-
-def test_in_a_terminal_ctrl_d_ends_the_chat_with_0(core, address):
-    with PlainTerminal("chat", "--connect", address, *GREEDY) as terminal:
-        terminal.until_prompt()
-        terminal.ask(CAPITAL)
-        assert terminal.until_prompt() == f"{chat_text(core, CAPITAL)}\n\n> "
         terminal.type(PlainTerminal.CTRL_D)
         code, screen = terminal.end()
         assert code == 0
         assert "Traceback" not in screen
+        assert not child.is_running()
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.slow
