@@ -151,7 +151,7 @@ def test_broken_connection_counts_as_death_of_the_core_even_if_its_process_lives
                     pass
         assert engine.errored is not recovery
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_event_loop_closed_with_waiters_does_not_block_the_next(llm):
@@ -212,7 +212,7 @@ def test_shutdown_from_another_thread_ends_every_stream(make_small_engine):
 
         await eventually(all_sent)
         sent.set()
-        await asyncio.wait_for(asyncio.gather(*tasks), 30)
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)
 
     sent = threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(run(), debug=True))

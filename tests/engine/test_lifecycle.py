@@ -40,7 +40,7 @@ def run_script(default_model, code, cwd, **options):
 
 def wait_until_gone(pid):
     try:
-        psutil.Process(pid).wait(20)
+        psutil.Process(pid).wait(60)
     except psutil.NoSuchProcess:
         return
 

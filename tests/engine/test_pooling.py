@@ -310,7 +310,7 @@ def test_death_of_the_core_fails_pooling_requests_with_its_cause(make_engine):
         await eventually(all_sent)
         assert await engine.get_num_unfinished_requests() == 8
         os.kill(engine.cores.first.supervisor.core.process.pid, signal.SIGKILL)
-        for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20):
+        for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60):
             assert isinstance(result, EngineDeadError)
             assert "SIGKILL" in str(result)
         with pytest.raises(EngineDeadError, match="SIGKILL"):

@@ -230,6 +230,6 @@ def test_sleep_holds_for_all_clients_and_does_not_delay_a_core_told_to_stop(smal
             with pytest.raises(EngineDeadError):
                 await rest(stream)
 
-        asyncio.run(asyncio.wait_for(run(), 60))
+        asyncio.run(asyncio.wait_for(run(), 120))
         second.shutdown()
         assert process.wait(30) == 0

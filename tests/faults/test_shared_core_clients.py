@@ -144,7 +144,7 @@ def test_streams_of_a_client_that_was_dropped_for_not_reading_go_on_when_it_read
 
 def _block_until(condition):
     """Block the event loop, so that no message is read, until `condition()` is true."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -86,7 +86,7 @@ def test_pause_that_another_operator_has_ended_does_not_come_back_with_the_next_
         for client in (first, second):
             assert len((await rest(stream(client, 3))).token_ids) == 3
 
-    asyncio.run(asyncio.wait_for(run(), 90))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_repeated_call_undoes_nothing_that_another_operator_asked_for_since(core, connect):
@@ -111,7 +111,7 @@ def test_repeated_call_undoes_nothing_that_another_operator_asked_for_since(core
         pause()
         assert not await operator.is_paused()
 
-    asyncio.run(asyncio.wait_for(run(), 90))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 @pytest.mark.parametrize("is_gone", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -135,7 +135,7 @@ def test_core_sleeps_and_stays_paused_after_a_death_without_the_help_of_the_clie
         await operator.resume_generation()
         assert len((await waiting).token_ids) == 3
 
-    asyncio.run(asyncio.wait_for(run(), 90))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_requests_from_before_a_pause_that_waits_for_them_run_to_their_ends_after_a_death(connect):
@@ -156,7 +156,7 @@ def test_requests_from_before_a_pause_that_waits_for_them_run_to_their_ends_afte
         await operator.resume_generation()
         assert len((await late).token_ids) == 3
 
-    asyncio.run(asyncio.wait_for(run(), 90))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_calls_that_affect_all_clients_are_refused_by_name_to_a_client_that_is_no_operator(connect):
@@ -182,7 +182,7 @@ def test_calls_that_affect_all_clients_are_refused_by_name_to_a_client_that_is_n
         assert not await operator.is_sleeping()
         assert (await answer(user, PROMPT, greedy(3))).finished
 
-    asyncio.run(asyncio.wait_for(run(), 90))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_single_request_ends_while_most_of_another_clients_2000_requests_wait(connect):
@@ -199,4 +199,4 @@ def test_single_request_ends_while_most_of_another_clients_2000_requests_wait(co
         assert (await single.core_status())["num_waiting"] > 1500
         assert len(streams) == 2000
 
-    asyncio.run(asyncio.wait_for(run(), 90))
+    asyncio.run(asyncio.wait_for(run(), 120))

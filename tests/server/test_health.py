@@ -57,7 +57,7 @@ def test_probes_at_the_same_time_share_a_ping_of_the_core(replay_engine, monkeyp
 
 
 @pytest.fixture
-def unused_server(small_model, tmp_path):
+def unused_server(small_model, tmp_path, forked_programs):
     """A server whose core has computed no step, so that it may stand still for long before it counts as hung."""
     with served(str(small_model), tmp_path) as process:
         process.wait_until_ready()

@@ -70,7 +70,7 @@ async def scrape(client: httpx.AsyncClient) -> Scrape:
 
 
 def scraped(url: str) -> Scrape:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
         return Scrape(response.read().decode())
 
 

@@ -15,16 +15,23 @@ _TOKENS = 16
 
 
 def _signal_during_streams(server, number):
-    """Stream with and without a signal to the core; return both texts and the ends of the disturbed streams."""
+    """Stream with and without a signal to the core; return both texts and the ends of the disturbed streams.
+
+    Streams that end before the signal, on a busy machine, are sent again.
+    """
     prompts = [f"The number {index} is" for index in range(_NUM_STREAMS)]
     expected = asyncio.run(StreamedAnswers(server, prompts, _TOKENS).run())
     first = server.core_pid()
 
     async def disturbed():
-        answers = StreamedAnswers(server, prompts, _TOKENS)
-        running = asyncio.create_task(answers.run())
-        await answers.is_halfway.wait()
-        assert set(answers.ends) == {None}
+        for _ in range(10):
+            answers = StreamedAnswers(server, prompts, _TOKENS)
+            running = asyncio.create_task(answers.run())
+            await answers.is_halfway.wait()
+            if set(answers.ends) == {None}:
+                break
+            await running
+        assert set(answers.ends) == {None}, "streams ended too early each time"
         os.kill(first, number)
         return await running, answers.ends
 

@@ -62,7 +62,7 @@ def test_server_listens_while_it_loads_and_ends_on_a_signal(tmp_path, capsys):
         assert (cli.main(["health", server.url]), cli.main(["health", "--ready", server.url])) == (0, 1)
         assert capsys.readouterr().out == f"{server.url}: 200\n{server.url}: 503\n"
         server.process.terminate()
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
         assert cli.main(["health", server.url]) == 1
 
 
@@ -78,7 +78,7 @@ def test_metrics_and_probes_have_a_port_of_their_own_that_needs_no_key(slow_core
             assert httpx.get(url.replace("/metrics", path)).status_code == status
         assert httpx.get(url, headers={"Host": "attacker.example"}).status_code == 403
         server.process.terminate()
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_second_signal_does_not_wait_for_the_start_to_end():
