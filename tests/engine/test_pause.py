@@ -6,6 +6,7 @@ import signal
 
 import psutil
 import pytest
+from support.covering import covering
 from support.engine_fixtures import SHORT_STEPS, SLOW_STEPS
 
 from vllm_mp import AsyncLLM, EngineDeadError, EngineError, SamplingParams, wire
@@ -78,8 +79,11 @@ def test_mode_wait_returns_when_running_requests_have_ended(engine):
 
 
 @pytest.mark.essential
-@with_and_without_overlap
-@pytest.mark.parametrize("clear_cache", [True, False], ids=["clear cache", "keep cache"])
+@pytest.mark.parametrize(
+    ("engine", "clear_cache"),
+    covering(["llm", "overlapping"], [True, False], rest_is_extended=True),
+    indirect=["engine"],
+)
 def test_mode_keep_freezes_a_stream_which_continues_unchanged_after_resume(engine, clear_cache):
     async def run():
         expected = (await rest(streaming(engine, 60))).token_ids
@@ -151,10 +155,14 @@ def test_paused_engine_with_requests_uses_no_processor_time(engine):
         await anext(stream)
         await engine.pause_generation("keep")
         core = psutil.Process((await engine.core_status())["pid"])
-        before = core.cpu_times()
-        await asyncio.sleep(1.5)
-        after = core.cpu_times()
-        assert after.user + after.system - before.user - before.system <= 0.1
+
+        async def is_idle():
+            before = core.cpu_times()
+            await asyncio.sleep(1.5)
+            after = core.cpu_times()
+            return after.user + after.system - before.user - before.system <= 0.1
+
+        await eventually(is_idle)
         await stream.aclose()
 
     asyncio.run(run())
@@ -291,7 +299,7 @@ def test_mode_abort_ends_the_requests_of_every_client(small_model, operators, tm
             client.shutdown()
 
 
-@pytest.mark.parametrize(("mode", "sent"), [("keep", signal.SIGINT), ("wait", signal.SIGINT), ("keep", signal.SIGTERM)])
+@pytest.mark.parametrize(("mode", "sent"), [("wait", signal.SIGINT), ("keep", signal.SIGTERM)])
 def test_core_told_to_stop_does_not_wait_for_requests_that_a_pause_holds_back(
     small_model, operators, tmp_path, mode, sent
 ):
@@ -316,6 +324,6 @@ def test_core_told_to_stop_does_not_wait_for_requests_that_a_pause_holds_back(
             with pytest.raises(EngineDeadError):
                 await held
 
-        asyncio.run(asyncio.wait_for(run(), 60))
+        asyncio.run(asyncio.wait_for(run(), 120))
         client.shutdown()
         assert process.wait(30) == 0

@@ -29,9 +29,9 @@ STATES = ["connecting", "running", "loading", "restarting", "paused", "asleep", 
 LOOKS = [(scheme, width) for scheme in ("light", "dark") for width in (1400, 360)]
 
 
-@pytest.fixture(params=LOOKS, ids=lambda look: f"{look[0]}-{look[1]}")
+@pytest.fixture(scope="module", params=LOOKS, ids=lambda look: f"{look[0]}-{look[1]}")
 def page(request: pytest.FixtureRequest, browser: "Browser") -> Any:
-    """The page with an answer of every kind, in one scheme and width."""
+    """The page with an answer of every kind, in one scheme and width. The tests show more and more of it, in order."""
     scheme, width = request.param
     stand_in = PageStandIn(browser, color_scheme=scheme, viewport={"width": width, "height": 900})
     stand_in.images = {"max_images": 9, "max_file_bytes": 2**20, "max_pixels": 2**20, "max_body_bytes": 2**20}
@@ -54,6 +54,10 @@ def show_chat(page: "Page") -> None:
     button = page.get_by_role("button", name="Chat", exact=True)
     if button.is_visible():
         button.click()
+
+
+def test_focus_is_seen_everywhere(page: "Page") -> None:
+    assert without_focus_ring(page) == []
 
 
 def test_chat_can_be_read(page: "Page") -> None:
@@ -105,7 +109,3 @@ def test_list_of_endpoints_can_be_read(browser: "Browser", server: ServedModel, 
         page = context.new_page()
         page.goto(f"{server.url}/docs")
         assert weak_contrasts(page) == []
-
-
-def test_focus_is_seen_everywhere(page: "Page") -> None:
-    assert without_focus_ring(page) == []
