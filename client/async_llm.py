@@ -37,6 +37,7 @@ from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.prompts.chat_images import ChatImage, take_images
 from vllm_mp.client.prompts.chat_messages import ChatMessageError
 from vllm_mp.client.prompts.chat_template import ChatTemplate
+from vllm_mp.client.prompts.model_tokenizer import library_tokenizer
 from vllm_mp.client.prompts.prompt import PromptType, text_prompt
 from vllm_mp.client.prompts.request import CallerRequest, checked_request_id, checked_tenant
 from vllm_mp.client.stat_loggers import StatLoggerArgument
@@ -889,17 +890,24 @@ class AsyncLLM(EngineClient):
 
     @property
     def tokenizer(self) -> Any:
-        """The Hugging Face tokenizer; None with skip_tokenizer_init."""
+        """The Hugging Face tokenizer, loaded when it is first asked for; None with skip_tokenizer_init."""
+        return None if self.model_tokenizer is None else library_tokenizer(self.model_tokenizer)
+
+    @property
+    def model_tokenizer(self) -> Any:
+        """The tokenizer that this client works with, which may be a `ModelTokenizer`; None with skip_tokenizer_init."""
         return None if self._engine.prompt_tokenizer is None else self._engine.prompt_tokenizer.tokenizer
 
     def get_tokenizer(self, lora_request: Any = None) -> Any:
         """Return the Hugging Face tokenizer; `await` on the result gives the same object.
 
+        The first call may load it, with transformers, which takes a second.
+
         Adapters use the model's tokenizer, so a `lora_request` changes nothing. Raises ValueError for one without LoRA,
         and if the engine has no tokenizer.
         """
         checked_adapter(lora_request, self.vllm_config)
-        return self._tokenizer.required().tokenizer
+        return library_tokenizer(self._tokenizer.required().tokenizer)
 
     async def get_input_preprocessor(self) -> InputPreprocessor:
         """Return what turns a prompt into token ids as `generate` does."""
@@ -909,7 +917,7 @@ class AsyncLLM(EngineClient):
     @functools.cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's chat template, which is rendered beside the event loop."""
-        return ChatTemplate(self.tokenizer, image_token=self._engine.images.image_token)
+        return ChatTemplate(self.model_tokenizer, image_token=self._engine.images.image_token)
 
     @functools.cached_property
     def _image_sources(self) -> "ImageSources":
@@ -920,7 +928,7 @@ class AsyncLLM(EngineClient):
     @functools.cached_property
     def token_bytes(self) -> Callable[[int], bytes] | None:
         """What returns the bytes of a single token, which may be a part of a character; None without a tokenizer."""
-        return None if self.tokenizer is None else token_bytes(self.tokenizer)
+        return None if self.model_tokenizer is None else token_bytes(self.model_tokenizer)
 
     async def tokenize(self, text: str, **options: Any) -> list[int]:
         """Return the token ids of `text`, as the tokenizer called with `options` gives them.

@@ -22,7 +22,7 @@ from vllm_mp.client.engine.engine import Engine
 from vllm_mp.client.engine.tokenizer_data import processor_files_of_connected, tokenizer_of_connected
 from vllm_mp.client.images.processor import read_processor_files
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
-from vllm_mp.client.prompts.tokenizer import load_awaitable_tokenizer
+from vllm_mp.client.prompts.tokenizer import load_model_tokenizer
 from vllm_mp.client.stat_loggers import StatLoggerArgument, requested_loggers
 from vllm_mp.client.stats.tracing import RequestTracer
 from vllm_mp.client.threads.background_call import call_in_thread
@@ -271,7 +271,7 @@ def _one_for_each(addresses: list[str], name: str, files: str | Sequence[str] | 
 
 def _load_prompt_tokenizer(config: ModelConfig) -> PromptTokenizer | None:
     """Return the model's tokenizer; None with skip_tokenizer_init. Raises what `load_tokenizer` raises."""
-    tokenizer = load_awaitable_tokenizer(config)
+    tokenizer = load_model_tokenizer(config)
     return PromptTokenizer(tokenizer) if tokenizer is not None else None
 
 

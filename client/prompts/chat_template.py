@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import inspect
 import logging
 import threading
 import time
@@ -14,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_mp.client.prompts.chat_images import content_form, with_images
 from vllm_mp.client.prompts.chat_messages import ChatMessageError, template_messages
+from vllm_mp.client.prompts.model_tokenizer import LibraryNeeded, ModelTokenizer, template_arguments
 from vllm_mp.client.prompts.tool_prompt import has_tool_turns, knows_tools, with_text_for_tools
+from vllm_mp.client.threads.background_call import call_in_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +46,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: PreTrainedTokenizerBase | ModelTokenizer | None,
         time_limit: float = TIME_LIMIT_S,
         image_token: str | None = None,
     ) -> None:
@@ -59,8 +60,7 @@ class ChatTemplate:
         self._reserved: frozenset[str] = frozenset()
         """Names that no variable of a template may have."""
         if tokenizer is not None:
-            arguments = inspect.signature(tokenizer.apply_chat_template).parameters
-            self._reserved = frozenset(arguments) | {"messages"}
+            self._reserved = template_arguments(tokenizer) | {"messages"}
         self._executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="vllm-mp-chat-template")
         self._has_told_of_tools = False
 
@@ -114,7 +114,7 @@ class ChatTemplate:
                 "<tool_call> and </tool_call>; `vllm-mp serve --no-tool-fallback` refuses tools instead"
             )
         rendering = _Rendering(
-            self._tokenizer.apply_chat_template,
+            self._apply,
             messages,
             "developer" in source,
             writes_tools_as_text,
@@ -128,16 +128,32 @@ class ChatTemplate:
                 "continue_final_message": continue_final_message,
             },
         )
+        try:
+            text = await self._run(rendering)
+        except LibraryNeeded:
+            assert isinstance(self._tokenizer, ModelTokenizer)
+            await call_in_thread(self._tokenizer.library)  # which no limit may interrupt
+            text = await self._run(rendering)
+        if len(text) > _MAX_CHARACTERS:
+            raise ChatTemplateError(f"the chat template made {len(text)} characters, the limit is {_MAX_CHARACTERS}")
+        return text
+
+    def _apply(self, messages: list[dict[str, Any]], **arguments: Any) -> str:
+        """Return the text of `messages`; raises LibraryNeeded if the tokenizer must load transformers for it."""
+        tokenizer: Any = self._tokenizer
+        apply = tokenizer.render_chat if isinstance(tokenizer, ModelTokenizer) else tokenizer.apply_chat_template
+        text: str = apply(messages, **arguments)
+        return text
+
+    async def _run(self, rendering: _Rendering) -> str:
+        """Return the text of `rendering`, and end it if this call ends before."""
         future = self._executor.submit(rendering.run)
         try:
-            text = await self._within_limit(rendering, future)
+            return await self._within_limit(rendering, future)
         finally:
             # Also when the caller is cancelled: its thread must not go on.
             if not future.cancel():
                 rendering.stop()
-        if len(text) > _MAX_CHARACTERS:
-            raise ChatTemplateError(f"the chat template made {len(text)} characters, the limit is {_MAX_CHARACTERS}")
-        return text
 
     def _content(self, source: str, has_images: bool) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
         """Return what gives messages the form of content that the template `source` reads."""
@@ -196,7 +212,8 @@ class _Rendering:
     def run(self) -> str:
         """Return the rendered text. Raises ChatTemplateError if the template fails or is stopped.
 
-        Raises ChatMessageError for a message that no template can use.
+        Raises ChatMessageError for a message that no template can use, and what `apply` raises beside exceptions; then
+        it can run again.
         """
         try:
             with self._lock:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm_mp.client.prompts.microbatch_tokenizer import AsyncMicrobatchTokenizer, is_plain
 from vllm_mp.client.prompts.microbatcher import Microbatcher
+from vllm_mp.client.prompts.model_tokenizer import ModelTokenizer
 from vllm_mp.client.prompts.prompt import LONG_TEXT_CHARS, TooManyTokensError, check_text, check_token_ids
 from vllm_mp.client.prompts.token_length import TokenLength, token_length
 from vllm_mp.client.threads.background_call import call_in_thread
@@ -180,10 +181,12 @@ class _LongTexts:
 
 
 def _copy(tokenizer: Any) -> tuple[Tokenizer, TokenLength | None] | None:
-    """Return a copy of the library's tokenizer in `tokenizer`, and its `token_length`.
+    """Return a copy of the library's tokenizer in `tokenizer`, or itself if nothing changes it, and its `token_length`.
 
     None if `tokenizer` runs code of its own, so that a copy might give other token ids.
     """
+    if isinstance(tokenizer, ModelTokenizer):
+        return tokenizer.backend_tokenizer, tokenizer.token_length  # nothing changes it
     from tokenizers import Tokenizer
 
     if not is_plain(tokenizer):

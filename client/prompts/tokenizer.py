@@ -1,31 +1,63 @@
-"""Loading a model's tokenizer from its folder, without torch."""
+"""Loading a model's tokenizer from its folder: without torch, and without transformers if a record of it is there."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_mp.client.prompts.microbatch_tokenizer import is_plain
+from vllm_mp.client.prompts.model_tokenizer import ModelTokenizer
+from vllm_mp.client.prompts.tokenizer_record import (
+    heard_warnings,
+    make_record,
+    read_record,
+    record_path,
+    write_record,
+)
 from vllm_mp.config import ModelConfig
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_store import NO_TOKENIZER_FILE, cache_root, resolve_model
-from vllm_mp.model_store.fast_tokenizer import FAST_FILE, fast_tokenizer_folder
+from vllm_mp.model_store.fast_tokenizer import FAST_FILE, fast_tokenizer_folder, known_fast_folder
 from vllm_mp.model_store.tokenizer_files import PROCESSOR_TEMPLATE_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _import_lock = threading.Lock()
 """transformers loads its parts when they are first imported, which fails in two threads at a time."""
 _CONFIG_FILE = "tokenizer_config.json"
 
 
+def load_model_tokenizer(config: ModelConfig) -> Any:
+    """Return the tokenizer that a client works with, or None with skip_tokenizer_init.
+
+    It is a `ModelTokenizer` if the cache has a record of the tokenizer, and else what `load_awaitable_tokenizer`
+    returns, which is then recorded if it can be. Raises what `load_tokenizer` raises.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    folder = Path(config.tokenizer)
+    if config.tokenizer_mode == "auto" and not config.trust_remote_code:
+        _check_folder(folder)
+        tokenizer = _recorded_tokenizer(folder, cache_root(), functools.partial(load_awaitable_tokenizer, config))
+        if tokenizer is not None:
+            if config.chat_template is not None:
+                tokenizer.chat_template = config.chat_template
+            return tokenizer
+    return load_awaitable_tokenizer(config)
+
+
 def load_awaitable_tokenizer(config: ModelConfig) -> Any:
-    """Return the model's tokenizer, or None with skip_tokenizer_init. Raises what `load_tokenizer` raises.
+    """Return the model's tokenizer of transformers, or None with skip_tokenizer_init; raise as `load_tokenizer` does.
 
     `await` on the tokenizer returns the tokenizer, because callers of vLLM's older `get_tokenizer` await its result.
     """
@@ -79,6 +111,26 @@ def load_tokenizer(
     """
     if mode not in ("auto", "slow"):
         raise ValueError(f"tokenizer_mode must be 'auto' or 'slow', got {mode!r}")
+    _check_folder(folder)
+    try:
+        with heard_warnings() as warnings:
+            tokenizer = _load(folder, mode, trust_remote_code, cache_dir)
+            use_processor_template(tokenizer, folder)
+        if mode == "auto" and not trust_remote_code and not warnings:
+            _record(tokenizer, folder, cache_dir)
+    except Exception as error:
+        raise ValueError(
+            f"cannot load a tokenizer from {folder}: {str(error) or repr(error)}. "
+            "Download the model's tokenizer files again, set `tokenizer` to a folder or hub id that has them, or set "
+            "`skip_tokenizer_init=True` and give prompts as token ids"
+        ) from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError, with the remedy, if `folder` or the working folder does not exist."""
     # Our worker thread is fast enough. If the library had threads too, it would warn whenever the user's app forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not folder.is_dir():
@@ -89,18 +141,37 @@ def load_tokenizer(
         os.getcwd()  # libraries that load files ask for it
     except FileNotFoundError as error:
         raise ValueError("the working folder of this process was removed: change to a folder that exists") from error
+
+
+def _recorded_tokenizer(folder: Path, cache_dir: Path, load: Callable[[], Any]) -> ModelTokenizer | None:
+    """Return the tokenizer of `folder` as it was recorded; None if there is no record that fits the files.
+
+    `load` returns the tokenizer of transformers.
+    """
+    if (folder / NO_TOKENIZER_FILE).is_file():
+        return None
     try:
-        tokenizer = _load(folder, mode, trust_remote_code, cache_dir)
-        use_processor_template(tokenizer, folder)
-    except Exception as error:
-        raise ValueError(
-            f"cannot load a tokenizer from {folder}: {str(error) or repr(error)}. "
-            "Download the model's tokenizer files again, set `tokenizer` to a folder or hub id that has them, or set "
-            "`skip_tokenizer_init=True` and give prompts as token ids"
-        ) from error
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
-    return tokenizer
+        fast_folder = known_fast_folder(folder, cache_dir)
+        if fast_folder is None:
+            return None
+        record = read_record(record_path(folder, fast_folder, cache_dir))
+        return None if record is None else ModelTokenizer(record, record.backend(fast_folder), load)
+    except Exception:  # the loading by transformers says what is wrong with the files
+        logger.debug("the tokenizer cannot be made from its record", exc_info=True)
+        return None
+
+
+def _record(tokenizer: Any, folder: Path, cache_dir: Path) -> None:
+    """Record `tokenizer`, loaded from `folder`, unless it runs code of its own; the next start then takes less time."""
+    try:
+        fast_folder = known_fast_folder(folder, cache_dir)
+        if fast_folder is None or not is_plain(tokenizer):
+            return
+        path = record_path(folder, fast_folder, cache_dir)
+        if read_record(path) is None and (record := make_record(tokenizer, fast_folder)) is not None:
+            write_record(record, path)
+    except Exception:  # such as a cache that cannot be written
+        logger.debug("the tokenizer cannot be recorded", exc_info=True)
 
 
 def get_tokenizer(

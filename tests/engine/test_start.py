@@ -2,14 +2,37 @@
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 
 import psutil
 import pytest
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineStartError
+from vllm_mp.client.prompts.tokenizer import load_tokenizer
+from vllm_mp.model_store import cache_root
 from vllm_mp.testing.engines import ENGINE, answer, eventually, greedy, replay_core
 
 PROMPT = {"prompt_token_ids": [300, 301]}
+
+
+CLIENT = """
+import asyncio, sys
+from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
+
+PARAMS = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+
+async def main():
+    llm = await AsyncLLM.start(AsyncEngineArgs(model=sys.argv[1], max_model_len=256))
+    async for output in llm.generate("The capital of France is", PARAMS):
+        pass
+    text = await llm.chat_template.render([{"role": "user", "content": "hi"}])
+    print(len(output.outputs[0].token_ids), bool(text), sorted({"torch", "transformers"} & sys.modules.keys()))
+    assert isinstance(llm.get_tokenizer(), __import__("transformers").PreTrainedTokenizerBase)
+    llm.shutdown()
+
+asyncio.run(main())
+"""
 
 
 def core_processes():
@@ -82,3 +105,11 @@ def test_connection_that_waits_for_a_core_can_be_cancelled_and_a_core_that_is_no
             await AsyncLLM.aconnect(address, tokeniser="x")
 
     asyncio.run(run())
+
+
+def test_client_answers_without_transformers_once_the_tokenizer_was_loaded(default_model):
+    load_tokenizer(default_model, cache_dir=cache_root())
+    done = subprocess.run(
+        [sys.executable, "-c", CLIENT, str(default_model)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.splitlines()[-1:] == ["4 True []"], done.stderr

@@ -26,7 +26,7 @@ def chat_prompt(llm: "AsyncLLM", messages: Sequence[dict[str, Any]]) -> "list[in
     messages, images = take_images(messages)
     for message in messages:
         parse_prompt(message["content"], None)
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.model_tokenizer
     if not tokenizer.chat_template:
         raise ValueError(no_chat_template(llm.model_config.model))
     given: list[dict[str, Any]] = list(messages)
@@ -41,7 +41,7 @@ def chat_prompt(llm: "AsyncLLM", messages: Sequence[dict[str, Any]]) -> "list[in
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template failed: {error}; give another with --chat-template") from error
     # The template contains the special tokens already.
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     if not images:
         return ids
     # The engine puts the tokens of each image in the place of its placeholder.

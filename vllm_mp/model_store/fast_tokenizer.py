@@ -6,7 +6,6 @@ conversion runs in a process of its own.
 """
 
 import hashlib
-import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 from vllm_mp.model_store.folder import TOKENIZER_FILES, has_tokenizer
 
 FAST_FILE = "tokenizer.json"
+_CONVERTED = "tokenizers"
+"""The folder of conversions in the cache."""
 _SOURCE_SUFFIXES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja"})
 """Suffixes of the files that a conversion may read; files of weights have other suffixes."""
 _CONVERSION_TIMEOUT_S = 600
@@ -36,12 +37,27 @@ def fast_tokenizer_folder(folder: Path, cache_dir: Path) -> Path | None:
     return _convert(folder, cache_dir)
 
 
+def known_fast_folder(folder: Path, cache_dir: Path) -> Path | None:
+    """Return what `fast_tokenizer_folder` returns, without a conversion; None also if that is still to be made."""
+    if (folder / FAST_FILE).is_file():
+        return folder
+    if not (cache_dir / _CONVERTED).is_dir():
+        return None
+    target = cache_dir / _CONVERTED / _identity(folder)
+    return target if (target / FAST_FILE).is_file() else None
+
+
+def source_files(folder: Path) -> list[Path]:
+    """Return the files of `folder` that the loading of a tokenizer may read, sorted by name."""
+    return [path for path in sorted(folder.iterdir()) if path.suffix in _SOURCE_SUFFIXES and path.is_file()]
+
+
 def _convert(folder: Path, cache_dir: Path) -> Path | None:
     """Return the folder of the converted tokenizer, from the cache or made now; None if it has no fast form.
 
     Raises ValueError, with the converter's last line, if the conversion fails.
     """
-    target = cache_dir / "tokenizers" / _identity(folder)
+    target = cache_dir / _CONVERTED / _identity(folder)
     if (target / FAST_FILE).is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -75,12 +91,13 @@ def _convert(folder: Path, cache_dir: Path) -> Path | None:
 
 def _identity(folder: Path) -> str:
     """Return a hash of the files that a conversion may read, and of the version of the library that converts."""
+    import importlib.metadata  # which takes a while, and most tokenizers are not converted
+
     digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
-    for path in sorted(folder.iterdir()):
-        if path.suffix in _SOURCE_SUFFIXES and path.is_file():
-            content = path.read_bytes()
-            digest.update(f"\0{path.name}\0{len(content)}\0".encode())
-            digest.update(content)
+    for path in source_files(folder):
+        content = path.read_bytes()
+        digest.update(f"\0{path.name}\0{len(content)}\0".encode())
+        digest.update(content)
     return digest.hexdigest()[:32]
 
 

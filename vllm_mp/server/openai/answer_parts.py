@@ -216,7 +216,7 @@ def read_answer_format(
     answer_format = AnswerFormat(tools, reasoning, prompt[-_PROMPT_END:], shows_reasoning)
     if answer_format.is_plain:
         return answer_format
-    tokenizer = server.engine.get_tokenizer()
+    tokenizer = server.engine.model_tokenizer
     if answer_format.markers & set(tokenizer.all_special_tokens):
         params.skip_special_tokens = False
     if reasoning is None:

@@ -250,7 +250,7 @@ class _Choices:
 
     def _detokenizer(self, context: Sequence[int], skips_special: bool = False) -> IncrementalDetokenizer | None:
         """Return what finds the texts of tokens that follow `context`; None unless log-probabilities are wanted."""
-        params, tokenizer = self._params, self._engine.tokenizer
+        params, tokenizer = self._params, self._engine.model_tokenizer
         if params.logprobs is None or not params.detokenize or tokenizer is None:
             return None
         return IncrementalDetokenizer(

@@ -94,7 +94,7 @@ async def tokenize(call: Call, body: TokenizeBody) -> Response:
     texts: list[str] | None = None
     if body.return_token_strs:
         # The tokenizer makes one call for each token.
-        texts = await call_in_thread(lambda: engine.get_tokenizer().convert_ids_to_tokens(tokens))
+        texts = await call_in_thread(lambda: engine.model_tokenizer.convert_ids_to_tokens(tokens))
     response = TokenizeResponse(len(tokens), engine.model_config.max_model_len, tokens, texts)
     return Response(msgspec.json.encode(response), media_type="application/json")
 
@@ -113,7 +113,7 @@ async def tokenizer_info(request: Request) -> Response:
     """Return what clients need that tokenize by this server: special tokens, the chat template, the vocabulary."""
     server: ServerState = request.app.state.server
     try:
-        tokenizer = server.engine.get_tokenizer()
+        tokenizer = await call_in_thread(server.engine.get_tokenizer)  # which may load it
     except ValueError as error:
         raise as_refusal(error) from error
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}

@@ -24,7 +24,8 @@ class Engine:
     def last_core_status(self):
         return {"incarnation": 1}
 
-    def get_tokenizer(self):
+    @property
+    def model_tokenizer(self):
         return self
 
     chat_template = "a template"
@@ -32,8 +33,8 @@ class Engine:
     def apply_chat_template(self, _messages, **_options):
         return ""
 
-    def __call__(self, _text, **_options):
-        return SimpleNamespace(input_ids=[1])
+    def encode(self, _text, **_options):
+        return [1]
 
     async def generate(self, _prompt, _params, lora_request=None):
         yield SimpleNamespace(outputs=[CompletionOutput(0, "The fox jumped over the lazy", [1])])
