@@ -2,7 +2,8 @@
 
 With `--worker` it is another rank of a core, with `--rank-host` it runs the ranks of another machine (`core.parallel`).
 With `--template` it forks cores, which continue here, and with `--leave-template=DESCRIPTOR` it forks such a process
-before it becomes a core (`core.template`). With `--beside-core` it imports everything at a low priority.
+before it becomes a core (`core.template`). With `--beside-core`, and as a template without `--awaited`, it imports
+everything at a low priority.
 """
 
 import logging
@@ -15,8 +16,9 @@ settle_temporary_folder()
 if "--template" in sys.argv[1:]:
     from vllm_mp.core.core_imports import import_core
     from vllm_mp.core.template import run_template
+    from vllm_mp.machine.loading_thread import BESIDE_A_CORE
 
-    run_template(import_core)
+    run_template(import_core, niceness=0 if "--awaited" in sys.argv[1:] else BESIDE_A_CORE)
 elif leaving := [argument for argument in sys.argv[1:] if argument.startswith("--leave-template=")]:
     from vllm_mp.core.core_imports import import_core
     from vllm_mp.core.template import leave_template

@@ -27,7 +27,7 @@ from vllm_mp.core_link.fork_messages import (
     FromTemplate,
     TemplateReady,
 )
-from vllm_mp.machine.loading_thread import BESIDE_A_CORE, run_in_thread
+from vllm_mp.machine.loading_thread import run_in_thread
 
 PROCESS_NAME: Final = "core-template"
 """The name of a template process in `ps -e` and `top`."""
@@ -42,18 +42,18 @@ _ARGUMENTS_BEGIN, _ARGUMENTS_END = 48, 49
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 
 
-def run_template(import_core: Callable[[], None]) -> None:
+def run_template(import_core: Callable[[], None], niceness: int) -> None:
     """Call `import_core`, then fork a core for each request on standard input, a socket, until its other end closes.
 
-    `import_core` imports everything. Returns in the forked processes only. `sys.argv` then has the arguments of the
-    request, and the process has the descriptors, the working folder and the process group of a core that was started
-    as usual.
+    `import_core` imports everything, with the `niceness` of `run_in_thread`. Returns in the forked processes only.
+    `sys.argv` then has the arguments of the request, and the process has the descriptors, the working folder and the
+    process group of a core that was started as usual.
     """
     control = socket.socket(fileno=0)
     parent = os.getppid()
     _set_name(PROCESS_NAME)
     try:
-        run_in_thread(import_core, niceness=BESIDE_A_CORE)
+        run_in_thread(import_core, niceness=niceness)
         end_idle_threads()
     except Exception as error:
         tell_parent(control, ForkRefusal(reason=f"{type(error).__name__}: {error}"))

@@ -16,6 +16,8 @@ from typing import NamedTuple
 from vllm_mp.core_link.core_environment import core_environment, package_path
 
 _PROGRAM = ("-P", "-m", "vllm_mp.core", "--template")
+_AWAITED = "--awaited"
+"""The argument of a template process that the start of an engine waits for; others import beside a core that serves."""
 _LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 _READ_WHEN_USED = ("PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
 """Variables that this package, transformers and pytest set at any time, and no module reads when it is imported."""
@@ -56,13 +58,16 @@ class StartedTemplate(NamedTuple):
 _early: StartedTemplate | None = None
 
 
-def start_template(inherited: Inherited, control: socket.socket) -> "subprocess.Popen[bytes]":
+def start_template(
+    inherited: Inherited, control: socket.socket, *, is_awaited: bool = False
+) -> "subprocess.Popen[bytes]":
     """Start a template process, which speaks on `control`, and return it; it imports everything first.
 
+    It does so at a low priority, which leaves the processors to a core that serves, unless `is_awaited`.
     Raises OSError if the system cannot start a process.
     """
     return subprocess.Popen(
-        [sys.executable, *_PROGRAM],
+        [sys.executable, *_PROGRAM, *((_AWAITED,) if is_awaited else ())],
         stdin=control.fileno(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -84,7 +89,7 @@ def start_template_early() -> None:
     try:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            _early = StartedTemplate(start_template(inherited, theirs), control, inherited)
+            _early = StartedTemplate(start_template(inherited, theirs, is_awaited=True), control, inherited)
     except OSError:
         return
     atexit.register(_end_unused)

@@ -103,7 +103,7 @@ def start():
         template.close()
 
 
-RUN = "\n    template.run_template(import_core)\n"
+RUN = "\n    template.run_template(import_core, niceness=0)\n"
 
 
 def test_fork_is_a_child_of_the_sender_with_the_descriptors_of_the_request(start, tmp_path):

@@ -18,7 +18,7 @@ from vllm_mp.core_link import early_template
 FORKS = """
     import os, signal, sys, threading
     from vllm_mp.core import template
-    template.run_template(lambda: None)
+    template.run_template(lambda: None, niceness=0)
 """
 
 
@@ -77,6 +77,16 @@ def test_template_that_was_started_early_is_waited_for_once(start):
     ended = start("    raise SystemExit(1)", starts_early=True)
     assert fork(ended) is None
     assert early_template.take_early_template() is None
+
+
+def test_only_a_template_that_a_start_waits_for_imports_at_the_usual_priority(start):
+    ends = f"    import sys\n    code = 8 if '--awaited' in sys.argv else 9{FORKS}\n    os._exit(code)"
+    for is_early, code in ((True, 8), (False, 9)):
+        template = start(ends, starts_early=is_early)
+        become_ready(template)
+        process = fork(template)
+        assert process.wait(30) == code
+        process.stdin.close()
 
 
 def test_early_template_that_no_engine_takes_over_ends_with_its_process():
