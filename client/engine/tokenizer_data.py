@@ -17,8 +17,8 @@ import msgspec
 from vllm_mp.client.cores.sources.core_source import Core
 from vllm_mp.client.images.processor import read_processor_files
 from vllm_mp.client.prompts.tokenizer import (
-    load_awaitable_tokenizer,
     load_fast_tokenizer,
+    load_model_tokenizer,
     make_awaitable,
     use_processor_template,
 )
@@ -69,7 +69,7 @@ def tokenizer_of_connected(core: Core, timeout: float, own: str | None, trust_re
     if own is not None:
         model.tokenizer = str(resolve_model(own, load_format="tokenizer"))
         model.skip_tokenizer_init, model.chat_template = False, None
-        tokenizer = load_awaitable_tokenizer(model)
+        tokenizer = load_model_tokenizer(model)
     elif model.skip_tokenizer_init:
         return None
     elif trust_remote_code:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_mp.client.prompts.chat_images import content_form, with_images
 from vllm_mp.client.prompts.chat_messages import ChatMessageError, template_messages
 from vllm_mp.client.prompts.model_tokenizer import LibraryNeeded, ModelTokenizer, template_arguments
+from vllm_mp.client.prompts.template_text import import_jinja
 from vllm_mp.client.prompts.tool_prompt import has_tool_turns, knows_tools, with_text_for_tools
 from vllm_mp.client.threads.background_call import call_in_thread
 
@@ -62,6 +63,8 @@ class ChatTemplate:
         if tokenizer is not None:
             self._reserved = template_arguments(tokenizer) | {"messages"}
         self._executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="vllm-mp-chat-template")
+        if isinstance(tokenizer, ModelTokenizer):
+            self._executor.submit(import_jinja)  # neither on the event loop nor within the limit of a rendering
         self._has_told_of_tools = False
 
     @property

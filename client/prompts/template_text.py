@@ -24,6 +24,12 @@ _FIRST_SAFE_JINJA: Final = (3, 1, 6)
 """The library refuses earlier versions, whose sandbox has known holes."""
 
 
+def import_jinja() -> None:
+    """Import what `template_text` needs, which it otherwise does when it is first called."""
+    import jinja2.ext
+    import jinja2.sandbox  # noqa: F401
+
+
 def is_plain_data(value: Any) -> bool:
     """Return whether `value` consists of the types of JSON, and of tuples, and of no type that is derived from them."""
     kind = type(value)
