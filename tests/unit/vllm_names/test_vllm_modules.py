@@ -11,6 +11,7 @@ import vllm_mp
 from vllm_mp import errors
 from vllm_mp.arguments import unserved_names
 from vllm_mp.client.prompts import tokenizer
+from vllm_mp.model_store import cache_root
 
 PUBLIC = {
     "engine.arg_utils": ["AsyncEngineArgs", "EngineArgs"],
@@ -243,7 +244,7 @@ def test_logger_has_the_name_of_the_module():
 
 def test_tokenizer_is_loaded_by_the_name_of_a_model(default_model):
     loaded = module("tokenizers").get_tokenizer(str(default_model))
-    own = tokenizer.load_tokenizer(default_model, cache_dir=default_model)
+    own = tokenizer.load_tokenizer(default_model, cache_dir=cache_root())
     assert loaded("Once upon a time").input_ids == own("Once upon a time").input_ids
 
 
