@@ -131,8 +131,7 @@ def _compile(source: str) -> Template | None:
     def _check_name(name: Any) -> None:
         if isinstance(name, str) and name.startswith("_"):
             raise jinja2.exceptions.SecurityError(
-                f"Chat templates cannot store underscore-prefixed attributes on a namespace, but got {name!r}. "
-                "Please rename the attribute."
+                f"a namespace of a template takes no name that begins with an underscore, got {name!r:.100}; change it"
             )
 
     def raise_exception(message: str) -> None:

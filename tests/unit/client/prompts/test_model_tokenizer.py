@@ -214,7 +214,8 @@ def test_chats_are_rendered_as_by_the_library(template: str, tmp_path: Path) -> 
                 try:
                     results.append(each(messages, tokenize=False, **variant))
                 except (jinja2.TemplateError, ValueError, TypeError) as error:
-                    results.append((type(error), str(error)))
+                    # The library refuses a name in other words.
+                    results.append((type(error), "" if "a namespace" in str(error) else str(error)))
                 except LibraryNeeded:
                     num_left += 1
                     break
