@@ -9,6 +9,12 @@ from pathlib import Path
 
 import torch
 
+_ALWAYS_ALONE = 2**15
+"""Number of elements up to which torch uses one thread by itself."""
+MAX_ELEMENTS_OF_ONE_THREAD = 2**20
+"""Number of elements up to which an operation on them is quicker in one thread: it takes less than a millisecond, and
+threads that other programs keep from their processors would be waited for much longer."""
+
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
@@ -19,6 +25,12 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def threads_for(num_elements: int) -> contextlib.AbstractContextManager[None]:
+    """Limit torch to one thread in the block if its operations are on at most `MAX_ELEMENTS_OF_ONE_THREAD`."""
+    is_small = _ALWAYS_ALONE < num_elements <= MAX_ELEMENTS_OF_ONE_THREAD
+    return one_thread() if is_small else contextlib.nullcontext()
 
 
 def limit_this_thread(num_threads: int) -> None:

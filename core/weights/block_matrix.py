@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_mp.core.torch_threads import threads_for
 from vllm_mp.core.weights.checkpoint import FLOAT_DTYPES, Destination
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import BLOCK_TYPES, BlockType, BlockWeight
@@ -69,7 +70,8 @@ def embedding(ids: Tensor, weight: nn.Parameter | BlockMatrix, dtype: torch.dtyp
     """Return the rows `ids` of the weight of an embedding, in `dtype`, which is that of a parameter."""
     if isinstance(weight, BlockMatrix):
         return ops.block_embedding(weight.parts[0], ids, dtype)
-    return F.embedding(ids, weight)
+    with threads_for(ids.numel() * weight.shape[1]):
+        return F.embedding(ids, weight)
 
 
 def destination_of(weight: Tensor | BlockMatrix) -> Tensor | Destination:

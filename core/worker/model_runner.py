@@ -23,6 +23,7 @@ from vllm_mp.core.scheduler.cache.seal_table import SealTable
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import OutputHandle, ScheduledStep
 from vllm_mp.core.start_times import StartTimes
+from vllm_mp.core.torch_threads import threads_for
 from vllm_mp.core.weights.digest import model_digest
 from vllm_mp.core.worker.cuda_graphs import Capture
 from vllm_mp.core.worker.draft_runner import DraftRunner
@@ -238,7 +239,7 @@ class ModelRunner:
             announced = NO_LOGITS if checks else self._sampling_of(step, batch, sampler, firsts)
             self._leader.step(step, batch, announced, False, embeds)
         hidden = self._compute(step, batch, embeds)
-        if checks and not hidden.sum(dtype=torch.float32).isfinite():
+        if checks and not _is_finite(hidden):
             # A token that overflows would corrupt earlier tokens of its prompt, and blocks that other requests share.
             if self._leader is not None:
                 self._leader.step(step, batch, NO_LOGITS, True, embeds)
@@ -267,7 +268,7 @@ class ModelRunner:
             return self._compute(step, batch, embeds, received=received)
         copy = None if received is None else received.clone()
         hidden = self._compute(step, batch, embeds, received=received)
-        if hidden.sum(dtype=torch.float32).isfinite():
+        if _is_finite(hidden):
             return hidden
         return self._compute(step, batch, embeds, isolates=True, received=copy)
 
@@ -561,3 +562,9 @@ class ModelRunner:
         hidden = self._compute(step, batch, None, received=self._received_of(step))
         if pipeline.is_first and self._config.model_config.architecture.has_head:
             self.memory.model.compute_logits(hidden[-len(step.rows) :])
+
+
+def _is_finite(hidden: Tensor) -> bool:
+    """Return whether all values of `hidden` are finite; wait for the device."""
+    with threads_for(hidden.numel()):
+        return bool(hidden.sum(dtype=torch.float32).isfinite())

@@ -23,6 +23,9 @@ from vllm_mp.kernels.sampling import TokenMasks
 
 LONGEST_REWRITTEN_ROW = 1152
 """Bytes of a row. Longer rows are read at the speed of the memory where they lie, and are most of a large model."""
+_MAX_EMBEDDED_BY_ONE = 2**20
+"""Number of elements of embeddings up to which one thread makes them, in a millisecond or two: threads that other
+programs keep from their processors would be waited for much longer."""
 
 
 class BlockLinear:
@@ -120,13 +123,14 @@ def embedding(library: Library, weight: BlockWeight, ids: Tensor, dtype: torch.d
     """See `ops.block_embedding`; `weight` and `dtype` are such as `can_read` allows."""
     ids = ids.contiguous()
     out = torch.empty(*ids.shape, weight.inputs, dtype=dtype)
+    num_threads = 1 if out.numel() <= _MAX_EMBEDDED_BY_ONE else torch.get_num_threads()
     library.function("block_embedding", dtype)(
         ctypes.byref(_c_part(weight)),
         weight.inputs,
         ids.data_ptr(),
         ids.numel(),
         out.data_ptr(),
-        torch.get_num_threads(),
+        num_threads,
     )
     return out
 
