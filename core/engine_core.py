@@ -303,7 +303,7 @@ class EngineCore:
         step = self._scheduler.schedule()
         if step is not None:
             self._num_launched += 1
-            num_tokens = int(step.counts.sum())
+            num_tokens = len(step.rows) if step.is_plain else int(step.counts.sum())
             limit_ns = self._limits.begin(num_tokens, step.num_decodes < len(step.rows))
             self._page.begin_step(self._num_launched, self._requests_with(step), num_tokens, limit_ns)
             output = self._runner.launch(step, self._batch, self._sampler)
@@ -382,6 +382,9 @@ class EngineCore:
 
     def _requests_with(self, step: ScheduledStep) -> StepRequests:
         """Return the requests of `step`, which is about to be launched, and of the pending steps."""
+        repeated = self._scheduler.repeated
+        if repeated is not None and step is repeated.step:
+            return StepRequests(repeated.clients, repeated.slots, repeated.num_output_tokens())
         batch, rows = self._batch, step.rows
         requests = self._step_requests(rows, batch.num_tokens[rows])
         if not self._scheduler.pending_steps:

@@ -95,6 +95,8 @@ class Batch:
         self.eos_token_ids = np.array(sorted(eos_token_ids), np.int64)
         self.order: Rows = np.zeros(0, np.int64)
         """[num_running] rows in use, in the order of their requests."""
+        self.num_changes = 0
+        """Changes of the batch other than the new tokens of a step: requests that joined or left, blocks forgotten."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -110,6 +112,7 @@ class Batch:
         `blocks` already hold the first `num_computed_tokens` tokens. There must be a free row.
         """
         row = self._free_rows.pop()
+        self.num_changes += 1
         count = len(request.tokens)
         self.token_ids[row, :count] = request.tokens
         if self.rope_positions is not None:
@@ -160,6 +163,7 @@ class Batch:
     def remove(self, row: int) -> npt.NDArray[np.int32]:
         """Free `row`; return its blocks [n], which the caller must give back to the pool."""
         request = self.request(row)
+        self.num_changes += 1
         request.tokens = self.token_ids[row, : self.num_tokens[row]].copy()
         request.row = NO_ROW
         self.requests[row] = None

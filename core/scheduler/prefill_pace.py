@@ -83,14 +83,14 @@ class PrefillPace:
             if num_prompt_tokens:
                 self._prompts = _mean(self._prompts, num_prompt_tokens, seconds)
             return
-        size, alone = num_decodes.bit_length(), self._seconds_of_decodes(num_decodes)
+        size = num_decodes.bit_length()
         if not num_prompt_tokens:
             known = self._decodes.get(size, seconds)
             is_old = self._num_to_look >= _STEPS_TO_LOOK
             most, memory = (2 * _MAX_SURPRISE, 1 - _MEMORY) if is_old else (_MAX_SURPRISE, _MEMORY)
             self._decodes[size] = memory * known + (1 - memory) * min(seconds, most * known)
             self._num_to_look = 0
-        elif alone is None:
+        elif (alone := self._seconds_of_decodes(num_decodes)) is None:
             self._decodes[size] = seconds
         else:
             self._observe_both(num_prompt_tokens, alone, seconds)

@@ -48,6 +48,7 @@ from vllm_mp.core.scheduler.step import (
     PendingStep,
     PendingSteps,
     Prefills,
+    RepeatedStep,
     ScheduledStep,
     StepUpdate,
 )
@@ -110,6 +111,8 @@ class Scheduler:
         self.memory = MemoryQuota()
         self.grammars: Grammars | None = None
         """Where the requests wait whose constraints are being compiled; None: no request is constrained."""
+        self.repeated: RepeatedStep | None = None
+        """The step that was processed last, if the next step may be the same; None: the next step must be chosen."""
         self._requests: dict[RequestKey, Request] = {}
         self._num_arrivals = 0
         self.num_returning: int | None = None
@@ -264,6 +267,8 @@ class Scheduler:
         self.assign_adapters()
         if not self.has_work:
             return None
+        if (step := self._schedule_again()) is not None:
+            return step
         if self.pending_steps and self.isolation.latest_is_isolated:
             return None  # A group is alone on the device, too.
         if not self.isolation.has_group():
@@ -279,6 +284,30 @@ class Scheduler:
             step = self._schedule_normal_step()
             self.isolation.latest_is_isolated = step is None
         return step
+
+    def _schedule_again(self) -> ScheduledStep | None:
+        """Return the step that was processed last, if all its rows want one more token and no other request can run.
+
+        Give blocks to rows that need one, and register those that become full. Return None if the step must be chosen.
+        """
+        repeated = self.repeated
+        if repeated is None or self.pending_steps:
+            return None
+        if len(self.waiting) or repeated.num_changes != self.batch.num_changes:
+            self.repeated = None
+            return None
+        if repeated.num_quiet:
+            repeated.num_quiet -= 1
+            repeated.is_quiet = True
+        else:
+            self.room.give_blocks_to_growing_rows()
+            if repeated.num_changes != self.batch.num_changes:  # a request was preempted
+                self.repeated = None
+                return None
+            repeated.is_quiet = False
+            repeated.num_quiet = self.cache.register_decodes(repeated.step.rows, NO_ROWS)
+        self._scheduled_at = self._pace.clock()
+        return repeated.step
 
     def assign_adapters(self) -> None:
         """Let requests run whose adapters can get slots now."""
@@ -338,12 +367,15 @@ class Scheduler:
 
     def launched(self, step: ScheduledStep, output: OutputHandle, number: int) -> None:
         """Queue `step`, just launched under `number`, as pending; from now on its tokens count as known tokens."""
-        batch = self.batch
-        ends = batch.num_computed_tokens[step.rows] + step.counts
+        batch, rows = self.batch, step.rows
+        ends = batch.num_computed_tokens[rows] + step.counts
         if step.drafts is not None:
             ends -= step.drafts.counts
-        batch.num_computed_tokens[step.rows] = ends
-        batch.num_tokens[step.rows[step.samples]] = ends[step.samples] + 1
+        batch.num_computed_tokens[rows] = ends
+        if step.is_plain:
+            batch.num_tokens[rows] = ends + 1
+        else:
+            batch.num_tokens[rows[step.samples]] = ends[step.samples] + 1
         self.pending_steps.append(PendingStep(number, step, output, ends, {}, {}, self._scheduled_at))
 
     def update(self, output: ModelOutput) -> StepUpdate:
@@ -355,6 +387,11 @@ class Scheduler:
         batch = self.batch
         pending = self.pending_steps.pop_oldest()
         self._note_time(pending)
+        repeated = self.repeated
+        if repeated is not None and pending.step is repeated.step:
+            if repeated.num_changes == batch.num_changes and repeated.take(output):
+                return self._update_again(repeated, pending, output)
+            self.repeated = None
         accepted = None
         if self.drafting is not None and pending.step.drafts is not None:
             pending, output, accepted = self.drafting.accept(pending, output)
@@ -385,6 +422,8 @@ class Scheduler:
                 # A block whose last token was awaited when its step was scheduled is not registered yet.
                 self.cache.register(row, request.num_prompt_tokens + ending.num_output_tokens - 1)
             finished.append((request.client, self._end(request, ending)))
+        if not endings:
+            self._repeat(pending.step)
         return StepUpdate(
             clients=clients,
             slots=slots,
@@ -397,6 +436,23 @@ class Scheduler:
             queued=[(*request.key, request.queue_seconds or 0.0) for request in begun],
             adapters=[(*request.key, request.adapter.digest) for request in begun if request.adapter is not None],
         )
+
+    def _update_again(self, repeated: RepeatedStep, pending: PendingStep, output: ModelOutput) -> StepUpdate:
+        """Process the output of a repeated step that ends no request."""
+        self.cache.note_repeated(repeated, pending)
+        self.batch.token_ids[repeated.step.rows, pending.ends] = output.tokens
+        positions = pending.ends - repeated.num_prompt_tokens
+        return StepUpdate(repeated.clients, repeated.slots, output.tokens, positions, [], [], [], set())
+
+    def _repeat(self, step: ScheduledStep) -> None:
+        """Let the next step be `step` again, which was just processed and has ended no request, if that is possible.
+
+        Drafts make steps differ. A group of suspects takes turns with other requests. In a pipeline and with pending
+        steps, steps of the same rows differ too.
+        """
+        is_simple = self.drafting is None and self._num_stages == 1 and self.isolation.group is None
+        if is_simple and not self.pending_steps and RepeatedStep.can_repeat(step, self.batch):
+            self.repeated = RepeatedStep(step, self.batch)
 
     def _end(self, request: Request, ending: Ending) -> Finished:
         """End a live request; return the message that tells its client.
@@ -441,7 +497,8 @@ class Scheduler:
         """Note how long a step has taken whose output is processed now; steps that overlap begin one after another."""
         now, step = self._pace.clock(), pending.step
         seconds = now - max(pending.scheduled_at, self._updated_at)
-        self._pace.observe(step.num_prompt_tokens, int(step.counts.sum()) - step.num_prompt_tokens, seconds)
+        num_tokens = len(step.rows) if step.is_plain else int(step.counts.sum())
+        self._pace.observe(step.num_prompt_tokens, num_tokens - step.num_prompt_tokens, seconds)
         if self.drafting is not None and not step.num_prompt_tokens:
             num_drafts = 0 if step.drafts is None else len(step.drafts.tokens)
             self.drafting.observe(len(step.rows), num_drafts, seconds)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Counts, Mask, Rows, Vector
+from vllm_mp.core.scheduler.batch import NEVER_REGISTERS, NO_ROWS, Batch, Counts, Mask, Rows, Vector
 from vllm_mp.core.scheduler.request import Request, RequestKey
 from vllm_mp.core.speculation.drafts import Drafts, num_accepted, spread
 from vllm_mp.wire import Finished, TokenLogprobs
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 class ScheduledStep(NamedTuple):
-    """The rows and tokens of one step. Rows that compute a single token come first."""
+    """The rows and tokens of one step. Rows that compute a single token come first.
+
+    The scheduler may return the very step that was processed last once more (`RepeatedStep`): then each of its rows has
+    got one token, which is computed now, and nothing else has changed.
+    """
 
     rows: Rows
     """[num_rows] rows of the batch. A row may read blocks that rows before it fill in this step."""
@@ -47,6 +51,8 @@ class ScheduledStep(NamedTuple):
     """[num_tokens] the number of tokens of its row that each token sees; None: it sees those up to itself.
 
     Not None only for steps with images whose tokens attend to one another."""
+    is_plain: bool = False
+    """True: each row computes a single token, and a new token is sampled for it. Such a step has no drafts."""
 
     @classmethod
     def of(
@@ -66,8 +72,19 @@ class ScheduledStep(NamedTuple):
         after_update = bool(batch.reads_output[rows[awaits]].any())
         samples, pools = reaches_end & ~is_pooled, reaches_end & is_pooled
         ends = _attention_ends(batch, rows, counts)
+        is_plain = num_decodes == len(rows) and drafts is None and ends is None and bool(samples.all())
         return cls(
-            rows, counts, num_decodes, samples, pools, awaits, awaited, after_update, drafts=drafts, attention_ends=ends
+            rows,
+            counts,
+            num_decodes,
+            samples,
+            pools,
+            awaits,
+            awaited,
+            after_update,
+            drafts=drafts,
+            attention_ends=ends,
+            is_plain=is_plain,
         )
 
     @property
@@ -228,6 +245,67 @@ class StepUpdate(NamedTuple):
     """(client, slot, digest of its adapter's weights) of each request with an adapter that got its first token."""
 
 
+class RepeatedStep:
+    """A step of decodes that is scheduled again after it was processed, with what stays the same meanwhile.
+
+    A batch repeats its step as long as every row gets one token, and no request joins, leaves or ends. So most steps of
+    a batch need nearly nothing computed again.
+    """
+
+    def __init__(self, step: ScheduledStep, batch: Batch) -> None:
+        """`step` has just been processed without an end, and `can_repeat` allows it."""
+        rows = step.rows
+        self.step = step
+        self.num_changes = batch.num_changes
+        """That of the batch; when it has another, the step is not repeated."""
+        self.clients: npt.NDArray[np.uint32] = batch.client[rows]
+        """[num_rows] the column of `batch` with that name, as the next two."""
+        self.slots: npt.NDArray[np.uint32] = batch.slot[rows]
+        self.num_prompt_tokens: Counts = batch.num_prompt_tokens[rows]
+        self.num_quiet = 0
+        """Number of the next steps in which no row begins or fills a block."""
+        self.is_quiet = False
+        """No row begins or fills a block in the step that was scheduled last."""
+        self.blocks: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        """[num_rows] the block of the last computed token of each row."""
+        self.offsets: Counts = np.zeros(0, np.int64)
+        """[num_rows] the offset of that token in its block."""
+        self.is_sealed = bool(
+            (batch.num_registered[rows] != NEVER_REGISTERS).all() and not batch.has_embeds[rows].any()
+        )
+        """The tokens of all rows are noted in the seal table, one by one."""
+        self._batch = batch
+        self._num_left = int((batch.max_total_tokens[rows] - batch.num_tokens[rows]).min()) - 1
+        """Number of the next steps with which no request reaches its length."""
+        self._stop_tokens = _stop_tokens(batch, rows)
+
+    @staticmethod
+    def can_repeat(step: ScheduledStep, batch: Batch) -> bool:
+        """Return whether `step`, which was processed and has ended no request, has all rows, one token in each."""
+        return step.is_plain and len(step.rows) == len(batch) and not batch.is_constrained[step.rows].any()
+
+    def num_output_tokens(self) -> Counts:
+        """Return the number of output tokens [num_rows] of each row."""
+        num_tokens: Counts = self._batch.num_tokens[self.step.rows]
+        return num_tokens - self.num_prompt_tokens
+
+    def take(self, output: "ModelOutput") -> bool:
+        """Count the tokens of the step; return False, and count none, if one of them may end its request."""
+        tokens = output.tokens.tolist()
+        if self._num_left <= 0 or min(tokens) < 0 or not self._stop_tokens.isdisjoint(tokens):
+            return False
+        self._num_left -= 1
+        return True
+
+
+def _stop_tokens(batch: Batch, rows: Rows) -> set[int]:
+    """Return the tokens each of which ends a request in at least one of `rows` [n]."""
+    stops = set(batch.eos_token_ids.tolist()) if batch.stops_at_eos[rows].any() else set()
+    for row in rows[batch.has_stop_ids[rows]].tolist():
+        stops.update(batch.request(row).sampling.stop_token_ids or ())
+    return stops
+
+
 class OutputHandle(Protocol):
     """Stands for the output of a launched step, which the device may still be computing."""
 
@@ -281,6 +359,8 @@ class PendingStep(NamedTuple):
     def live_output(self, output: ModelOutput) -> LiveOutput:
         """Return `output` without the tokens and vectors of requests that ended while the step was pending."""
         step, tokens, vectors = self.step, output.tokens, output.vectors
+        if step.is_plain and not self.gone:
+            return LiveOutput(step.rows, self.ends, tokens, NO_ROWS, ())
         samples, pools = step.samples, step.pools
         if self.gone:
             live = self.live

@@ -45,7 +45,7 @@ from vllm_mp.core.worker.sampling.sampler_profile import profile_sampler
 from vllm_mp.core.worker.staged_output import StagedOutput, returns_all
 from vllm_mp.core.worker.staged_steps import StagedSteps
 from vllm_mp.core.worker.step_embeds import StepEmbeds, step_embeds
-from vllm_mp.core.worker.step_inputs import StepRows, step_inputs, token_types
+from vllm_mp.core.worker.step_inputs import RepeatedInputs, StepRows, step_inputs, token_types
 from vllm_mp.core.worker.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMessage
 from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.kernels import ops
@@ -117,6 +117,12 @@ class ModelRunner:
         self._has_token_types = getattr(architecture, "num_token_types", 0) > 1
         self._nan_check_required = False
         """Attention isolates values that are not finite only if it is asked to, so the host must look for them."""
+        self._launched: ScheduledStep | None = None
+        """The step that was launched last."""
+        self._repeated_inputs: RepeatedInputs | None = None
+        """The inputs of `_launched`, if it was repeated."""
+        self._is_argmax_again = False
+        """If `_launched` is repeated, all its tokens are those with the highest logits."""
         self._latest: Tensor | None = None
         """Int64 [n] on the device: the tokens that were sampled last; None if no step reads them.
 
@@ -229,6 +235,9 @@ class ModelRunner:
         The host waits for the device only if it must look for values that are not finite. If the step awaits tokens
         (`step.awaits`), the step that samples them must be the latest launched, and it must be sampled.
         """
+        if step is self._launched and self._leader is None:
+            return self._launch_again(step, batch, sampler)
+        self._launched, self._repeated_inputs, self._is_argmax_again = step, None, False
         embeds = step_embeds(step, batch, self._dtype, self._to_device)
         if self._staged is not None:
             return self._launch_stage(self._staged, step, batch, sampler, embeds)
@@ -245,6 +254,20 @@ class ModelRunner:
                 self._leader.step(step, batch, NO_LOGITS, True, embeds)
             hidden = self._compute(step, batch, embeds, isolates=True)
         return self._output(batch, sampler, announced, step, firsts, hidden)
+
+    def _launch_again(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> OutputHandle:
+        """Launch the step before once more (`RepeatedStep`). It has no tokens of prompts, and no vectors."""
+        firsts = batch.num_computed_tokens[step.rows]
+        if self._device.type == "cpu" and batch.rope_positions is None and self.memory.graphs is None:
+            if self._repeated_inputs is None:
+                block_size = self._config.cache_config.block_size
+                self._repeated_inputs = RepeatedInputs(step, block_size, self._all_to_device)
+            hidden = self._forward(*self._repeated_inputs.next(batch), None, None)
+        else:
+            hidden = self._compute(step, batch, None)
+        copies, choices = HostCopies(self._host_stream), (step.rows, firsts + 1)
+        sample = functools.partial(self._sample, hidden, step, choices, batch, sampler, copies, NO_LOGITS)
+        return PendingOutput(sample, list, list, copies)
 
     def _launch_stage(
         self, staged: StagedSteps, step: ScheduledStep, batch: Batch, sampler: Sampler, embeds: StepEmbeds | None
@@ -355,7 +378,8 @@ class ModelRunner:
         )
         if len(step.awaits) and self._latest is not None:
             self._latest = self._group.broadcast(self._latest)  # only rank 0 has sampled them
-        metadata = metadata._replace(isolates=isolates)
+        if isolates:
+            metadata = metadata._replace(isolates=True)
         if self._has_token_types:
             metadata = metadata._replace(token_types=token_types(step, batch, self._to_device))
         if embeds is not None:
@@ -407,17 +431,24 @@ class ModelRunner:
         rows, num_tokens = choices
         if not len(rows):
             return _NO_TOKENS, list
-        indices = np.arange(len(rows)) if len(rows) == len(hidden) else step.chosen_indices()
-        leader = self._logits_leader
-        if leader is not None and announced == NO_LOGITS:
-            announced = self._sampling(rows, batch, sampler, num_tokens)
-            leader.logits(announced, indices)
-        if len(rows) < len(hidden):
-            hidden = hidden[self._to_device(indices)]
-        vocab_size = self._config.model_config.architecture.vocab_size
-        if announced == ARGMAX or (leader is None and self._is_argmax(rows, batch, sampler, num_tokens)):
+        leader, picks = self._logits_leader, len(rows) < len(hidden)
+        announces = leader is not None and announced == NO_LOGITS
+        if picks or announces:
+            indices = step.chosen_indices() if picks else np.arange(len(rows))
+            if leader is not None and announces:
+                announced = self._sampling(rows, batch, sampler, num_tokens)
+                leader.logits(announced, indices)
+            if picks:
+                hidden = hidden[self._to_device(indices)]
+        is_argmax = announced == ARGMAX or (self._is_argmax_again and step is self._launched)
+        if is_argmax or (leader is None and self._is_argmax(rows, batch, sampler, num_tokens)):
             self._beat()
-            masks = None if announced == ARGMAX else sampler.token_masks(rows, num_tokens, vocab_size)
+            masks = None
+            if not is_argmax:
+                vocab_size = self._config.model_config.architecture.vocab_size
+                masks = sampler.token_masks(rows, num_tokens, vocab_size)
+                # Once a row's minimum number of tokens is reached, nothing changes its logits until it leaves.
+                self._is_argmax_again = masks is None and step is self._launched
             tokens = self.memory.model.argmax(hidden, masks)
             messages: Callable[[], list[Owned]] = list
         else:

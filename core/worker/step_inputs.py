@@ -81,6 +81,57 @@ def step_inputs(
     return of_tokens, of_positions, metadata
 
 
+class RepeatedInputs:
+    """The inputs of a step that the scheduler returns again and again (`RepeatedStep`), advanced where they lie.
+
+    Only for the host as the device, whose tensors share the memory of arrays.
+    """
+
+    def __init__(self, step: ScheduledStep, block_size: int, to_device: ToDevice) -> None:
+        self._step = step
+        self._block_size = block_size
+        self._to_device = to_device
+        self._latest: tuple[Tensor, Tensor, AttentionMetadata] | None = None
+        self._num_quiet = 0
+        """Number of the next steps in which no row begins a block."""
+
+    def next(self, batch: StepRows) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        """Return what `step_inputs` returns for the step; they are valid until the next call."""
+        if self._latest is None:
+            return self._lay_out(batch)
+        rows, size = self._step.rows, self._block_size
+        self._positions += 1
+        self._cells += 1
+        self._seq_lens += 1
+        if self._num_quiet:
+            self._num_quiet -= 1
+        else:
+            indices, offsets = np.divmod(self._positions, size)
+            begun = np.flatnonzero(offsets == 0)
+            if len(begun):
+                if int(indices.max()) >= self._block_table.shape[1]:
+                    return self._lay_out(batch)
+                blocks = batch.block_table[rows[begun], indices[begun]]
+                self._block_table[begun, indices[begun]] = blocks
+                self._cells[begun] = blocks.astype(np.int64) * size
+            self._num_quiet = size - 1 - int(offsets.max())
+        self._input_ids[:] = batch.token_ids[rows, self._positions]
+        input_ids, positions, metadata = self._latest
+        metadata = metadata._replace(host_seq_lens=self._seq_lens.tolist(), max_seq_len=metadata.max_seq_len + 1)
+        self._latest = input_ids, positions, metadata
+        return self._latest
+
+    def _lay_out(self, batch: StepRows) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        self._latest = input_ids, positions, metadata = step_inputs(
+            self._step, batch, self._block_size, self._to_device
+        )
+        self._input_ids, self._positions = input_ids.numpy(), positions.numpy()
+        self._cells, self._seq_lens = metadata.cell_mapping.numpy(), metadata.seq_lens.numpy()
+        self._block_table = metadata.block_table.numpy()
+        self._num_quiet = self._block_size - 1 - int((self._positions % self._block_size).max())
+        return self._latest
+
+
 def _rope_positions(batch: StepRows, rows: Rows, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the positions of tokens by their rows and their `indices` [num_tokens] in these."""
     if batch.rope_positions is None:

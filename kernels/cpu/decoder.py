@@ -132,9 +132,14 @@ class FusedDecoder(nn.Module):
         self._known_last: Callable[[], Tensor | None] = lambda: None
         self._addresses: tuple[Any, Any] = (None, None)
         """See `_addresses_of`. The caches themselves are not kept: a sleep releases their memory."""
+        self._step: tuple[AttentionMetadata, Any] | None = None
+        """The latest metadata, and its reference for the kernels, see `_reference_to`."""
+        self._rotary: tuple[Tensor, Any] | None = None
+        """The tables of rotary angles, and the reference to them for the kernels."""
         has_blocks = isinstance(interfaces[0], CBlockDecoderLayer)
         run = library.function("block_decoder" if has_blocks else "decoder", options.dtype)
         self.layers = nn.ModuleList(_LayersFrom(run, decoder, first) for first in range(len(interfaces)))
+        self._layers_from = list(self.layers)  # is read faster
 
     def _packed(
         self, library: Library, layer: LayerWeights, options: DecoderOptions, quantization: str | None, arena: Arena
@@ -208,13 +213,16 @@ class FusedDecoder(nn.Module):
         `cos_sin` is [num_tables, max_position, rotary_dim], contiguous.
         """
         normed = x if self._has_norm else torch.empty_like(x)
-        step = c_metadata(metadata, kv_caches[0][0].shape[1])
+        rotary = self._rotary
+        if rotary is None or rotary[0] is not cos_sin:
+            tables = ctypes.byref(CRotaryTables(cos_sin.data_ptr(), cos_sin.stride(0), cos_sin.shape[2]))
+            rotary = self._rotary = cos_sin, tables
         num_layers = len(self._interfaces)
         arguments = (
-            ctypes.byref(step),
+            self._reference_to(metadata, kv_caches[0][0].shape[1]),
             x.data_ptr(),
             positions.data_ptr(),
-            ctypes.byref(CRotaryTables(cos_sin.data_ptr(), cos_sin.stride(0), cos_sin.shape[2])),
+            rotary[1],
             *self._addresses_of(kv_caches),
             normed.data_ptr(),
             torch.get_num_threads(),
@@ -224,8 +232,25 @@ class FusedDecoder(nn.Module):
         # Each call chooses its number of threads again, so a long step is cut into several calls.
         layers_per_call = max(1, int(WORK_A_CALL / (self._layer_weights * max(_LEAST_ROWS, len(positions)))))
         for first in range(0, num_layers, layers_per_call):
-            self.layers[first](min(num_layers, first + layers_per_call), *arguments)
+            self._layers_from[first](min(num_layers, first + layers_per_call), *arguments)
         return x
+
+    def _reference_to(self, metadata: AttentionMetadata, block_size: int) -> Any:
+        """Return a reference to `metadata` for the kernels; the latest one if the metadata have the same tensors."""
+        if self._step is not None:
+            known, reference = self._step
+            if (
+                metadata.seq_lens is known.seq_lens
+                and metadata.cell_mapping is known.cell_mapping
+                and metadata.block_table is known.block_table
+                and metadata.query_start is known.query_start
+                and metadata.attention_ends is known.attention_ends
+                and metadata.isolates == known.isolates
+            ):
+                return reference
+        reference = ctypes.byref(c_metadata(metadata, block_size))
+        self._step = metadata, reference
+        return reference
 
     def _addresses_of(self, kv_caches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Any, Any]:
         """Return the addresses of the keys and of the values; asked for once, as the caches are allocated together."""
@@ -321,8 +346,14 @@ class _LayersFrom(nn.Module):
         self._decoder = decoder
         self._first = first
 
-    def forward(self, end: int, *arguments: Any) -> None:
-        """Compute the layers from `first` up to but without `end`."""
+    def __call__(self, end: int, *arguments: Any) -> None:
+        """Compute the layers from `first` up to but without `end`, after the hooks that precede `forward`.
+
+        Between two calls of the kernels nothing is left in the processor's caches, so torch's own way to the hooks,
+        which has many more branches, takes several times longer.
+        """
+        for hook in self._forward_pre_hooks.values():
+            hook(self, ())
         self._run(self._decoder, self._first, end, *arguments)
 
 

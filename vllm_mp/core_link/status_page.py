@@ -125,6 +125,8 @@ class StatusPage:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._write_timeout_s = _WRITE_TIMEOUT_S
+        self._written = StepRequests(*[np.zeros(0, np.uint32)] * 3)
+        """The requests that were written last, whose arrays must not have been changed if they are written again."""
         self._header: npt.NDArray[np.int64] = np.frombuffer(memory, np.int64, count=_HEADER_BYTES // 8)
         self._step_requests: npt.NDArray[np.int32] = np.frombuffer(
             memory, np.int32, count=3 * MAX_STEP_REQUESTS, offset=_HEADER_BYTES
@@ -380,8 +382,10 @@ class StatusPage:
     def _write_requests(self, requests: StepRequests) -> None:
         """Write what fits on the page; the caller holds the sequence number odd."""
         count = min(len(requests.slots), MAX_STEP_REQUESTS)
-        self._step_requests[:count, 0] = requests.clients[:count]
-        self._step_requests[:count, 1] = requests.slots[:count]
+        if requests.slots is not self._written.slots or requests.clients is not self._written.clients:
+            self._written = requests
+            self._step_requests[:count, 0] = requests.clients[:count]
+            self._step_requests[:count, 1] = requests.slots[:count]
         self._step_requests[:count, 2] = requests.num_output_tokens[:count]
         self._header[_Field.NUM_STEP_REQUESTS] = count
 

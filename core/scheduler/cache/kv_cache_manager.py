@@ -18,7 +18,7 @@ from vllm_mp.core.scheduler.cache.block_pool import BlockPool, chain_hash
 from vllm_mp.core.scheduler.cache.prefix_reader import PrefixReader
 from vllm_mp.core.scheduler.cache.seal_table import NO_TOKEN, SealTable
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.scheduler.step import PendingStep
+from vllm_mp.core.scheduler.step import PendingStep, RepeatedStep
 
 _MAX_READ_BLOCKS: Final = 256
 """Number of blocks that are looked up and read from the prefix cache file at a time."""
@@ -184,17 +184,23 @@ class KVCacheManager:
             batch.block_table[row, held : held + count] = self.pool.allocate(count)
             batch.num_blocks[row] += count
 
-    def register_decodes(self, rows: Rows, awaits: Rows) -> None:
+    def register_decodes(self, rows: Rows, awaits: Rows) -> int:
         """Register the blocks of `rows` [n] that are full when one more token of each row is computed.
 
         `awaits` are indexes into `rows`. The last token of these rows is not known yet, so it counts for no block.
+        Return in how many steps of the same rows after this step none of them begins or fills a block.
         """
-        batch = self._batch
+        batch, size = self._batch, self.block_size
         num_tokens = batch.num_computed_tokens[rows] + 1
-        num_tokens[awaits] -= 1
-        due = num_tokens // self.block_size > batch.num_registered[rows]
-        for row, count in zip(rows[due].tolist(), num_tokens[due].tolist(), strict=True):
-            self.register(row, count)
+        if len(awaits):
+            num_tokens[awaits] -= 1
+        due = num_tokens // size > batch.num_registered[rows]
+        if due.any():
+            for row, count in zip(rows[due].tolist(), num_tokens[due].tolist(), strict=True):
+                self.register(row, count)
+        num_in_last = num_tokens % size
+        # A row with 0 tokens in its last block has filled it, and one with `size - 1` fills it with the next token.
+        return max(0, size - 1 - int(num_in_last.max(initial=0))) if num_in_last.all() else 0
 
     def register(self, row: int, num_tokens: int) -> None:
         """Let other requests find the blocks that the first `num_tokens` tokens of `row` fill.
@@ -230,6 +236,25 @@ class KVCacheManager:
         columns = (step.rows[others].tolist(), pending.ends[others].tolist(), step.counts[others].tolist())
         for row, end, count in zip(*columns, strict=True):
             self._note_range(table, row, end - count, end)
+
+    def note_repeated(self, repeated: RepeatedStep, pending: PendingStep) -> None:
+        """Do what `note_computed` does, for a step that was repeated."""
+        table = self._table
+        if table is None:
+            return
+        if not repeated.is_sealed:
+            self.note_computed(pending, [])
+            return
+        table.begin_step()
+        rows, last = repeated.step.rows, pending.ends - 1
+        if repeated.is_quiet:
+            repeated.offsets += 1
+            table.note_tokens(repeated.blocks, repeated.offsets, self._batch.token_ids[rows, last])
+            table.seal(repeated.blocks, repeated.offsets + 1)
+        else:
+            indices, repeated.offsets = np.divmod(last, self.block_size)
+            repeated.blocks = self._batch.block_table[rows, indices]
+            self._note_single(table, rows, pending.ends)
 
     def _note_single(self, table: SealTable, rows: Rows, ends: Rows) -> None:
         """Write the last of the first `ends` [n] tokens of `rows` [n] to `table`."""
@@ -294,6 +319,7 @@ class KVCacheManager:
         if self._file is not None and not keeps_file:
             self._file.clear()
         self._batch.num_registered[self._batch.order] = NEVER_REGISTERS
+        self._batch.num_changes += 1
 
     def _block_hashes(self, request: Request, tokens: npt.NDArray[np.int32], first: int, last: int) -> Iterator[bytes]:
         """Yield the hashes of the blocks [first, last) of `request`, whose tokens begin with `tokens`.
