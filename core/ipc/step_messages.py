@@ -23,6 +23,11 @@ def step_outputs(
     A token, its log-probabilities and the end of its request are in one message. Vectors and log-probabilities of
     prompts may be sent in messages before it.
     """
+    client = _only_client(update, output)
+    if client is not None:
+        columns = wire.pack_tokens(update.slots.astype(np.int64), update.tokens, update.positions)
+        yield client, wire.StepOutput(incarnation, number, *columns)
+        return
     ends = by_client(update.finished)
     cached = by_client((client, (slot, count)) for client, slot, count in update.cached)
     queued = by_client((client, (slot, seconds)) for client, slot, seconds in update.queued)
@@ -64,6 +69,24 @@ def step_outputs(
                     adapters=[pair for pair in adapters.get(client, []) if part_of.get(pair[0], 0) == i],
                 ),
             )
+
+
+def _only_client(update: StepUpdate, output: ModelOutput) -> int | None:
+    """Return the client if the step concerns a single one and has brought tokens alone; otherwise None."""
+    clients = update.clients
+    if (
+        not len(clients)
+        or update.finished
+        or update.cached
+        or update.vectors
+        or update.queued
+        or update.adapters
+        or output.logprobs
+        or output.prompt_logprobs
+    ):
+        return None
+    client = int(clients[0])
+    return client if len(clients) == 1 or (clients == client).all() else None
 
 
 def by_client(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:

@@ -11,7 +11,7 @@ from vllm_mp.core.ipc.peer_connection import PeerConnection
 class Outbox:
     """A socket that every peer can be reached through."""
 
-    def send_multipart(self, frames, flags):
+    def send(self, frame, flags):
         pass
 
 
