@@ -17,6 +17,7 @@ from vllm_mp.machine.cpu_info import KERNELS_VARIABLE
 logger = logging.getLogger(__name__)
 
 AUTO, TRITON, FLASH, TORCH, CPU = "auto", "triton", "flash_attn", "torch", "cpu"
+INT8 = "int8"
 
 KVShapes = Sequence[tuple[tuple[int, int], tuple[int, int]]]
 """For each layer: the number and size of the heads of keys, and of values."""
@@ -47,7 +48,7 @@ class Case(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     cache_dtype: str
-    """"auto" for the model's dtype, or "fp8"."""
+    """"auto" for the model's dtype, "fp8", or on a CPU "int8"."""
     block_size: int
     kv_shapes: KVShapes
     """Empty for an encoder, which has no cache."""
@@ -102,6 +103,8 @@ def _flash(case: Case) -> AttentionBackend:
 def _triton(case: Case) -> AttentionBackend:
     if not case.kv_shapes:
         raise LookupError("the model is an encoder, which has no paged cache; set 'torch'")
+    if case.cache_dtype == INT8:
+        raise LookupError("it does not support kv_cache_dtype='int8'; set that to 'auto'")
     kernels = triton.operations(case.device.type)
     if kernels is None:
         where = "install triton" if case.device.type == "cuda" else "it is for CUDA devices; set device='cuda'"
@@ -125,7 +128,7 @@ def _cpu(case: Case) -> AttentionBackend:
     if kernels is None:
         raise LookupError(
             "it needs a build of the C++ kernels for CPUs, and a decoder in float32 or bfloat16 with heads of an even "
-            "size; set device='cpu', dtype='float32' and kv_cache_dtype='auto'"
+            "size; set device='cpu', dtype='float32' and kv_cache_dtype='auto' or 'int8'"
         )
     return AttentionBackend(CPU, functools.partial(cpu_attention.attend, kernels))
 
@@ -143,7 +146,7 @@ def _cpp_kernels(case: Case) -> Library | None:
     takes = (
         case.device.type == "cpu"
         and case.dtype in DTYPES
-        and case.cache_dtype == AUTO
+        and case.cache_dtype in (AUTO, INT8)
         and bool(case.kv_shapes)
         and all(key_dim % 2 == 0 for (_, key_dim), _ in case.kv_shapes)
     )

@@ -158,10 +158,11 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cell_mappin
 
     `k` [num_tokens, num_kv_heads, head_dim], `v` [num_tokens, num_kv_heads, value_dim]; caches [num_blocks,
     block_size, num_kv_heads, head_dim or value_dim], contiguous, of the same dtype, or `FLOAT8` (rounded by
-    `reference.to_float8`). `cell_mapping` int64 [num_tokens], distinct and in range; on a GPU a negative cell, as
-    padding has, is not written.
+    `reference.to_float8`), or on a CPU int8 with more elements in a cell (`int8_cache.to_cells`). `cell_mapping` int64
+    [num_tokens], distinct and in range; on a GPU a negative cell, as padding has, is not written.
     """
-    _operations(k).write_kv(k, v, k_cache, v_cache, cell_mapping)
+    operations = reference if k_cache.dtype == torch.int8 else _operations(k)
+    operations.write_kv(k, v, k_cache, v_cache, cell_mapping)
 
 
 def rotary_write_kv(
@@ -175,7 +176,8 @@ def rotary_write_kv(
     cell_mapping: Tensor,
 ) -> Tensor:
     """Compute `rotary`, store the rotated keys and the values as `write_kv` does, and return the rotated queries."""
-    rotated: Tensor = _operations(q).rotary_write_kv(q, k, v, positions, cos_sin_cache, k_cache, v_cache, cell_mapping)
+    operations = reference if k_cache.dtype == torch.int8 else _operations(q)
+    rotated: Tensor = operations.rotary_write_kv(q, k, v, positions, cos_sin_cache, k_cache, v_cache, cell_mapping)
     return rotated
 
 
@@ -190,7 +192,7 @@ def paged_attention(
 ) -> Tensor:
     """Attend causally from each row's query tokens to its whole context (PagedAttention, Kwon et al. 2023).
 
-    `q` [num_tokens, num_heads, head_dim]; caches as in `write_kv`, with `FLOAT8` converted to the dtype of `q` when
+    `q` [num_tokens, num_heads, head_dim]; caches as in `write_kv`, with 8 bits converted to the dtype of `q` when
     read. The new tokens of all rows must be in the caches already, as a row may read cells that another row of the
     step wrote. Query head h reads KV head h // (num_heads / num_kv_heads). The query at position p sees the keys in
     (p - sliding_window, p], or with `metadata.attention_ends` those from p - sliding_window + 1 to its end there. With
@@ -204,7 +206,8 @@ def paged_attention(
     """
     if cpu_attention.can_attend(q, k_cache, v_cache) and (kernels := library()):
         return cpu_attention.attend(kernels, q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
-    attended: Tensor = _operations(q).paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
+    operations = reference if k_cache.dtype == torch.int8 else _operations(q)
+    attended: Tensor = operations.paged_attention(q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
     return attended
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_mp.kernels import int8_cache
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.sampling import argmax as argmax
 from vllm_mp.kernels.sampling import sample as sample
@@ -83,6 +84,8 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cell_mappin
     for new, cache in ((k, k_cache), (v, v_cache)):
         if cache.dtype == FLOAT8:
             new, cache = to_float8(new).view(torch.uint8), cache.view(torch.uint8)
+        elif cache.dtype == torch.int8:
+            new = int8_cache.to_cells(new)
         cache.view(-1, *new.shape[1:]).index_copy_(0, cell_mapping, new)
 
 
@@ -116,7 +119,7 @@ def paged_attention(
     num_rows = len(metadata.host_seq_lens)
     if num_decodes == num_rows == 1:
         return _decode(q, k_cache, v_cache, metadata, 0, 1, scale, sliding_window, soft_cap)
-    out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
+    out = q.new_empty(*q.shape[:2], int8_cache.head_size(v_cache))
     for first, last in _decode_groups(metadata.host_seq_lens[:num_decodes], sliding_window):
         out[first:last] = _decode(
             q[first:last], k_cache, v_cache, metadata, first, last, scale, sliding_window, soft_cap
@@ -314,7 +317,7 @@ def _decode(
     `q` is [rows, num_heads, head_dim], the result [rows, num_heads, value_dim].
     """
     rows, num_heads, head_dim = q.shape
-    num_kv_heads, value_dim = v_cache.shape[2:]
+    num_kv_heads, value_dim = v_cache.shape[2], int8_cache.head_size(v_cache)
     mask = None
     if rows == 1:
         context = metadata.host_seq_lens[first]
@@ -386,9 +389,11 @@ def _num_finite(k_cache: Tensor, v_cache: Tensor, cells: Tensor) -> int:
 
 
 def _select(cache: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `cache[index]` in `dtype`."""
+    """Return the keys or values in `cache[index]` in `dtype`."""
     if cache.dtype == FLOAT8:
         return cache.view(torch.uint8).index_select(0, index).view(FLOAT8).to(dtype)
+    if cache.dtype == torch.int8:
+        return int8_cache.from_cells(cache.index_select(0, index), dtype)
     return cache.index_select(0, index).to(dtype)
 
 
@@ -398,7 +403,7 @@ def _row_context(cache: Tensor, blocks: Tensor, begin: int, stop: int, dtype: to
     first_block = begin // block_size
     gathered = _select(cache, blocks[first_block : -(-stop // block_size)], dtype)
     offset = first_block * block_size
-    return gathered.view(-1, *cache.shape[2:])[begin - offset : stop - offset]
+    return gathered.flatten(0, 1)[begin - offset : stop - offset]
 
 
 def _attend(

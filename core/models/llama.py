@@ -274,7 +274,7 @@ class Decoder(nn.Module):
         """Return this decoder, its weights loaded, in the form that is fastest here; see `NativeModel.pack`."""
         arch = self.arch
         # A fused decoder cannot stop for sums over ranks.
-        if arch.shard is None and cache_dtype == self.dtype:
+        if arch.shard is None and cache_dtype in (self.dtype, torch.int8):
             options = ops.DecoderOptions(
                 self.dtype,
                 arch.norm_eps,

@@ -78,8 +78,8 @@ def load_model(
         quantization = "int8" if config.quantization == "int8" else None
         is_whole = group.size == num_stages == 1
         is_packed = device.type == "cpu" and arch.blocks is None and arch.fp8 is None
-        # Scales of an 8-bit cache are read with the weights.
-        maps = is_packed and is_whole and cache_dtype in (None, dtype)
+        # Scales of a cache of 8-bit floats are read with the weights.
+        maps = is_packed and is_whole and cache_dtype in (None, dtype, torch.int8)
         path = packed_path(config, dtype) if maps else None
         if path is not None and (mapped := _mapped_model(path, arch, dtype, quantization)) is not None:
             if progress is not None:

@@ -35,6 +35,7 @@ def prepare_device(config: VllmConfig, rank: int = 0) -> tuple[torch.device, tor
     """
     device = choose_device(config, rank)
     check_float8(config, device)
+    check_int8_cache(config, device)
     dtype = choose_dtype(config, device)
     choose_step_size(config, device)
     choose_overlap(config, device)
@@ -111,6 +112,15 @@ def check_float8(config: VllmConfig, device: torch.device) -> None:
             )
     else:
         logger.warning("%s: a CPU computes 8-bit floats one by one, which is slow", " and ".join(wanted))
+
+
+def check_int8_cache(config: VllmConfig, device: torch.device) -> None:
+    """Raise ValueError if the KV cache shall have integers of 8 bits, which no kernel of a GPU reads."""
+    if config.cache_config.cache_dtype == "int8" and device.type != "cpu":
+        raise ValueError(
+            "kv_cache_dtype='int8' is computed on CPUs only, and the device is a GPU; set kv_cache_dtype='fp8' if it "
+            "has compute capability 8.9 or above, or leave it 'auto'"
+        )
 
 
 def choose_step_size(config: VllmConfig, device: torch.device) -> None:

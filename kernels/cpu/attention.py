@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.cpu.library import DTYPES, CAttentionMetadata, CHeads, Library
+from vllm_mp.kernels.int8_cache import head_size
 
 
 def can_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -14,7 +15,8 @@ def can_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     return (
         q.device.type == "cpu"
         and q.dtype in DTYPES
-        and q.dtype == k_cache.dtype == v_cache.dtype
+        and k_cache.dtype == v_cache.dtype
+        and k_cache.dtype in (q.dtype, torch.int8)
         and q.shape[-1] % 2 == 0
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
@@ -37,11 +39,10 @@ def attend(
     """
     if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
         q = q.contiguous()
-    out = torch.empty((*q.shape[:2], v_cache.shape[-1]), dtype=q.dtype)
-    heads = CHeads(
-        q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], sliding_window or 0, scale, soft_cap or 0.0
-    )
-    step = c_metadata(metadata, k_cache.shape[1])
+    value_dim = head_size(v_cache)
+    out = torch.empty((*q.shape[:2], value_dim), dtype=q.dtype)
+    heads = CHeads(q.shape[1], k_cache.shape[2], q.shape[2], value_dim, sliding_window or 0, scale, soft_cap or 0.0)
+    step = c_metadata(metadata, k_cache)
     library.function("attention", q.dtype)(
         ctypes.byref(step),
         ctypes.byref(heads),
@@ -55,8 +56,11 @@ def attend(
     return out
 
 
-def c_metadata(metadata: AttentionMetadata, block_size: int) -> CAttentionMetadata:
-    """Convert `metadata` for the kernels; the result points into its tensors, which must outlive it."""
+def c_metadata(metadata: AttentionMetadata, cache: Tensor) -> CAttentionMetadata:
+    """Convert `metadata` of a step over caches like `cache` [num_blocks, block_size, ...] for the kernels.
+
+    The result points into the tensors of `metadata`, which must outlive it.
+    """
     return CAttentionMetadata(
         metadata.cell_mapping.shape[0],
         metadata.seq_lens.shape[0],
@@ -64,8 +68,9 @@ def c_metadata(metadata: AttentionMetadata, block_size: int) -> CAttentionMetada
         metadata.seq_lens.data_ptr(),
         metadata.block_table.data_ptr(),
         metadata.block_table.stride(0),
-        block_size,
+        cache.shape[1],
         metadata.cell_mapping.data_ptr(),
         metadata.isolates,
         None if metadata.attention_ends is None else metadata.attention_ends.data_ptr(),
+        cache.dtype == torch.int8,
     )

@@ -219,7 +219,7 @@ class FusedDecoder(nn.Module):
             rotary = self._rotary = cos_sin, tables
         num_layers = len(self._interfaces)
         arguments = (
-            self._reference_to(metadata, kv_caches[0][0].shape[1]),
+            self._reference_to(metadata, kv_caches[0][0]),
             x.data_ptr(),
             positions.data_ptr(),
             rotary[1],
@@ -235,8 +235,11 @@ class FusedDecoder(nn.Module):
             self._layers_from[first](min(num_layers, first + layers_per_call), *arguments)
         return x
 
-    def _reference_to(self, metadata: AttentionMetadata, block_size: int) -> Any:
-        """Return a reference to `metadata` for the kernels; the latest one if the metadata have the same tensors."""
+    def _reference_to(self, metadata: AttentionMetadata, cache: Tensor) -> Any:
+        """Return a reference to `metadata` for the kernels; the latest one if the metadata have the same tensors.
+
+        `cache` is one of the caches, which are all alike.
+        """
         if self._step is not None:
             known, reference = self._step
             if (
@@ -248,7 +251,7 @@ class FusedDecoder(nn.Module):
                 and metadata.isolates == known.isolates
             ):
                 return reference
-        reference = ctypes.byref(c_metadata(metadata, block_size))
+        reference = ctypes.byref(c_metadata(metadata, cache))
         self._step = metadata, reference
         return reference
 

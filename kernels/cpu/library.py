@@ -85,6 +85,7 @@ class CAttentionMetadata(ctypes.Structure):
         ("cell_mapping", c_void_p),
         ("isolates", c_int64),
         ("attention_ends", c_void_p),
+        ("has_int8_caches", c_int64),
     )
 
 

@@ -120,6 +120,7 @@ def test_streams_go_on_where_the_driver_makes_no_memory(small_model, tmp_path, m
         {"async_scheduling": True},
         {"dtype": "bfloat16", "quantization": "int8"},
         {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "int8"},
     ],
     ids=lambda options: " ".join(options),
 )

@@ -54,10 +54,11 @@ def is_found(output):
     [
         {},
         pytest.param({"quantization": "int8", "async_scheduling": True, "dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param({"kv_cache_dtype": "int8"}, marks=pytest.mark.extended),
         pytest.param({"recovery": False}, marks=pytest.mark.slow),
         pytest.param({"recover_kv_cache": "never", "block_size": 4}, marks=pytest.mark.slow),
     ],
-    ids=["usual", "int8-overlap", "no-recovery", "never"],
+    ids=["usual", "int8-overlap", "int8-cache", "no-recovery", "never"],
 )
 def test_prompt_is_not_read_again_by_the_next_engine(small_model, path, options):
     options = {"prefix_cache_file": str(path), **options}

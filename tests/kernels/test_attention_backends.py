@@ -235,6 +235,7 @@ def test_cpu_uses_the_cpp_kernels_if_they_are_built_and_torch_otherwise(
     assert choose("auto", case).name == expected
     assert choose("auto", case._replace(dtype=torch.float16)).name == "torch"
     assert choose("auto", case._replace(cache_dtype="fp8")).name == "torch"
+    assert choose("auto", case._replace(cache_dtype="int8")).name == expected
     assert choose("auto", case._replace(kv_shapes=[*HEADS, ((2, 63), (2, 64))])).name == "torch"
     assert choose(expected, case).name == expected, "the name that auto chooses must be accepted as an option"
     library.cache_clear()
@@ -254,6 +255,7 @@ def test_cpu_uses_the_cpp_kernels_if_they_are_built_and_torch_otherwise(
         ("flash_attn", CASE, r"FlashAttention-3 is not installed \(module flash_attn_interface\); Flash.*-2 is not"),
         ("triton", CASE._replace(device=CPU), "set device='cuda'"),
         ("triton", CASE._replace(kv_shapes=[]), "encoder"),
+        ("triton", CASE._replace(cache_dtype="int8"), "kv_cache_dtype='int8'; set that to 'auto'"),
         ("cpu", CASE, "for CPUs"),
     ],
 )

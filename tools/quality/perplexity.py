@@ -1,9 +1,9 @@
 """Measure what a format of the weights costs in accuracy: the perplexity of a text for each of several formats.
 
 A format is made of words joined by "+": a dtype (bfloat16, float32), a value of --quantization (int8, int4, fp8, ...),
-kv-fp8 for an FP8 KV cache, or a model to use in place of --model, such as a GGUF file. The text is split into windows
-of tokens, which the engine scores by its log-probabilities of a prompt. All formats are compared with the first; the
-standard error is that of the mean difference between the scores of the same tokens.
+kv-fp8 or kv-int8 for a KV cache in 8 bits, or a model to use in place of --model, such as a GGUF file. The text is
+split into windows of tokens, which the engine scores by its log-probabilities of a prompt. All formats are compared
+with the first; the standard error is that of the mean difference between the scores of the same tokens.
 """
 
 import argparse
@@ -40,8 +40,8 @@ def options_of(name: str, args: AsyncEngineArgs) -> AsyncEngineArgs:
     for word in name.split("+"):
         if word in DTYPES:
             changed["dtype"] = word
-        elif word == "kv-fp8":
-            changed["kv_cache_dtype"] = "fp8"
+        elif word in ("kv-fp8", "kv-int8"):
+            changed["kv_cache_dtype"] = word.removeprefix("kv-")
         elif Path(word).exists():
             changed["model"] = word
         else:

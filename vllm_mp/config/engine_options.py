@@ -19,6 +19,8 @@ from vllm_mp.requests.structured_outputs import BACKEND_NAMES, StructuredOutputs
 
 _DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
+_CACHE_DTYPES = {"fp8_e4m3": "fp8", "int8_per_token_head": "int8"}
+"""vLLM's other names of types of the KV cache."""
 _ATTENTION_BACKENDS = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"}
 """vLLM's names of attention backends."""
 
@@ -167,8 +169,9 @@ class EngineOptions(Options):
     block_size: int = option(16, "Divide the KV cache into blocks of N tokens.", low=1, high=1024)
     kv_cache_dtype: str = option(
         "auto",
-        "Keep the KV cache in this type; auto: dtype; fp8: 8-bit floats, on GPUs of compute capability 8.9 or higher.",
-        choices=("auto", "fp8", "fp8_e4m3"),
+        "Keep the KV cache in this type; auto: dtype; fp8: 8-bit floats, on GPUs of compute capability 8.9 or higher; "
+        "int8: 8-bit integers with a scale for each token and head, on CPUs.",
+        choices=("auto", "fp8", "int8", *_CACHE_DTYPES),
     )
     enable_prefix_caching: bool | None = option(
         None, "Compute the common beginning of prompts only once. Default: on, except for encoders."
@@ -424,7 +427,7 @@ class EngineOptions(Options):
         executor = self.distributed_executor_backend
         self.distributed_executor_backend = _EXECUTORS.get(executor or "", executor)
         self.attention_backend = _ATTENTION_BACKENDS.get(self.attention_backend, self.attention_backend)
-        self.kv_cache_dtype = self.kv_cache_dtype.replace("fp8_e4m3", "fp8")
+        self.kv_cache_dtype = _CACHE_DTYPES.get(self.kv_cache_dtype, self.kv_cache_dtype)
 
     def _accept_other_types(self) -> None:
         """Replace values of types that vLLM takes too. Raises NotImplementedError for several names of the model."""

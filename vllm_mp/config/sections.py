@@ -127,7 +127,7 @@ class CacheConfig(msgspec.Struct, kw_only=True):
     gpu_memory_utilization: float
     """Share of the device's memory that the core may use, 0 to 1."""
     cache_dtype: str
-    """"fp8", or "auto" for keys and values of the model's dtype."""
+    """"fp8" or "int8", or "auto" for keys and values of the model's dtype."""
     enable_prefix_caching: bool
     prefix_cache_file: str | None = None
     """Path of the file with blocks for the engine after a restart; None: there is none."""

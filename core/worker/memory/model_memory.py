@@ -36,6 +36,7 @@ from vllm_mp.core.worker.memory.plan import (
     free_cuda_memory,
 )
 from vllm_mp.kernels.cpu.library import library
+from vllm_mp.kernels.int8_cache import stored_shapes
 from vllm_mp.kernels.triton import available
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.pipeline_parallel import stage_of
@@ -107,7 +108,9 @@ class ModelMemory:
         self.kept: KeptMemory | None = None
         """Where the KV cache lies; None: it ends with this process."""
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
-        """(keys, values) of each layer, [num_blocks, block_size, heads, dim] each; empty for an encoder or in sleep."""
+        """(keys, values) of each layer, [num_blocks, block_size, heads, dim] each; empty for an encoder or in sleep.
+
+        In 8 bits, `dim` includes the scale (`int8_cache.stored_shapes`)."""
         self.graphs: StepGraphs | None = None
         """Captured steps; None if there are none."""
         self.late_captures: LateCaptures | None = None
@@ -139,7 +142,7 @@ class ModelMemory:
         block_size = self._config.cache_config.block_size
         if self.kept is not None:
             try:
-                self.kv_caches = self.kept.caches(num_blocks, self.model.kv_shapes, self._cache_dtype)
+                self.kv_caches = self.kept.caches(num_blocks, self._stored_shapes(), self._cache_dtype)
                 return
             except OSError as error:
                 if self.kept.is_in_use:
@@ -152,7 +155,7 @@ class ModelMemory:
         def cache(shape: tuple[int, int]) -> Tensor:
             return torch.empty((num_blocks, block_size, *shape), dtype=self._cache_dtype, device=self._device)
 
-        self.kv_caches = [(cache(keys), cache(values)) for keys, values in self.model.kv_shapes]
+        self.kv_caches = [(cache(keys), cache(values)) for keys, values in self._stored_shapes()]
 
     def num_kept_blocks(self, digest: ModelDigest) -> int:
         """Return how many blocks an earlier core has left for a model with this digest; 0 if there are none to use."""
@@ -181,8 +184,11 @@ class ModelMemory:
 
     def token_bytes(self) -> int:
         """Return the bytes of KV cache of one token over all layers."""
-        elements: int = sum(heads * dim for layer in self.model.kv_shapes for heads, dim in layer)
+        elements: int = sum(heads * dim for layer in self._stored_shapes() for heads, dim in layer)
         return self._cache_dtype.itemsize * elements
+
+    def _stored_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        return stored_shapes(self.model.kv_shapes, self._cache_dtype)
 
     def offload_weights(self) -> None:
         try:

@@ -62,7 +62,7 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
 
 def cache_dtype(config: VllmConfig, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the KV cache of a model in `dtype`."""
-    return ops.FLOAT8 if config.cache_config.cache_dtype == "fp8" else dtype
+    return {"fp8": ops.FLOAT8, "int8": torch.int8}.get(config.cache_config.cache_dtype, dtype)
 
 
 def check_adapter_memory(

@@ -15,6 +15,10 @@ constexpr int PART = 512;      // keys of a part
 constexpr int TILE_ROWS = 48;  // the most rows of a tile of queries: query tokens times heads that share a KV head
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
+// Whether the elements of a cache are integers of 8 bits, which have scales.
+template <class E>
+constexpr bool IS_INT8 = std::is_same_v<E, int8_t>;
+
 // Positions of a row, from `begin` up to but without `end`.
 struct Span {
     int32_t row;
@@ -67,53 +71,73 @@ inline void find_cells(const AttentionMetadata& step, const Span& span, int64_t*
 
 // Keys or values of one head: `dim` elements for each cell, and `stride` elements from one group of 2^log_group cells to
 // the next. A group of one cell has the elements in their order; a group of W keys has their words side by side.
-template <class T>
+template <class E>
 struct Cache {
-    const T* of_head;
+    const E* of_head;
     int64_t stride;
     int64_t dim;
     int log_group = 0;
 
     bool is_grouped() const { return log_group > 0; }
     int group_size() const { return 1 << log_group; }
-    const T* group_of(int64_t cell) const { return of_head + (cell >> log_group) * stride; }
+    const E* group_of(int64_t cell) const { return of_head + (cell >> log_group) * stride; }
 
-    // Returns the elements of a cell or, of a group, the part of its memory that has the same offset there.
-    const T* at(int64_t cell) const { return group_of(cell) + (cell & (group_size() - 1)) * dim; }
+    // Returns the elements of a cell or, of a group of keys, the part of its memory that has the same offset there.
+    const E* at(int64_t cell) const { return group_of(cell) + (cell & (group_size() - 1)) * dim; }
 
     // Points `out` to the rows of a tile's first `count` keys, and to `zeros` for keys that do not exist.
-    void rows(const KeyTile& tile, int count, const T* zeros, const T** out) const {
+    void rows(const KeyTile& tile, int count, const E* zeros, const E** out) const {
         for (int i = 0; i < count; ++i) out[i] = i >= tile.from && i < tile.to ? at(tile.cells[i]) : zeros;
     }
 
     // Points `out` to the groups of a tile's first `count` keys, and to `zeros` [W, dim] for groups without a key.
-    void groups(const KeyTile& tile, int count, const T* zeros, const T** out) const {
+    void groups(const KeyTile& tile, int count, const E* zeros, const E** out) const {
         for (int i = 0; i < count; i += W) *out++ = i + W > tile.from && i < tile.to ? group_of(tile.cells[i]) : zeros;
+    }
+
+    // Writes the scales of a tile's first `count` keys or values to `out`, and 0 for those that do not exist.
+    void scales(const KeyTile& tile, int count, float* out) const {
+        static_assert(IS_INT8<E>);
+        for (int i = 0; i < count; i += W) {
+            if (is_grouped()) {
+                const bool exists = i + W > tile.from && i < tile.to;
+                const vf all = exists ? read<vf>(group_of(tile.cells[i]) + W * dim) : vf{};
+                const vi position = LANES + i;
+                store(out + i, select((position >= tile.from) & (position < tile.to), all, vf{}));
+            } else {
+                for (int n = i; n < i + W; ++n)
+                    out[n] = n >= tile.from && n < tile.to ? read<float>(at(tile.cells[n]) + dim) : 0;
+            }
+        }
     }
 };
 
-// The keys of one head.
-template <class T>
-Cache<T> keys_in(const Caches<T>& caches, const Heads& heads, int64_t head) {
-    const int log_group = caches.groups_keys ? LOG_W : 0;
-    const int64_t size = heads.key_dim << log_group;
-    return {caches.k + head * size, heads.keys * size, heads.key_dim, log_group};
+// The keys or values of one head in a cache of `num_heads`.
+template <class E>
+Cache<E> cache_of_head(const void* cache, int64_t num_heads, int64_t head, int64_t dim, bool is_grouped) {
+    const int log_group = is_grouped ? LOG_W : 0;
+    const int64_t size = (dim + (IS_INT8<E> ? SCALE_BYTES : 0)) << log_group;
+    return {(const E*)cache + head * size, num_heads * size, dim, log_group};
 }
 
-// The values of one head.
-template <class T>
-Cache<T> values_in(const Caches<T>& caches, const Heads& heads, int64_t head) {
-    return {caches.v + head * heads.value_dim, heads.keys * heads.value_dim, heads.value_dim};
+template <class E, class T>
+Cache<E> keys_in(const Caches<T>& caches, const Heads& heads, int64_t head) {
+    return cache_of_head<E>(caches.k, heads.keys, head, heads.key_dim, caches.in_groups);
+}
+
+template <class E, class T>
+Cache<E> values_in(const Caches<T>& caches, const Heads& heads, int64_t head) {
+    return cache_of_head<E>(caches.v, heads.keys, head, heads.value_dim, IS_INT8<E> && caches.in_groups);
 }
 
 // Rows of the cache to prefetch while other rows are multiplied, ROWS_A_STEP with each step.
-template <class T>
+template <class E>
 struct SoonRows {
-    Cache<T> cache;
+    Cache<E> cache;
     const int64_t* cells;
     int at, end;
 
-    SoonRows(const Cache<T>& cache, const KeyTile& tile)
+    SoonRows(const Cache<E>& cache, const KeyTile& tile)
         : cache(cache),
           cells(tile.cells),
           at(tile.from & -cache.group_size()),
@@ -138,15 +162,19 @@ struct SoonRows {
     static constexpr int ROWS_A_STEP = 2;
 
     ALWAYS_INLINE void prefetch(int i) const {
-        const T* row = cache.at(cells[i]);
-        for (int64_t n = 0; n < cache.dim; n += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + n);
+        const E* row = cache.at(cells[i]);
+        for (int64_t n = 0; n < cache.dim; n += 64 / int64_t(sizeof(E))) __builtin_prefetch(row + n);
+        const int last = cache.group_size() - 1;
+        if (IS_INT8<E> && (cells[i] & last) == last) __builtin_prefetch(row + cache.dim);  // the scales
     }
 };
 
 // The scratch memory of one thread.
-template <class T>
+template <class T, class E>
 struct Scratch {
-    std::vector<T> q, k, v, p, zeros;
+    std::vector<T> q, k, v, p;
+    std::vector<T> wide;  // the keys of a tile, if they are rows of integers
+    std::vector<E> zeros;
     std::vector<float> scores, part, total, highest, sums, total_highest, total_sums;
 
     // Makes room for `rows` rows of each of `num_heads` KV heads.
@@ -155,6 +183,7 @@ struct Scratch {
         q.resize(all * heads.key_dim);
         k.resize(KEYS * heads.key_dim);
         v.resize(KEYS * dim);
+        if (IS_INT8<E>) wide.resize(KEYS * heads.key_dim);
         zeros.resize(std::max(W * heads.key_dim, heads.value_dim));
         p.resize(rows * KEYS);
         scores.resize(rows * KEYS);
@@ -201,33 +230,48 @@ inline void pack_keys(const T* const* keys, int count, int64_t dim, T* panels) {
     }
 }
 
-// Keys in groups, as panels: each group is a vector of columns.
+// Returns the 32-bit words that consecutive integers of `even` and of `odd` are in type T; floats need no `odd`.
 template <class T>
+ALWAYS_INLINE vi words_of(vf even, vf odd) {
+    if constexpr (std::is_same_v<T, float>)
+        return (vi)even;
+    else
+        return (vi)((vu)even >> 16 | (vu)odd);  // integers of 8 bits leave the lower half of a float zero
+}
+
+// Keys in groups, as panels: each group is a vector of columns.
+template <class T, class E>
 struct KeyGroups {
-    const T* const* groups;
+    const E* const* groups;
 
     template <int VECTORS>
     ALWAYS_INLINE void get(int64_t step, vi (&words)[VECTORS]) const {
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) words[v] = read<vi>(groups[v] + step * W * KP<T>);
+        for (int v = 0; v < VECTORS; ++v) {
+            const E* at = groups[v] + step * W * KP<T>;
+            if constexpr (IS_INT8<E>)
+                words[v] = words_of<T>(load(at), load(at + (KP<T> - 1) * W));
+            else
+                words[v] = read<vi>(at);
+        }
     }
 };
 
 // Does what `pack_keys` does, for keys in groups.
-template <class T>
-inline void pack_groups(const T* const* groups, int count, int64_t dim, T* panels) {
+template <class T, class E>
+inline void pack_groups(const E* const* groups, int count, int64_t dim, T* panels) {
     for (int panel = 0; panel < count / NR; ++panel)
         for (int64_t step = 0; step < dim / KP<T>; ++step, panels += NR * KP<T>) {
             vi words[2];
-            KeyGroups<T>{groups + 2 * panel}.get(step, words);
+            KeyGroups<T, E>{groups + 2 * panel}.get(step, words);
             write(panels, words[0]);
             write(panels + W * KP<T>, words[1]);
         }
 }
 
 // Values as a panel whose columns are their dimensions, from `column` on, and whose inputs are the keys.
-// `part(key, column)` gives one vector of dimensions.
-template <class T, class Part>
+// `part(key, column)` gives one vector of dimensions; of integers, their floats.
+template <class T, class E, class Part>
 struct Values {
     const Part& part;
     int64_t column;
@@ -237,7 +281,11 @@ struct Values {
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v += 2) {
             const int64_t from = column + v * W;
-            if constexpr (std::is_same_v<T, float>) {
+            if constexpr (IS_INT8<E>) {
+                const int64_t even = KP<T> * step, odd = even + KP<T> - 1;
+                words[v] = words_of<T>(part(even, from), part(odd, from));
+                words[v + 1] = words_of<T>(part(even, from + W), part(odd, from + W));
+            } else if constexpr (std::is_same_v<T, float>) {
                 words[v] = part(step, from);
                 words[v + 1] = part(step, from + W);
             } else {
@@ -252,23 +300,51 @@ struct Values {
     }
 };
 
+// Returns one vector of a value's dimensions for `Values`.
+template <class E>
+ALWAYS_INLINE auto part_at(const E* at) {
+    if constexpr (IS_INT8<E>)
+        return load(at);
+    else
+        return read<vi>(at);
+}
+
 // Packs the values into panels of that form; dimensions that only fill a vector are zeros.
-template <class T>
-inline void pack_values(const T* const* values, int count, int64_t dim, int64_t padded_dim, T* panels) {
-    constexpr int64_t IN_VECTOR = 4 * W / int64_t(sizeof(T));
+template <class T, class E>
+inline void pack_values(const E* const* values, int count, int64_t dim, int64_t padded_dim, T* panels) {
+    constexpr int64_t IN_VECTOR = IS_INT8<E> ? W : 4 * W / int64_t(sizeof(E));
     auto part = [&](int64_t key, int64_t from) {
-        if (from + IN_VECTOR <= dim) return read<vi>(values[key] + from);
-        T some[IN_VECTOR] = {};
-        if (from < dim) std::memcpy(some, values[key] + from, sizeof(T) * (dim - from));
-        return read<vi>(some);
+        if (from + IN_VECTOR <= dim) return part_at(values[key] + from);
+        E some[IN_VECTOR] = {};
+        if (from < dim) std::memcpy(some, values[key] + from, sizeof(E) * (dim - from));
+        return part_at(some);
     };
     for (int64_t column = 0; column < padded_dim; column += NR)
         for (int64_t step = 0; step < count / KP<T>; ++step, panels += NR * KP<T>) {
             vi words[2];
-            Values<T, decltype(part)>{part, column}.get(step, words);
+            Values<T, E, decltype(part)>{part, column}.get(step, words);
             write(panels, words[0]);
             write(panels + NR * KP<T> / 2, words[1]);
         }
+}
+
+// Packs `count` keys that lie in rows; those of 8 bits are converted into `wide` [KEYS, dim] first.
+template <class T, class E>
+inline void pack_rows(const E* const* keys, int count, int64_t dim, T* wide, T* panels) {
+    if constexpr (IS_INT8<E>) {
+        const T* rows[KEYS];
+        for (int i = 0; i < count; ++i) {
+            T* row = wide + i * dim;
+            for (int64_t n = 0; n < dim; n += W) {
+                const int some = int(std::min<int64_t>(W, dim - n));
+                store_some(row + n, load_some(keys[i] + n, some), some);
+            }
+            rows[i] = row;
+        }
+        pack_keys(rows, count, dim, panels);
+    } else {
+        pack_keys(keys, count, dim, panels);
+    }
 }
 
 // Merges the result over other keys, whose highest score is `other_highest`, into a running result.
@@ -292,31 +368,36 @@ struct Running {
 
 // Adds a tile of keys to the result of the queries `q` [rows, key dim] of one KV head. `ends` are those of the query
 // tokens, or null. Few queries read the values in the cache; for many queries, packing the values is faster.
-template <class T>
-void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, const Cache<T>& v,
-                 const SoonRows<T>& soon_keys, const SoonRows<T>& soon_values, const T* q, int64_t rows,
-                 int64_t first_position, const int32_t* ends, const Running& running, Scratch<T>& s) {
+template <class T, class E>
+void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, const Cache<E>& v,
+                 const SoonRows<E>& soon_keys, const SoonRows<E>& soon_values, const T* q, int64_t rows,
+                 int64_t first_position, const int32_t* ends, const Running& running, Scratch<T, E>& s) {
     const int64_t group = heads.group(), dim = heads.padded_value_dim();
     const int count = (keys.to + NR - 1) / NR * NR;
-    const T* rows_of_keys[KEYS];  // or groups
+    const E* rows_of_keys[KEYS];  // or groups
+    float key_scales[KEYS], value_scales[KEYS];
+    if constexpr (IS_INT8<E>) {
+        k.scales(keys, count, key_scales);
+        v.scales(keys, count, value_scales);
+    }
     const bool reads_groups = k.is_grouped() && !ON_TILES<T> && rows <= MR;
     if (k.is_grouped())
         k.groups(keys, count, s.zeros.data(), rows_of_keys);
     else
         k.rows(keys, count, s.zeros.data(), rows_of_keys);
     if (!k.is_grouped())
-        pack_keys(rows_of_keys, count, k.dim, s.k.data());
+        pack_rows(rows_of_keys, count, k.dim, s.wide.data(), s.k.data());
     else if (!reads_groups)
         pack_groups(rows_of_keys, count, k.dim, s.k.data());
     auto put_scores = [&](int64_t row, int64_t column, vf some) { store(s.scores.data() + row * KEYS + column, some); };
     if constexpr (ON_TILES<T>) {
-        SoonRows<T> soon = soon_keys;
+        SoonRows<E> soon = soon_keys;
         for (int panel = 0; panel < count; panel += NR)
             multiply_blocks(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, soon, s.scores.data() + panel, KEYS,
                             false);
         soon.ask_rest(0);
     } else if (reads_groups) {
-        auto panel_at = [&](int64_t column) { return KeyGroups<T>{rows_of_keys + column / W}; };
+        auto panel_at = [&](int64_t column) { return KeyGroups<T, E>{rows_of_keys + column / W}; };
         multiply_few(int(rows), q, k.dim, panel_at, count, k.dim, soon_keys, put_scores);
         soon_keys.ask_rest(k.dim / KP<T>);
     } else if (rows <= MR) {
@@ -337,6 +418,7 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, con
         vf most = splat(NONE);
         for (int i = 0; i < count; i += W) {
             vf score = load(scores + i) * heads.scale;
+            if constexpr (IS_INT8<E>) score *= load(key_scales + i);
             if (heads.soft_cap > 0) {
                 vf twice = exp(score * (2 / heads.soft_cap));
                 score = heads.soft_cap * (1.0f - 2.0f / (twice + 1.0f));
@@ -360,6 +442,7 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, con
         for (int i = 0; i < count; i += W) {
             vf weight = exp(load(scores + i) - shift);
             sums += weight;
+            if constexpr (IS_INT8<E>) weight *= load(value_scales + i);
             store(s.p.data() + row * KEYS + i, weight);
         }
         float kept = 1;
@@ -371,11 +454,11 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, con
         }
         running.sums[row] = running.sums[row] * kept + sum(sums);
     }
-    const T* values[KEYS];
+    const E* values[KEYS];
     v.rows(keys, count, s.zeros.data(), values);
     if constexpr (ON_TILES<T>) {
         pack_values(values, count, v.dim, dim, s.v.data());
-        SoonRows<T> soon = soon_values;
+        SoonRows<E> soon = soon_values;
         for (int64_t column = 0; column < dim; column += NR)
             multiply_blocks(rows, s.p.data(), KEYS, s.v.data() + column * count, count, soon, running.part + column, dim,
                             true);
@@ -387,8 +470,8 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, con
         store(out, load(out) + some);
     };
     if (rows <= MR && v.dim == dim) {
-        auto part = [&](int64_t key, int64_t from) { return read<vi>(values[key] + from); };
-        auto panel_at = [&](int64_t column) { return Values<T, decltype(part)>{part, column}; };
+        auto part = [&](int64_t key, int64_t from) { return part_at(values[key] + from); };
+        auto panel_at = [&](int64_t column) { return Values<T, E, decltype(part)>{part, column}; };
         multiply_few(int(rows), s.p.data(), KEYS, panel_at, dim, count, soon_values, add);
         soon_values.ask_rest(count / KP<T>);
         return;
@@ -401,9 +484,9 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<T>& k, con
 
 // Attends from the queries of a tile, for `num_heads` KV heads from `first_head` on, to the keys of `span`, which lie
 // in one part. The result goes to part, highest and sums of the scratch memory. The first keys of `next` are prefetched.
-template <class T>
+template <class T, class E>
 void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
-                 const QueryTile& tile, const Span& span, const Span& next, const Caches<T>& caches, Scratch<T>& s) {
+                 const QueryTile& tile, const Span& span, const Span& next, const Caches<T>& caches, Scratch<T, E>& s) {
     const int64_t rows = tile.count * heads.group(), dim = heads.padded_value_dim();
     const int32_t* ends = step.attention_ends ? step.attention_ends + tile.first : nullptr;
     std::fill_n(s.part.begin(), num_heads * rows * dim, 0.0f);
@@ -411,8 +494,8 @@ void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t firs
     std::fill_n(s.sums.begin(), num_heads * rows, 0.0f);
     int64_t cells[PART], next_cells[KEYS];
     const Span first_of_next{next.row, next.begin, std::min(next.end, next.begin / KEYS * KEYS + KEYS)};
-    find_cells(step, caches.groups_keys ? in_groups(span) : span, cells);
-    find_cells(step, caches.groups_keys ? in_groups(first_of_next) : first_of_next, next_cells);
+    find_cells(step, caches.in_groups ? in_groups(span) : span, cells);
+    find_cells(step, caches.in_groups ? in_groups(first_of_next) : first_of_next, next_cells);
     for (int64_t i = 0; i < num_heads; ++i) {
         const int64_t head = first_head + i;
         const Running running{s.part.data() + i * rows * dim, s.highest.data() + i * rows, s.sums.data() + i * rows};
@@ -423,9 +506,9 @@ void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t firs
             const KeyTile then = goes_on          ? tile_at(span, at + KEYS, cells)
                                  : has_more_heads ? tile_at(span, span.begin, cells)
                                                   : tile_at(first_of_next, first_of_next.begin, next_cells);
-            attend_keys(heads, tile_at(span, at, cells), keys_in(caches, heads, head), values_in(caches, heads, head),
-                        SoonRows<T>(keys_in(caches, heads, then_head), then),
-                        SoonRows<T>(values_in(caches, heads, then_head), then),
+            attend_keys(heads, tile_at(span, at, cells), keys_in<E>(caches, heads, head), values_in<E>(caches, heads, head),
+                        SoonRows<E>(keys_in<E>(caches, heads, then_head), then),
+                        SoonRows<E>(values_in<E>(caches, heads, then_head), then),
                         s.q.data() + i * rows * heads.key_dim, rows, first_position(step, tile), ends, running, s);
         }
     }
@@ -439,10 +522,10 @@ inline void put_result(const float* total, float sum, int64_t dim, T* out) {
 
 // Computes the attention of one tile, for `num_heads` KV heads from `first_head` on. `q` and `out` have a row for each
 // query token, `q_stride` and `out_stride` elements apart. The first keys of `next` are prefetched.
-template <class T>
+template <class T, class E>
 void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
             const QueryTile& tile, const Span& next, const T* q, int64_t q_stride, const Caches<T>& caches, T* out,
-            int64_t out_stride, float* partials, Scratch<T>& s) {
+            int64_t out_stride, float* partials, Scratch<T, E>& s) {
     const int64_t group = heads.group(), head_rows = tile.count * group, rows = num_heads * head_rows;
     const int64_t dim = heads.padded_value_dim();
     s.fit(head_rows, num_heads, heads);
@@ -482,9 +565,9 @@ void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_hea
 }
 
 // Merges the results of a query's parts, for one query head.
-template <class T>
+template <class T, class E>
 void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const float* partials, T* out,
-                 int64_t out_stride, Scratch<T>& s) {
+                 int64_t out_stride, Scratch<T, E>& s) {
     const int64_t dim = heads.padded_value_dim();
     s.fit(1, 1, heads);
     std::fill_n(s.total.begin(), dim, 0.0f);
@@ -494,6 +577,33 @@ void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const 
         merge(s.total.data(), most, sum, partial, partial[dim], partial[dim + 1], dim);
     }
     put_result(s.total.data(), sum, heads.value_dim, out + tile.first * out_stride + head * heads.value_dim);
+}
+
+// Computes `attend_all` for caches with elements of type E.
+template <class E, class T>
+void attend_to(Member& member, const AttentionMetadata& step, const Heads& heads, const Attention& todo, const T* q,
+                int64_t q_stride, const Caches<T>& caches, T* out, int64_t out_stride, float* partials) {
+    thread_local Scratch<T, E> scratch;
+    const int64_t num_tiles = int64_t(todo.tiles.size());
+    // The heads of a tile lie side by side in the cache, so they stay together if there are enough tiles.
+    const bool together = num_tiles >= 16;
+    auto attend_heads = [&](int64_t i, int64_t first_head, int64_t num_heads) {
+        const Span next = i + 1 < num_tiles ? keys_of(step, heads, todo.tiles[i + 1]) : Span{};
+        attend(step, heads, first_head, num_heads, todo.tiles[i], next, q, q_stride, caches, out, out_stride, partials,
+               scratch);
+    };
+    if (together)
+        member.each_in_turn(num_tiles, 1, [&](int64_t i) {
+            const int64_t num_heads = todo.tiles[i].count == 1 ? heads.keys : 1;
+            for (int64_t head = 0; head < heads.keys; head += num_heads) attend_heads(i, head, num_heads);
+        });
+    else
+        member.each_in_turn(num_tiles * heads.keys, 1,
+                            [&](int64_t i) { attend_heads(i / heads.keys, i % heads.keys, 1); });
+    if (todo.merges.empty()) return;
+    member.each(int64_t(todo.merges.size()) * heads.queries, [&](int64_t i) {
+        merge_parts(heads, i % heads.queries, todo.merges[i / heads.queries], partials, out, out_stride, scratch);
+    });
 }
 
 }  // namespace
@@ -524,27 +634,10 @@ Attention plan(const AttentionMetadata& step, const Heads& heads) {
 template <class T>
 void attend_all(Member& member, const AttentionMetadata& step, const Heads& heads, const Attention& todo, const T* q,
                 int64_t q_stride, const Caches<T>& caches, T* out, int64_t out_stride, float* partials) {
-    thread_local Scratch<T> scratch;
-    const int64_t num_tiles = int64_t(todo.tiles.size());
-    // The heads of a tile lie side by side in the cache, so they stay together if there are enough tiles.
-    const bool together = num_tiles >= 16;
-    auto attend_heads = [&](int64_t i, int64_t first_head, int64_t num_heads) {
-        const Span next = i + 1 < num_tiles ? keys_of(step, heads, todo.tiles[i + 1]) : Span{};
-        attend(step, heads, first_head, num_heads, todo.tiles[i], next, q, q_stride, caches, out, out_stride, partials,
-               scratch);
-    };
-    if (together)
-        member.each_in_turn(num_tiles, 1, [&](int64_t i) {
-            const int64_t num_heads = todo.tiles[i].count == 1 ? heads.keys : 1;
-            for (int64_t head = 0; head < heads.keys; head += num_heads) attend_heads(i, head, num_heads);
-        });
+    if (caches.is_int8)
+        attend_to<int8_t>(member, step, heads, todo, q, q_stride, caches, out, out_stride, partials);
     else
-        member.each_in_turn(num_tiles * heads.keys, 1,
-                            [&](int64_t i) { attend_heads(i / heads.keys, i % heads.keys, 1); });
-    if (todo.merges.empty()) return;
-    member.each(int64_t(todo.merges.size()) * heads.queries, [&](int64_t i) {
-        merge_parts(heads, i % heads.queries, todo.merges[i / heads.queries], partials, out, out_stride, scratch);
-    });
+        attend_to<T>(member, step, heads, todo, q, q_stride, caches, out, out_stride, partials);
 }
 
 template void attend_all(Member&, const AttentionMetadata&, const Heads&, const Attention&, const float*, int64_t,

@@ -195,10 +195,10 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
 
 template <class Weight, class T>
 void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const AttentionMetadata& step, T* x,
-         const int64_t* positions, const RotaryTables<T>& rotary, T* const* k_caches, T* const* v_caches, T* out,
-         int threads, const LayerAdapters<T>* adapters, const int32_t* slots) {
+         const int64_t* positions, const RotaryTables<T>& rotary, void* const* k_caches, void* const* v_caches,
+         T* out, int threads, const LayerAdapters<T>* adapters, const int32_t* slots) {
     static Buffers<Weight> b;
-    const bool groups_keys = step.block_size % W == 0;
+    const bool in_groups = step.block_size % W == 0, is_int8 = step.has_int8_caches;
     const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;
     std::vector<Attention> plans(end - first);
     std::vector<const Attention*> plan_of(end - first);
@@ -230,7 +230,8 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
     team().run(threads, [&](Member& member) {
         for (int64_t i = first; i < end; ++i)
             add_layer(member, decoder, decoder.layers[i], adapters ? adapters[i] : LayerAdapters<T>{}, step,
-                      *plan_of[i - first], x, positions, rotary, Caches<T>{k_caches[i], v_caches[i], groups_keys}, b);
+                      *plan_of[i - first], x, positions, rotary,
+                      Caches<T>{k_caches[i], v_caches[i], in_groups, is_int8}, b);
         if (end == decoder.num_layers)
             member.each(tokens, [&](int64_t i) {
                 rms_norm(x + i * hidden, decoder.norm, hidden, decoder.eps, decoder.rounds_norms, out + i * hidden);
@@ -240,7 +241,8 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
 
 #define INSTANTIATE(WEIGHT, T)                                                                                     \
     template void run(const Decoder<WEIGHT>&, int64_t, int64_t, const AttentionMetadata&, T*, const int64_t*,      \
-                      const RotaryTables<T>&, T* const*, T* const*, T*, int, const LayerAdapters<T>*, const int32_t*);
+                      const RotaryTables<T>&, void* const*, void* const*, T*, int, const LayerAdapters<T>*,           \
+                      const int32_t*);
 
 INSTANTIATE(Linear<float>, float)
 INSTANTIATE(Linear<bf16>, bf16)

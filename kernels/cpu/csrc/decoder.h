@@ -63,11 +63,11 @@ constexpr int64_t FEW = 2;
 
 // Computes layers `first` up to `end`, and after the last layer the norm into `out`. `x` [num_tokens, hidden] holds the
 // embeddings or the output of the layers before, and is overwritten; `positions` [num_tokens]; one cache for each layer
-// of the decoder, whose keys are in groups if W divides the size of blocks; `out` has the shape of `x`, and may be `x`.
+// of the decoder, which is in groups if W divides the size of blocks; `out` has the shape of `x`, and may be `x`.
 // `adapters`, for each layer of the decoder, and `slots` [num_tokens] are null if no token has an adapter.
 template <class Weight, class T = typename Weight::Value>
 void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const AttentionMetadata& step, T* x,
-         const int64_t* positions, const RotaryTables<T>& rotary, T* const* k_caches, T* const* v_caches, T* out,
-         int threads, const LayerAdapters<T>* adapters, const int32_t* slots);
+         const int64_t* positions, const RotaryTables<T>& rotary, void* const* k_caches, void* const* v_caches,
+         T* out, int threads, const LayerAdapters<T>* adapters, const int32_t* slots);
 
 }  // namespace vmp

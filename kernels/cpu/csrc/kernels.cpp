@@ -144,7 +144,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0x22f9b977u; }
+uint32_t vmp_interface() { return 0xe315782au; }
 
 int64_t vmp_panel_columns() { return NR; }
 
@@ -182,18 +182,19 @@ void vmp_write_strips(const BlockMatrix* w, uint8_t* out, BlockStrip* strips, in
         embed(*weight, inputs, ids, count, out, threads);                                                             \
     }                                                                                                                 \
     void vmp_attention_##NAME(const AttentionMetadata* step, const Heads* heads, const T* q, int64_t q_stride,        \
-                              T* k_cache, T* v_cache, T* out, int threads) {                                          \
-        attention(*step, *heads, q, q_stride, Caches<T>{k_cache, v_cache, false}, out, threads);                      \
+                              void* k_cache, void* v_cache, T* out, int threads) {                                    \
+        attention(*step, *heads, q, q_stride, Caches<T>{k_cache, v_cache, false, bool(step->has_int8_caches)}, out,   \
+                  threads);                                                                                           \
     }                                                                                                                 \
     void vmp_decoder_##NAME(const Decoder<Linear<T>>* decoder, int64_t first, int64_t end,                            \
                             const AttentionMetadata* step, T* x, const int64_t* positions,                            \
-                            const RotaryTables<T>* rotary, T* const* k_caches, T* const* v_caches, T* out, int threads,\
+                            const RotaryTables<T>* rotary, void* const* k_caches, void* const* v_caches, T* out, int threads,\
                             const LayerAdapters<T>* adapters, const int32_t* slots) {                                 \
         run(*decoder, first, end, *step, x, positions, *rotary, k_caches, v_caches, out, threads, adapters, slots);   \
     }                                                                                                                 \
     void vmp_block_decoder_##NAME(const Decoder<BlockLinear<T>>* decoder, int64_t first, int64_t end,                 \
                                   const AttentionMetadata* step, T* x, const int64_t* positions,                      \
-                                  const RotaryTables<T>* rotary, T* const* k_caches, T* const* v_caches,              \
+                                  const RotaryTables<T>* rotary, void* const* k_caches, void* const* v_caches,              \
                                   T* out, int threads, const LayerAdapters<T>* adapters, const int32_t* slots) {      \
         run(*decoder, first, end, *step, x, positions, *rotary, k_caches, v_caches, out, threads, adapters, slots);   \
     }                                                                                                                 \

@@ -30,6 +30,7 @@ typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint8_t vb __attribute__((vector_size(W)));
+typedef int8_t vc __attribute__((vector_size(W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 typedef int16_t vs __attribute__((vector_size(4 * W)));
 
@@ -89,6 +90,16 @@ inline vf max(vf a, vf b) { return select(a > b, a, b); }
 inline vf load(const float* p) { return read<vf>(p); }
 inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16); }
 
+inline vf load(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(p)));
+#elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    return to_floats(__builtin_convertvector(read<vc>(p), vi));
+#endif
+}
+
 inline void store(float* p, vf x) { write(p, x); }
 
 // Rounds to nearest, ties to even; NaN stays NaN.
@@ -104,6 +115,7 @@ inline void store(bf16* p, vf x) {
 }
 
 inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return x; }
 inline float to_float(bf16 x) {
     uint32_t bits = uint32_t(x.bits) << 16;
     float f;

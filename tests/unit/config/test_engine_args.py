@@ -582,9 +582,10 @@ def test_fp8_is_refused_by_name_for_a_model_that_cannot_have_it(model):
         config_of(model(BERT), kv_cache_dtype="fp8")
 
 
-def test_both_names_of_an_fp8_cache_mean_the_same(model):
-    for name in ("fp8", "fp8_e4m3"):
-        assert config_of(model(), kv_cache_dtype=name).cache_config.cache_dtype == "fp8"
+@pytest.mark.parametrize(("dtype", "other_name"), [("fp8", "fp8_e4m3"), ("int8", "int8_per_token_head")])
+def test_both_names_of_a_cache_in_8_bits_mean_the_same(model, dtype, other_name):
+    for name in (dtype, other_name):
+        assert config_of(model(), kv_cache_dtype=name).cache_config.cache_dtype == dtype
 
 
 def test_max_model_len_above_the_context_is_refused_by_name(model):

@@ -8,7 +8,7 @@ import torch
 
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.config import VllmConfig
-from vllm_mp.core.worker.device import check_float8
+from vllm_mp.core.worker.device import check_float8, check_int8_cache
 from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.model_config.quantization import FourBits
 
@@ -157,3 +157,11 @@ def test_cpu_computes_8_bit_floats_and_warns_that_it_is_slow(tmp_path: Any, capl
     assert not caplog.records
     check_float8(make_config(tmp_path, quantization="fp8"), torch.device("cpu"))
     assert "slow" in caplog.text
+
+
+def test_gpu_is_refused_a_cache_of_8_bit_integers_with_the_remedy(tmp_path: Any) -> None:
+    config = make_config(tmp_path, kv_cache_dtype="int8")
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype='int8' .*CPUs only.*; set kv_cache_dtype='fp8'"):
+        check_int8_cache(config, torch.device("cuda"))
+    check_int8_cache(config, torch.device("cpu"))
+    check_int8_cache(make_config(tmp_path, kv_cache_dtype="fp8"), torch.device("cuda"))

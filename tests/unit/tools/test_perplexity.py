@@ -12,6 +12,7 @@ def test_format_sets_dtype_quantization_cache_and_model(tmp_path):
     args = AsyncEngineArgs("a", quantization="int8")
     assert TOOL["options_of"]("float32", args) == AsyncEngineArgs("a", quantization="int8", dtype="float32")
     assert TOOL["options_of"]("fp8+kv-fp8", args) == AsyncEngineArgs("a", quantization="fp8", kv_cache_dtype="fp8")
+    assert TOOL["options_of"]("kv-int8", args) == AsyncEngineArgs("a", quantization="int8", kv_cache_dtype="int8")
     file = tmp_path / "model.gguf"
     file.touch()
     assert TOOL["options_of"](str(file), args) == AsyncEngineArgs(str(file), quantization="int8")
