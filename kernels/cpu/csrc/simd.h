@@ -90,11 +90,19 @@ inline vf max(vf a, vf b) { return select(a > b, a, b); }
 inline vf load(const float* p) { return read<vf>(p); }
 inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16); }
 
+// GCC converts bytes to integers one by one.
 inline vf load(const int8_t* p) {
 #if defined(__AVX512F__)
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(p)));
+    return to_floats((vi)_mm512_maskz_cvtepi8_epi32(0xffff, read<__m128i>(p)));
 #elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)
-    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+    return to_floats((vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#elif !defined(VMP_TILE_MODEL)
+    typedef int8_t Bytes __attribute__((vector_size(16)));
+    typedef int16_t Shorts __attribute__((vector_size(16)));
+    // Interleaved with itself twice, each byte is the highest of an integer.
+    const Bytes bytes = (Bytes)vi{read<int32_t>(p)};
+    const Shorts twice = (Shorts)__builtin_shuffle(bytes, vector_of<Bytes>([](int i) { return i / 2; }));
+    return to_floats((vi)__builtin_shuffle(twice, vector_of<Shorts>([](int i) { return i / 2; })) >> 24);
 #else
     return to_floats(__builtin_convertvector(read<vc>(p), vi));
 #endif
