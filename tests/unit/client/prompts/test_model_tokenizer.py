@@ -270,6 +270,15 @@ def test_record_is_not_used_after_a_file_has_changed(file: str, tmp_path: Path) 
     assert recorded(folder, tmp_path / "cache") is None
 
 
+def test_record_is_not_used_after_a_file_was_replaced_by_one_of_its_length(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ 'before' }}")
+    both(folder)
+    template.write_text("{{ 'behind' }}")
+    assert recorded(folder, tmp_path / "cache") is None
+
+
 def test_damaged_record_is_replaced(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     both(folder)

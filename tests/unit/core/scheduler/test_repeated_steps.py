@@ -23,16 +23,16 @@ def ids_of(slot, position):
     return 1000 * slot + int(position) + 10
 
 
-def run(steps, **options):
+def run(steps, abort_at):
     """Run requests that join, end and are aborted; return the seal table and the batch after each step."""
     memory = bytearray(SealTable.num_bytes(NUM_BLOCKS + 1, BLOCK))
-    engine = Engine(NUM_BLOCKS, table=SealTable(memory, NUM_BLOCKS + 1, BLOCK), **options)
+    engine = Engine(NUM_BLOCKS, table=SealTable(memory, NUM_BLOCKS + 1, BLOCK))
     states = []
     for number in range(60):
         if number in (0, 1, 2, 25):
             # They reach the ends of blocks in different steps. The second ends by its length, the third at a token.
             engine.add(number, 5 + number % 3, max_tokens=14 if number == 1 else 50, stop_token_ids=[2030])
-        if number == 40:
+        if number == abort_at:
             engine.end([(0, engine.scheduler.abort(0, 25))])
         if number == 45:
             engine.cache.forget_prefixes()
@@ -43,12 +43,13 @@ def run(steps, **options):
     return states, engine.outputs, engine.ends
 
 
-def test_repeated_steps_write_what_chosen_steps_write():
+@pytest.mark.parametrize("abort_at", [40, 41])  # before a step in which a row begins a block, and before another
+def test_repeated_steps_write_what_chosen_steps_write(abort_at):
     steps = []
-    repeated = run(steps)
+    repeated = run(steps, abort_at)
     assert sum(step is before for before, step in itertools.pairwise(steps)) > 30
     with patch.object(RepeatedStep, "can_repeat", lambda *_: False):
-        assert run([]) == repeated
+        assert run([], abort_at) == repeated
 
 
 def test_preemption_within_repeated_steps_loses_no_token():
