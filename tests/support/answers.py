@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_mp.core.worker import model_runner
+from vllm_mp.core.worker import step_inputs as repeated_inputs
 from vllm_mp.core.worker.step_message import StepEncoder
 from vllm_mp.testing.random_models import random_prompts
 
@@ -65,7 +66,8 @@ def adapter_slot(slot):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepEncoder, "encode", in_message)
-        patch.setattr(model_runner, "step_inputs", in_inputs)
+        for module in (model_runner, repeated_inputs):
+            patch.setattr(module, "step_inputs", in_inputs)
         yield
 
 

@@ -227,6 +227,8 @@ class CoreTemplate:
         """Wait until the template has imported everything, or has ended."""
         assert self._control is not None
         self._is_early = False
+        if self._is_ready:
+            return  # its message has been read, and no other follows
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.poll(1000 * _IMPORT_TIMEOUT_S)

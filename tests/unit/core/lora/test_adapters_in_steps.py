@@ -7,6 +7,7 @@ from support.local_engine import LocalEngine
 
 from vllm_mp.core.lora.adapter import read_adapter
 from vllm_mp.core.worker import model_runner
+from vllm_mp.core.worker import step_inputs as repeated_inputs
 from vllm_mp.core.worker.cuda_graphs import StepGraphs
 from vllm_mp.core.worker.memory import plan as memory
 from vllm_mp.core.worker.step_inputs import step_inputs
@@ -48,7 +49,8 @@ def slots_of_rows(monkeypatch):
             metadata = metadata._replace(adapter_slots=of_tokens)
         return ids, positions, metadata
 
-    monkeypatch.setattr(model_runner, "step_inputs", with_slots)
+    for module in (model_runner, repeated_inputs):
+        monkeypatch.setattr(module, "step_inputs", with_slots)
     return slots
 
 
