@@ -28,6 +28,7 @@ from support.image_models import processor_files as files_of
 from transformers.models.smolvlm import processing_smolvlm
 
 from vllm_mp.client.engine.prompt_images import PromptImages
+from vllm_mp.client.images.media import GivenImage
 from vllm_mp.client.images.processor import model_processor
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 from vllm_mp.config import MultiModalConfig
@@ -57,7 +58,8 @@ class Prompts:
         self.images = PromptImages(config, PromptTokenizer(self.tokenizer), lambda: files or files_of(family))
 
     def prompt(self, images, text=None, token_ids=None, **options):
-        return asyncio.run(self.images.prompt(images, options, text, token_ids, {}, None))
+        given = [GivenImage(image) for image in images]
+        return asyncio.run(self.images.prompt(given, options, text, token_ids, {}, None, ""))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
