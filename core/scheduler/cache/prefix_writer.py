@@ -172,6 +172,8 @@ class PrefixWriter:
         """Make entries of the blocks that were copied long enough ago, if the memory is still trusted."""
         header = self._file.header
         if header is None or header.nonce != self._nonce or read_header(self._memory, KeptHeader) != self._kept:
+            # A next core may only be about to write the same header again: then the blocks are copied once more.
+            self._kept = None
             self._copied.clear()
             return
         now = self._clock()

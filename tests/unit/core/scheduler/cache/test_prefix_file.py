@@ -138,6 +138,24 @@ def test_blocks_of_memory_that_is_not_trusted_any_more_are_not_found(core):
     assert core.found() == set()
 
 
+def test_blocks_are_found_that_were_copied_while_a_next_core_took_over_the_memory(core, monkeypatch):
+    core.fill(1, 11)
+    core.writer.turn()
+    copy, whole = core.writer._copy, os.pread(core.memory, HEADER_BYTES, 0)
+
+    def copy_meanwhile(*args):
+        copy(*args)
+        os.pwrite(core.memory, bytes(HEADER_BYTES), 0)
+
+    core.fill(2, 12, before=11)
+    monkeypatch.setattr(core.writer, "_copy", copy_meanwhile)
+    core.writer.turn()
+    monkeypatch.undo()
+    os.pwrite(core.memory, whole, 0)
+    core.write()
+    assert core.found() == {11, 12}
+
+
 def test_nothing_is_found_of_memory_that_loses_its_trust_in_the_last_turn(core, monkeypatch):
     core.fill(1, 11)
     read = core.writer._read
