@@ -91,7 +91,9 @@ class PrefixWriter:
         if not len(new) and not self._copied:
             return _IDLE_PAUSE_S
         self._file.load()
-        if len(new):
+        if is_last:
+            self._make_entries(is_last)  # only then newer blocks can take their slots
+        if len(new) and self._kept is not None:
             self._copy(table, new[np.argsort(ages[new], kind="stable")].tolist(), ages, is_last)
         self._make_entries(is_last)
         return _TURN_PAUSE_S

@@ -129,6 +129,16 @@ def test_last_turn_makes_entries_at_once(core):
     assert core.found() == {11}
 
 
+def test_last_turn_replaces_what_was_just_copied_by_what_is_newer(core):
+    for number in range(1, 6):
+        core.fill(number, 10 + number)
+    core.writer.turn()
+    for number in range(1, 4):
+        core.fill(number, 20 + number)
+    core.writer.turn(is_last=True)
+    assert core.found() >= {21, 22, 23}
+
+
 def test_blocks_of_memory_that_is_not_trusted_any_more_are_not_found(core):
     core.fill(1, 11)
     core.writer.turn()
