@@ -109,8 +109,8 @@ class PromptImages:
         """Return the prompt, `text` unless it is None or else `token_ids`, with the images `given` in it.
 
         `options` are those of the request for the image processor; names of images are known to prompts with the same
-        options and `cache_salt`. Raises ValueError or TypeError, naming the image or
-        the field at fault, NoRoomError if too many images wait, and TooManyTokensError for more than `max_tokens`.
+        options and `cache_salt`. Raises ValueError or TypeError, naming the image or the field at fault, NoRoomError if
+        too many images wait, and TooManyTokensError for more than `max_tokens`.
         """
         self.check_count(len(given))
         config, image_token = self._config.model_config.images, self.image_token

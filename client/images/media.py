@@ -83,9 +83,7 @@ def check_image_name(field: str, name: Any) -> None:
     if not isinstance(name, str):
         raise TypeError(f"{field} must be a str or None, got {name!r:.100}")
     if not 0 < len(name) <= MAX_NAME_CHARACTERS:
-        raise ValueError(
-            f"{field} must have 1 to {MAX_NAME_CHARACTERS} characters, got {len(name)}; give a shorter name"
-        )
+        raise ValueError(f"{field} must have 1 to {MAX_NAME_CHARACTERS} characters, got {len(name)}; give another name")
 
 
 def image_job(image: Any, number: int, options: bytes) -> ImageJob:

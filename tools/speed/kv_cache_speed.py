@@ -8,8 +8,6 @@ type. The types take turns.
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +20,7 @@ from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.kernels import int8_cache
 from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.testing.attention_steps import scattered_step
+from vllm_mp.testing.measuring.call_timing import median_ms
 
 SMOLLM2: Final = {
     "architectures": ["LlamaForCausalLM"],
@@ -61,18 +60,6 @@ def decode(model: Any, streams: int, context: int, dtype: torch.dtype) -> Callab
     return lambda: model(positions % 1000, positions, caches, metadata)
 
 
-@torch.inference_mode()
-def median_ms(call: Callable[[], object], seconds: float) -> float:
-    """Return the median milliseconds of the calls of `seconds` seconds, after two calls to warm up."""
-    spent = []
-    end = time.perf_counter() + seconds
-    while len(spent) < 7 or time.perf_counter() < end:
-        begun = time.perf_counter()
-        call()
-        spent.append(1e3 * (time.perf_counter() - begun))
-    return statistics.median(spent[2:])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="a folder with the config.json of another model")
@@ -96,7 +83,7 @@ def main() -> None:
             calls = {name: decode(model, streams, context, getattr(torch, name)) for name in times}
             for _ in range(args.rounds):
                 for name, call in calls.items():
-                    times[name].append(round(median_ms(call, args.seconds), 2))
+                    times[name].append(round(median_ms(call, args.seconds, num_warm=2), 2))
             found[f"{streams} streams, context {context}"] = times
     print(json.dumps(found, indent=1))
 

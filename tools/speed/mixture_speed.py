@@ -8,8 +8,6 @@ object: for each kind of weights and each step, the milliseconds of a step in ea
 import argparse
 import copy
 import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +20,7 @@ from vllm_mp.core.models.linear import pack_projections
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.testing.attention_steps import scattered_step
+from vllm_mp.testing.measuring.call_timing import median_ms
 
 SMALL: Final = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -69,18 +68,6 @@ def step(model: Any, rows: list[tuple[int, int]]) -> Callable[[], object]:
     return lambda: model(ids, positions, caches, metadata)
 
 
-@torch.inference_mode()
-def median_ms(call: Callable[[], object], seconds: float) -> float:
-    """Return the median milliseconds of the calls of `seconds` seconds, after some calls to warm up."""
-    spent = []
-    end = time.perf_counter() + seconds
-    while len(spent) < 10 or time.perf_counter() < end:
-        begun = time.perf_counter()
-        call()
-        spent.append(1e3 * (time.perf_counter() - begun))
-    return statistics.median(spent[5:])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="a folder with the config.json of another mixture")
@@ -103,7 +90,7 @@ def main() -> None:
         for _ in range(args.rounds):
             for name, rows in steps.items():
                 for way, model in ways.items():
-                    found[weights][name][way].append(round(median_ms(step(model, rows), args.seconds), 3))
+                    found[weights][name][way].append(round(median_ms(step(model, rows), args.seconds, num_warm=5), 3))
     print(json.dumps(found, indent=1))
 
 

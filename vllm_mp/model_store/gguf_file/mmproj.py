@@ -59,7 +59,7 @@ _MLP_NAMES: Final = {
 }
 _QWEN_NAMES: Final = {"v.post_ln": "visual.merger.ln_q", "mm.0": "visual.merger.mlp.0", "mm.2": "visual.merger.mlp.2"}
 _PATCHES: Final = ("v.patch_embd.weight", "v.patch_embd.weight.1")
-"""The parts of a matrix of Qwen2-VL for the two frames of a video that a patch has."""
+"""The matrix of patches; the second is that for the second frame of a video, which patches of Qwen2-VL have."""
 _WINDOW_PIXELS: Final = 112
 """Pixels of a side of a window of Qwen2.5-VL, if a file does not state it."""
 _SWAPPED: Final = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
@@ -225,9 +225,9 @@ class _Reader(GgufFields):
                     f"{self.file.path}: {name} is of the type {tensor.type.name}: of image parts, {', '.join(_TYPES)} "
                     f"are read; use a file in one of them, or {_WITHOUT_IMAGES}"
                 )
-        readers = {"idefics3": self._idefics3, "mlp": self._llava, "gemma3": self._gemma3}
         if projector in _MLP_NAMES:
             return self._qwen(projector, text, text_path)
+        readers = {"idefics3": self._idefics3, "mlp": self._llava, "gemma3": self._gemma3}
         return readers[projector](text, text_path)
 
     def _check_text_part(self, projector: str, text: dict[str, Any], text_path: Path) -> None:
@@ -358,14 +358,10 @@ class _Reader(GgufFields):
 
     def _qwen(self, projector: str, text: dict[str, Any], text_path: Path) -> Mmproj:
         hidden, patch = self.integer("vision.embedding_length"), self.integer("vision.patch_size")
-        heads, layers = self.integer("vision.attention.head_count"), self.integer("vision.block_count")
-        if hidden % heads:
-            raise self.error("vision.attention.head_count", heads, f"it must divide embedding_length, {hidden}")
+        heads = self._heads(hidden)
         for name in _PATCHES:
-            if (found := self.shape(name, 4)) != (hidden, 3, patch, patch):
-                raise self.error(name, list(found), f"its shape must be {[hidden, 3, patch, patch]}")
-        numbers = {int(block[1]) for name in self.file.tensors if (block := _OF_BLOCK.fullmatch(name))}
-        self.must_fit("vision.block_count", layers, len(numbers))
+            self._check_patches(name, hidden, patch)
+        layers = self._layers()
         merge = self.integer("vision.spatial_merge_size", 2)
         self.must_fit("vision.spatial_merge_size", hidden * merge**2, self.shape("mm.0.weight", 2)[1])
         width = self.shape("mm.2.weight", 2)[0]
@@ -432,19 +428,14 @@ class _Reader(GgufFields):
 
     def _tower(self) -> dict[str, Any]:
         """Return the fields of `vision_config` that all families have."""
-        hidden, heads = self.integer("vision.embedding_length"), self.integer("vision.attention.head_count")
-        layers = self.integer("vision.block_count")
+        hidden = self.integer("vision.embedding_length")
+        heads = self._heads(hidden)
         size, patch = self.integer("vision.image_size"), self.integer("vision.patch_size")
-        if hidden % heads:
-            raise self.error("vision.attention.head_count", heads, f"it must divide embedding_length, {hidden}")
         if patch > size:
             raise self.error("vision.patch_size", patch, f"it must be at most image_size, {size}")
         self.must_fit("vision.embedding_length", hidden, self.shape("v.position_embd.weight", 2)[1])
-        found = self.shape("v.patch_embd.weight", 4)
-        if found != (hidden, 3, patch, patch):
-            raise self.error("v.patch_embd.weight", list(found), f"its shape must be {[hidden, 3, patch, patch]}")
-        numbers = {int(block[1]) for name in self.file.tensors if (block := _OF_BLOCK.fullmatch(name))}
-        self.must_fit("vision.block_count", layers, len(numbers))
+        self._check_patches(_PATCHES[0], hidden, patch)
+        layers = self._layers()
         inner = self.integer("vision.feed_forward_length")
         if inner == hidden:  # then swapped names could not be told from others
             raise self.error("vision.feed_forward_length", inner, "it must not be embedding_length")
@@ -461,6 +452,26 @@ class _Reader(GgufFields):
             "patch_size": patch,
             "layer_norm_eps": self.number("vision.attention.layer_norm_epsilon"),
         }
+
+    def _heads(self, hidden: int) -> int:
+        """Return the number of heads, which must divide `hidden`."""
+        heads = self.integer("vision.attention.head_count")
+        if hidden % heads:
+            raise self.error("vision.attention.head_count", heads, f"it must divide embedding_length, {hidden}")
+        return heads
+
+    def _layers(self) -> int:
+        """Return the number of layers, which must be that of the tensors."""
+        layers = self.integer("vision.block_count")
+        numbers = {int(block[1]) for name in self.file.tensors if (block := _OF_BLOCK.fullmatch(name))}
+        self.must_fit("vision.block_count", layers, len(numbers))
+        return layers
+
+    def _check_patches(self, name: str, hidden: int, patch: int) -> None:
+        """Raise ValueError unless the tensor `name` takes patches of this many pixels."""
+        found, wanted = self.shape(name, 4), (hidden, 3, patch, patch)
+        if found != wanted:
+            raise self.error(name, list(found), f"its shape must be {list(wanted)}")
 
     def _check_width(self, width: int, text: dict[str, Any], text_path: Path) -> None:
         """Raise ValueError unless embeddings of images are as long as those of the text part."""
