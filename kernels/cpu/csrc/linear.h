@@ -53,6 +53,14 @@ struct Soon {
     }
 };
 
+// The byte that stands for zero in quantized rows: 128 for instructions that multiply unsigned bytes with signed ones. AVX2
+// has one whose sums of two products have 16 bits; there the bytes of rows are signed, and zero is 0.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(VMP_TILE_MODEL)
+constexpr int ZERO_BYTE = 0;
+#else
+constexpr int ZERO_BYTE = 128;
+#endif
+
 // The number of inputs whose weights lie side by side.
 template <class T>
 constexpr int KP = 4 / sizeof(T);
@@ -156,8 +164,8 @@ inline void hadamard(float* x, int64_t dim) {
         for (; dim >= size; x += size, dim -= size) hadamard_block(x, size);
 }
 
-// Rotates a row and quantizes it to integers of 8 bits, stored as bytes in which 128 stands for zero. Returns the scale;
-// NaN if the row is not finite.
+// Rotates a row and quantizes it to integers of 8 bits, from -127 to 127, stored as bytes in which ZERO_BYTE stands for
+// zero. Returns the scale; NaN if the row is not finite.
 template <class T>
 inline float quantize(const T* x, int64_t dim, uint8_t* bytes) {
     constexpr float MOST = 127;
@@ -173,13 +181,14 @@ inline float quantize(const T* x, int64_t dim, uint8_t* bytes) {
     }
     const float bound = highest(most);
     if (!(bound < std::numeric_limits<float>::infinity())) {
-        std::memset(bytes, 128, dim);
+        std::memset(bytes, ZERO_BYTE, dim);
         return std::numeric_limits<float>::quiet_NaN();
     }
     const float units = bound > 0 ? MOST / bound : 0;
     for (int64_t i = 0; i < dim; i += W) {
         // The offset makes the values positive, so that truncation rounds down.
-        const vb wholes = __builtin_convertvector(__builtin_convertvector(load(row + i) * units + 128.5f, vi), vb);
+        const vi positive = __builtin_convertvector(load(row + i) * units + 128.5f, vi);
+        const vb wholes = __builtin_convertvector(positive + (ZERO_BYTE - 128), vb);
         if (i + W <= dim)
             write(bytes + i, wholes);
         else
@@ -299,7 +308,11 @@ inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& tak
     }
     if (w.scales) {
         const vf scale0 = load(w.scales + i * NR), scale1 = load(w.scales + i * NR + W);
-        const vi sum0 = read<vi>(w.sums + i * NR), sum1 = read<vi>(w.sums + i * NR + W);
+        vi sum0 = {}, sum1 = {};
+        if constexpr (ZERO_BYTE) {
+            sum0 = read<vi>(w.sums + i * NR);
+            sum1 = read<vi>(w.sums + i * NR + W);
+        }
         multiply_panel(x.count, x.bytes, w.inputs, w.template panel<int8_t>(i), w.inputs,
                        [&](int64_t row, vi first, vi second) {
                            const vf scale = splat(x.scales[row]);

@@ -88,6 +88,21 @@ inline void multiply(const uint8_t* x, int64_t stride, const Panel& panel, int64
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; ++v) c[r][v] = (vi)_mm512_dpbusd_epi32((__m512i)c[r][v], a, (__m512i)b[v]);
         }
+#elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)
+        // The instruction takes one factor without a sign, so the other gets the sign of both. No weight and no value of
+        // a row is -128, so the sum of two products fits into 16 bits.
+        __m256i sizes[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) sizes[v] = _mm256_abs_epi8((__m256i)b[v]);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            const auto a = (__m256i)(vi{} + read<int32_t>(x + r * stride + k));
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) {
+                const auto pairs = _mm256_maddubs_epi16(sizes[v], _mm256_sign_epi8(a, (__m256i)b[v]));
+                c[r][v] += multiply_pairs((vs)pairs, vs{} + int16_t(1));
+            }
+        }
 #else
         // The first and third of each four weights, and the second and fourth, widened to 16 bits.
         vs even[VECTORS], odd[VECTORS];
