@@ -17,20 +17,28 @@ constexpr int TILE_OF_ROWS = 6;
 constexpr int TILE_OF_ROWS = 3;
 #endif
 
-// Adds the products of four inputs: bytes of `weights` from 0 to 255, below 128 unless IS_WIDE, and signed bytes of x.
+// Whether `dot` subtracts 128 from the bytes of wide weights. The instruction of AVX2 has 16 bits for two products: enough
+// for signed bytes, whose sizes are at most 128, but not for bytes up to 255.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(VMP_TILE_MODEL)
+constexpr bool SUBTRACTS_128 = true;
+#else
+constexpr bool SUBTRACTS_128 = false;
+#endif
+
+// Adds the products of four inputs: bytes of `weights` from 0 to 255, below 128 unless IS_WIDE, and signed bytes of x,
+// from -127 to 127.
 template <bool IS_WIDE>
 ALWAYS_INLINE vi dot(vi sum, vi weights, int32_t x) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
 #elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)  // the model has wider vectors
-    const __m256i all = _mm256_set1_epi32(x);
+    __m256i sizes = (__m256i)weights, all = _mm256_set1_epi32(x);
     if constexpr (IS_WIDE) {
-        const __m256i even = _mm256_and_si256((__m256i)weights, _mm256_set1_epi16(255));
-        const __m256i odd = _mm256_srli_epi16((__m256i)weights, 8);
-        const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8), x_odd = _mm256_srai_epi16(all, 8);
-        return sum + (vi)_mm256_madd_epi16(even, x_even) + (vi)_mm256_madd_epi16(odd, x_odd);
+        const auto bytes = (__m256i)(weights ^ int32_t(0x80808080));
+        sizes = _mm256_abs_epi8(bytes);
+        all = _mm256_sign_epi8(all, bytes);
     }
-    return sum + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)weights, all), _mm256_set1_epi16(1));
+    return sum + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(sizes, all), _mm256_set1_epi16(1));
 #else
     for (int i = 0; i < 4; ++i) sum += int32_t(int8_t(x >> (8 * i))) * byte_of(weights, i);
     return sum;
@@ -79,10 +87,17 @@ using KindOf = BlockKind<Type::GROUP, Type::HAS_MINIMUM, Type::BITS == 8, words_
 // instructions that the loop costs nothing, and the code without it is large.
 constexpr int WORDS_AT_ONCE = W == 4 ? 1 : 8;
 
+// What the sum of a group of 32 or 16 inputs begins with, so that 2^`offset` is subtracted from its integers.
+template <class Kind>
+ALWAYS_INLINE vi first_sum(int offset, const RowBlock& x, int part) {
+    if (offset < 0 || (Kind::IS_WIDE && SUBTRACTS_128)) return vi{};
+    return (vi{} + x.less[part]) << offset;
+}
+
 // Adds to `total` the product of a group with inputs of a row; `part` is the half of the 32 inputs, or 2 for all.
 template <class Kind>
 ALWAYS_INLINE vf add_group(vf total, const vi* words, vf scale, vf minimum, int offset, const RowBlock& x, int part) {
-    vi sum = offset < 0 ? vi{} : (vi{} + x.less[part]) << offset;
+    vi sum = first_sum<Kind>(offset, x, part);
     const int8_t* values = x.values + (part == 1 ? 16 : 0);
 #if VMP_SUMS_IN_16_BITS
     if constexpr (Kind::RUN > 1) {
@@ -231,7 +246,7 @@ void multiply_unpacked(int64_t rows, const vf* const* panels, int64_t inputs, in
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
             for (int c = 0; c < COLUMNS; ++c)
-                sums[r][c] = offset < 0 ? vi{} : (vi{} + block[r * x_stride].less[part]) << offset;
+                sums[r][c] = first_sum<Kind>(offset, block[r * x_stride], part);
         // Calls `f(r, c, weights, four)` for each row and column, with word `i` of the column and the row's inputs.
         auto each_word = [&](int i, auto&& f) __attribute__((always_inline)) {
 #pragma GCC unroll 8
