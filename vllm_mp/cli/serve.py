@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from vllm_mp.server.http.options import ServerOptions
 if TYPE_CHECKING:
     import socket
     import ssl
+
+logger = logging.getLogger(__name__)
 
 USAGE = "[MODEL] [OPTIONS]"
 
@@ -99,6 +102,7 @@ def _serve_alone(
     import uvloop
 
     from vllm_mp.client.async_llm import AsyncLLM
+    from vllm_mp.cli.smaller_weights import int8_hint
     from vllm_mp.client.threads.background_call import call_in_thread
     from vllm_mp.server.http.console import ready_line, say
     from vllm_mp.server.run import ServerProcess
@@ -117,6 +121,8 @@ def _serve_alone(
         )
 
     def on_ready(engine: AsyncLLM) -> None:
+        if options.connect is None and (hint := int8_hint(engine.vllm_config)):
+            logger.info("%s", hint)
         say(ready_line(engine.model_config.served_model_name, options, url))
 
     async def run() -> int:

@@ -15,6 +15,7 @@ from vllm_mp.cli.flags.adapter import add_lora_flag, chosen_adapter
 from vllm_mp.cli.flags.connect import add_connect_flags, check_connect, open_engine
 from vllm_mp.cli.flags.model import set_model
 from vllm_mp.cli.flags.sampling import add_sampling_flags, chosen_parameters, sampling_params
+from vllm_mp.cli.smaller_weights import int8_hint
 from vllm_mp.config.engine_args import AsyncEngineArgs
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
                 screen.note(llm.model_config.served_model_name)
             if is_terminal:
                 screen.note(_INSTRUCTIONS)
+                if args.connect is None and (hint := int8_hint(llm.vllm_config)):
+                    screen.note(hint)
             parameters = chosen_parameters(args, chat_defaults(llm.model_config.default_sampling_params))
             session = ChatSession(runner, llm, Conversation(args.system, parameters), screen, lora, args.verbose)
             _converse(session, lines)
