@@ -101,8 +101,8 @@ def _serve_alone(
 
     import uvloop
 
-    from vllm_mp.client.async_llm import AsyncLLM
     from vllm_mp.cli.smaller_weights import int8_hint
+    from vllm_mp.client.async_llm import AsyncLLM
     from vllm_mp.client.threads.background_call import call_in_thread
     from vllm_mp.server.http.console import ready_line, say
     from vllm_mp.server.run import ServerProcess
