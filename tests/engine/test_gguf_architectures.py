@@ -94,6 +94,7 @@ def test_error_names_the_tensor_that_a_file_lacks(tmp_path):
         load_ours(path)
 
 
+@pytest.mark.slow
 def test_error_names_the_tensor_that_the_architecture_does_not_have(tmp_path):
     write_random_gguf(tmp_path / "plain.gguf", "starcoder2", CONFIGS["starcoder2"])
 

@@ -73,7 +73,14 @@ async def answers(model, family="llava"):
         ]
 
 
-@pytest.mark.parametrize(("family", "kind"), [("smolvlm", F16), ("gemma3", F32), ("qwen2_5_vl", F32)])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param("smolvlm", F16, marks=pytest.mark.slow),
+        pytest.param("gemma3", F32, marks=pytest.mark.slow),
+        ("qwen2_5_vl", F32),
+    ],
+)
 def test_two_gguf_files_answer_as_the_checkpoint(tmp_path, family, kind):
     save_pair(tmp_path, family, kind)
     assert asyncio.run(answers(tmp_path / "gguf", family)) == asyncio.run(answers(tmp_path / "hub", family))

@@ -186,9 +186,11 @@ def test_every_encoder_starts_and_encodes(name, tmp_path):
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "options"),
-    by_turns(
-        [*USUAL_SIZES, "llama-8b", "llama-8b"], [{}, FLOAT8, ADAPTERS, {**FLOAT8, **EAGER}, {**ADAPTERS, **EAGER}]
-    ),
+    [
+        *by_turns([*USUAL_SIZES], [{}, FLOAT8, ADAPTERS]),
+        pytest.param("llama-8b", {**FLOAT8, **EAGER}, marks=pytest.mark.slow),
+        pytest.param("llama-8b", {**ADAPTERS, **EAGER}, marks=pytest.mark.slow),
+    ],
 )
 def test_models_of_usual_sizes_compile_nothing_after_a_start_with_default_options(name, options, tmp_path, monkeypatch):
     folder = save_config(USUAL_SIZES[name], tmp_path)

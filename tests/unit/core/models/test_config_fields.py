@@ -17,6 +17,8 @@ FAMILIES = (*(name for name in NATIVE if name != "llama-llama3"), "bert", "rober
 """A base of each family."""
 VARIANTS = ("phi3-long", "llama-yarn", "gemma3 with images", "bert for classes")
 """Bases of which fields count that are not read, or read otherwise, in those of `FAMILIES`."""
+UNLIKE = ("mistral-windowed", "mixtral", "bert", *VARIANTS)
+"""Bases of which all values are tried in each run; slow tests try those of the others."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +57,10 @@ def test_each_field_is_served_as_by_transformers_or_refused_by_its_name(name: st
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+@pytest.mark.parametrize(
+    "name",
+    [*UNLIKE, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in UNLIKE)],
+)
 def test_each_value_of_each_field_is_served_as_by_transformers_or_refused_by_its_name(
     name: str, tmp_path: Path
 ) -> None:

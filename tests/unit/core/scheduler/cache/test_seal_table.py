@@ -181,14 +181,14 @@ def test_successor_never_finds_rejected_drafts_wherever_the_core_dies():
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_successor_computes_only_what_was_interrupted_before_each_single_store(ahead):
     for dies_at in range(1, Life(ahead).num_events + 1):
         check_successor(Life(ahead, dies_at))
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_third_core_computes_only_what_was_interrupted_before_each_single_store_of_the_second(ahead):
     """The second core takes over blocks that were not full, and writes on in them."""
     num_events = Life(ahead).num_events
