@@ -196,6 +196,13 @@ struct Scratch {
     }
 };
 
+// Returns the scratch memory of the calling thread. Not inlined: loops would ask for the thread's address in each round.
+template <class T, class E>
+__attribute__((noinline, noclone)) Scratch<T, E>& scratch_of_thread() {
+    thread_local Scratch<T, E> scratch;
+    return scratch;
+}
+
 // Transposes a W x W matrix of 32-bit values in place, by log2(W) perfect shuffles.
 inline void transpose(vi (&m)[W]) {
     constexpr vi low = vector_of<vi>([](int i) { return i / 2 + i % 2 * W; }), high = low + W / 2;
@@ -389,12 +396,14 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
         pack_rows(rows_of_keys, count, k.dim, s.wide.data(), s.k.data());
     else if (!reads_groups)
         pack_groups(rows_of_keys, count, k.dim, s.k.data());
-    auto put_scores = [&](int64_t row, int64_t column, vf some) { store(s.scores.data() + row * KEYS + column, some); };
+    // Local, because the compiler would read the pointers again after each store of a float.
+    float* const all_scores = s.scores.data();
+    T* const weights = s.p.data();
+    auto put_scores = [&](int64_t row, int64_t column, vf some) { store(all_scores + row * KEYS + column, some); };
     if constexpr (ON_TILES<T>) {
         SoonRows<E> soon = soon_keys;
         for (int panel = 0; panel < count; panel += NR)
-            multiply_blocks(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, soon, s.scores.data() + panel, KEYS,
-                            false);
+            multiply_blocks(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, soon, all_scores + panel, KEYS, false);
         soon.ask_rest(0);
     } else if (reads_groups) {
         auto panel_at = [&](int64_t column) { return KeyGroups<T, E>{rows_of_keys + column / W}; };
@@ -408,13 +417,13 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
         soon_keys.ask_rest(k.dim / KP<T>);
     } else {
         for (int panel = 0; panel < count; panel += NR)
-            multiply_into(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, s.scores.data() + panel, KEYS, false);
+            multiply_into(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, all_scores + panel, KEYS, false);
         soon_keys.ask_rest(0);
     }
     const bool masks = keys.from > 0 || keys.start + count > first_position + 1 || heads.window;
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t position = first_position + row / group;
-        float* scores = s.scores.data() + row * KEYS;
+        float* const scores = all_scores + row * KEYS;
         vf most = splat(NONE);
         for (int i = 0; i < count; i += W) {
             vf score = load(scores + i) * heads.scale;
@@ -443,7 +452,7 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
             vf weight = exp(load(scores + i) - shift);
             sums += weight;
             if constexpr (IS_INT8<E>) weight *= load(value_scales + i);
-            store(s.p.data() + row * KEYS + i, weight);
+            store(weights + row * KEYS + i, weight);
         }
         float kept = 1;
         if (now != before) {
@@ -460,7 +469,7 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
         pack_values(values, count, v.dim, dim, s.v.data());
         SoonRows<E> soon = soon_values;
         for (int64_t column = 0; column < dim; column += NR)
-            multiply_blocks(rows, s.p.data(), KEYS, s.v.data() + column * count, count, soon, running.part + column, dim,
+            multiply_blocks(rows, weights, KEYS, s.v.data() + column * count, count, soon, running.part + column, dim,
                             true);
         soon.ask_rest(0);
         return;
@@ -472,14 +481,14 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
     if (rows <= MR && v.dim == dim) {
         auto part = [&](int64_t key, int64_t from) { return part_at(values[key] + from); };
         auto panel_at = [&](int64_t column) { return Values<T, E, decltype(part)>{part, column}; };
-        multiply_few(int(rows), s.p.data(), KEYS, panel_at, dim, count, soon_values, add);
+        multiply_few(int(rows), weights, KEYS, panel_at, dim, count, soon_values, add);
         soon_values.ask_rest(count / KP<T>);
         return;
     }
     soon_values.ask_rest(0);
     pack_values(values, count, v.dim, dim, s.v.data());
     for (int64_t column = 0; column < dim; column += NR)
-        multiply_into(rows, s.p.data(), KEYS, s.v.data() + column * count, count, running.part + column, dim, true);
+        multiply_into(rows, weights, KEYS, s.v.data() + column * count, count, running.part + column, dim, true);
 }
 
 // Attends from the queries of a tile, for `num_heads` KV heads from `first_head` on, to the keys of `span`, which lie
@@ -583,7 +592,7 @@ void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const 
 template <class E, class T>
 void attend_to(Member& member, const AttentionMetadata& step, const Heads& heads, const Attention& todo, const T* q,
                 int64_t q_stride, const Caches<T>& caches, T* out, int64_t out_stride, float* partials) {
-    thread_local Scratch<T, E> scratch;
+    Scratch<T, E>& scratch = scratch_of_thread<T, E>();
     const int64_t num_tiles = int64_t(todo.tiles.size());
     // The heads of a tile lie side by side in the cache, so they stay together if there are enough tiles.
     const bool together = num_tiles >= 16;
