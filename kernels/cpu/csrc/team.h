@@ -145,9 +145,10 @@ class Team {
 
 using Member = Team::Member;
 
-// Only one thread at a time may call into the kernels.
+// Only one thread at a time may call into the kernels. Each has a team of its own, so that what a thread of low priority
+// has lost does not count for the others.
 inline Team& team() {
-    static Team instance;
+    static thread_local Team instance;
     return instance;
 }
 

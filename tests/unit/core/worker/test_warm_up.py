@@ -1,0 +1,80 @@
+"""What a core prepares while streams wait for it or for the core before, so that its first step takes no longer."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig
+
+from vllm_mp import AsyncEngineArgs, SamplingParams
+from vllm_mp.core.scheduler.batch import Batch
+from vllm_mp.core.scheduler.request import Request
+from vllm_mp.core.scheduler.step import ScheduledStep
+from vllm_mp.core.torch_threads import one_thread
+from vllm_mp.core.worker.model_runner import ModelRunner
+from vllm_mp.core.worker.sampling.sampler import Sampler
+from vllm_mp.core_link.core_launch import KeptCache
+from vllm_mp.testing.random_models import CONFIGS, SIZES, save_config
+
+COUNT, BLOCK = 6, 4
+
+
+@pytest.fixture
+def memory():
+    descriptor = os.memfd_create("cache")
+    yield descriptor
+    os.close(descriptor)
+
+
+def tokens_of(runner):
+    """Return the tokens after a prompt, of a greedy request and of a drawn one."""
+    batch = Batch(2, 64, BLOCK, [])
+    for slot, temperature in enumerate((0.0, 1.0)):
+        prompt = np.arange(1, 1 + COUNT, dtype=np.int32)
+        params = SamplingParams(temperature=temperature, seed=slot)
+        request = Request(0, slot, "after", params, prompt, COUNT, 60, (0, slot))
+        batch.add(request, np.arange(1, 3, dtype=np.int32) + 2 * slot)
+    step = ScheduledStep.of(batch, batch.order, np.full(2, COUNT), 0)
+    return runner.launch(step, batch, Sampler(batch, runner._device)).wait().tokens.tolist()
+
+
+def make_args(config, folder):
+    return AsyncEngineArgs(
+        str(save_config(config, folder)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        device="cpu",
+        block_size=BLOCK,
+        kv_cache_memory_bytes=2**22,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "is_warm"),
+    [("llama", "LlamaForCausalLM", True), ("gpt2", "GPT2LMHeadModel", True), ("encoder", "BertModel", False)],
+)
+def test_process_that_takes_over_has_computed_a_step_before_its_turn(name, architecture, is_warm, memory, tmp_path):
+    config = BertConfig(**SIZES) if name == "encoder" else CONFIGS[name]
+    config.architectures = config.architectures or [architecture]
+    args = make_args(config, tmp_path)
+    beats, before_turn = [], []
+
+    def start(**options):
+        return ModelRunner(
+            args.create_engine_config(),
+            torch.device("cpu"),
+            torch.float32,
+            beat=lambda: beats.append(1),
+            take_turn=lambda: before_turn.append(len(beats)),
+            **options,
+        )
+
+    with one_thread():
+        runner, usual = start(former_cache=KeptCache(descriptors=[memory], adopts=True)), start()
+        if is_warm:
+            assert tokens_of(runner) == tokens_of(usual)
+    warm, cold = before_turn
+    assert (warm > 0) == is_warm
+    assert cold == warm, "a core that follows no other computes nothing before its first request"
