@@ -33,6 +33,7 @@ from vllm_mp.core.worker.memory.encoder_memory import EncoderMemory
 from vllm_mp.core.worker.memory.kept_memory import kept_memory, map_early
 from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.model_memory import ModelMemory
+from vllm_mp.core.worker.memory.page_tables import map_packed_weights
 from vllm_mp.core.worker.memory.paired_memory import PairedMemory
 from vllm_mp.core.worker.memory.plan import cache_blocks
 from vllm_mp.core.worker.memory.sleep import Memory
@@ -169,12 +170,19 @@ class ModelRunner:
         if former_cache is not None and device.type == "cpu" and self._all_ranks.rank == 0:
             if self._all_ranks.size == 1:
                 run_in_thread(self._warm_up, niceness=BESIDE_A_CORE)
-            early = run_in_thread(lambda: map_early(former_cache.descriptors[0]), niceness=BESIDE_A_CORE)
+            early = map_early(former_cache.descriptors[0])
+            if early is not None:
+                run_in_thread(early.map_pages, niceness=BESIDE_A_CORE)
         kept_cache = take_turn()
         # The other ranks wait here for the turn of rank 0, which alone knows what may be adopted.
         adopts = self._all_ranks.minimum(int(kept_cache is not None and kept_cache.adopts))
         if kept_cache is not None:
             kept_cache = msgspec.structs.replace(kept_cache, adopts=bool(adopts))
+        if early is None and kept_cache is not None and kept_cache.adopts and device.type == "cpu":
+            # Streams wait for this core, which needs no more than one processor before its first step.
+            early = map_early(kept_cache.descriptors[self._all_ranks.rank])
+            if early is not None:
+                early.map_pages_beside(map_packed_weights)
         self.memory.keep_cache(kept_memory(kept_cache, self._all_ranks.rank, device, early))
         times.end("turn")
         num_blocks = self._all_ranks.minimum(self.memory.num_kept_blocks(self.digest))

@@ -16,11 +16,13 @@ import logging
 import mmap
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ from vllm_mp.core.scheduler.cache.seal_table import SealTable
 from vllm_mp.core.weights.code_digest import code_digest
 from vllm_mp.core.worker.memory.cuda_driver import CudaDriver
 from vllm_mp.core.worker.memory.device_memory import DeviceMemory, Driver
+from vllm_mp.core.worker.memory.page_tables import map_pages
 from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.core_link.mailbox import empty_mailbox
 
@@ -43,35 +46,57 @@ _ALIGNMENT: Final = 4096
 _LOCK_WAIT_S: Final = 2.0
 """Time that processes of an earlier core, which was killed, get to end."""
 _LOCK_STEP_S: Final = 0.005
-_MADV_POPULATE_WRITE: Final = 23
-"""Of Linux 5.14; the module `mmap` has no name for it."""
+_MAP_BYTES: Final = 16 * 2**20
+"""Bytes that are mapped at a time: `EarlyMap.stop` waits for them."""
 
 
-class EarlyMap(NamedTuple):
-    """The file, mapped while an earlier core still uses it."""
+class EarlyMap:
+    """The file, mapped before `KeptMemory` has it: while an earlier core still uses it, or while its successor starts.
 
-    descriptor: int
-    memory: mmap.mmap
+    Otherwise the first step would wait for the system to map each page of the cache that it reads, of which there may
+    be a million.
+    """
+
+    def __init__(self, descriptor: int, memory: mmap.mmap) -> None:
+        self.descriptor = descriptor
+        self.memory = memory
+        self._stops = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def map_pages(self) -> None:
+        """Have the system map all pages with data. The others are left out, because they would take memory."""
+        address, size, end = np.frombuffer(self.memory, np.uint8).ctypes.data, len(self.memory), 0
+        with contextlib.suppress(OSError):  # there is no more data, or the system cannot tell; it only saves time
+            while end < size and not self._stops.is_set():
+                begin = os.lseek(self.descriptor, end, os.SEEK_DATA)
+                end = min(os.lseek(self.descriptor, begin, os.SEEK_HOLE), begin + _MAP_BYTES)
+                map_pages(address + begin, min(end, size) - begin)
+
+    def map_pages_beside(self, before: Callable[[], None]) -> None:
+        """Call `before` and `map_pages` in a thread; `stop` must be called before the file is made shorter."""
+
+        def run() -> None:
+            before()
+            self.map_pages()
+
+        self._thread = threading.Thread(target=run, name="page-mapper", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Map no more pages; idempotent."""
+        self._stops.set()
+        if self._thread is not None:
+            self._thread.join()
 
 
 def map_early(descriptor: int) -> EarlyMap | None:
-    """Map the file of a core that serves, for `KeptMemory` of its successor; None if there is no cache yet.
-
-    Otherwise the first step would wait for the system to map each page of the cache that it reads, of which there may
-    be a million. Nothing is read or written, and pages that the core does not use are left out.
-    """
+    """Map the file of an earlier core, without its pages, for `KeptMemory`; None if there is no cache in it."""
     opened = _open_again(descriptor)
     size = os.fstat(opened).st_size
     if size <= HEADER_BYTES:
         os.close(opened)
         return None
-    memory, end = mmap.mmap(opened, size), 0
-    with contextlib.suppress(OSError):  # there is no more data, or the system cannot do this; it only saves time
-        while end < size:
-            begin = os.lseek(opened, end, os.SEEK_DATA)
-            end = os.lseek(opened, begin, os.SEEK_HOLE)
-            memory.madvise(_MADV_POPULATE_WRITE, begin, min(end, size) - begin)
-    return EarlyMap(opened, memory)
+    return EarlyMap(opened, mmap.mmap(opened, size))
 
 
 class KeptMemory:
@@ -99,6 +124,7 @@ class KeptMemory:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
+                    self._stop_mapping()
                     os.close(self._descriptor)
                     raise
                 time.sleep(_LOCK_STEP_S)
@@ -139,6 +165,7 @@ class KeptMemory:
 
     def empty(self) -> None:
         """Give back what an earlier core has left."""
+        self._stop_mapping()
         os.ftruncate(self._descriptor, 0)
         if self._device_memory is not None:
             self._device_memory.release()
@@ -166,11 +193,12 @@ class KeptMemory:
         if self._map is None:
             header = read_header(self._descriptor, KeptHeader)
             if os.fstat(self._descriptor).st_size != file_size or header is None or header.num_blocks != num_blocks:
+                self._stop_mapping()
                 os.ftruncate(self._descriptor, 0)
                 os.ftruncate(self._descriptor, file_size)
             else:
                 nonce = header.nonce
-            early, self._early = self._early, None
+            early = self._early
             is_whole = early is not None and len(early.memory) == file_size
             of_file = early.memory if early is not None and is_whole else mmap.mmap(self._descriptor, file_size)
         else:
@@ -228,12 +256,18 @@ class KeptMemory:
         if self._prefix_file is not None:
             self._prefix_file.abandon()
 
+    def _stop_mapping(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            early.stop()
+
     def unlock(self) -> None:
         """Let the next core use the file, in which this one writes nothing more, before this process has ended."""
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def release(self) -> None:
         """Give the memory of the caches back after their last use; `caches` makes them again. The table stays."""
+        self._stop_mapping()
         os.ftruncate(self._descriptor, self._caches_at)
         if self._device_memory is not None:
             self._device_memory.release()

@@ -1,6 +1,8 @@
 """What a core prepares while streams wait for it or for the core before, so that its first step takes no longer."""
 
 import os
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,3 +80,34 @@ def test_process_that_takes_over_has_computed_a_step_before_its_turn(name, archi
     warm, cold = before_turn
     assert (warm > 0) == is_warm
     assert cold == warm, "a core that follows no other computes nothing before its first request"
+
+
+def test_successor_of_a_dead_core_maps_the_pages_of_its_cache_before_its_first_step(memory, tmp_path):
+    args = make_args(CONFIGS["llama"], tmp_path)
+
+    def start(adopts):
+        return ModelRunner(
+            args.create_engine_config(),
+            torch.device("cpu"),
+            torch.float32,
+            take_turn=lambda: KeptCache(descriptors=[memory], adopts=adopts),
+        )
+
+    with one_thread():
+        first = start(adopts=False)
+        expected = tokens_of(first)
+        first.memory.give_up_cache()
+        second = start(adopts=True)
+        deadline = time.monotonic() + 60
+        while not resident_kib(second.memory.kv_caches[0][0]):
+            assert time.monotonic() < deadline
+        assert tokens_of(second) == expected
+
+
+def resident_kib(tensor):
+    """Return how much of the map that holds `tensor` this process can read without a page fault, in KiB."""
+    address = tensor.data_ptr()
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    ranges = ((at, line.split()[0].split("-")) for at, line in enumerate(lines) if "-" in line.split()[0])
+    start = next(at for at, (begin, end) in ranges if int(begin, 16) <= address < int(end, 16))
+    return next(int(line.split()[1]) for line in lines[start:] if line.startswith("Rss:"))

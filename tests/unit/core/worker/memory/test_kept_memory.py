@@ -65,9 +65,9 @@ def test_file_of_a_core_that_serves_is_mapped_before_the_turn_of_its_successor(d
     caches[0][0][:500].fill_(3)  # 64,000 bytes
     num_blocks_of_disk = os.fstat(descriptor).st_blocks
     early = map_early(descriptor)
+    early.map_pages()
     assert os.fstat(descriptor).st_blocks == num_blocks_of_disk, "pages that the core does not use take no memory"
-    resident = [line for line in smaps_of(early.memory) if line.startswith("Rss:")]
-    assert 64 <= int(resident[0].split()[1]) <= 1024
+    assert 64 <= resident_kib(early) <= 1024
     with pytest.raises(BlockingIOError):
         KeptMemory(descriptor, adopts=True, early=map_early(descriptor))
     first.unlock()
@@ -77,6 +77,31 @@ def test_file_of_a_core_that_serves_is_mapped_before_the_turn_of_its_successor(d
     assert (keys[:500] == 3).all()
     begin = np.frombuffer(early.memory, np.uint8).ctypes.data
     assert begin <= keys.data_ptr() < begin + len(early.memory), "the same map is used"
+
+
+def test_pages_are_mapped_beside_the_start_until_the_file_is_emptied(descriptor):
+    in_another_process(first_core, descriptor)
+    size = os.fstat(descriptor).st_size
+    early, late = map_early(descriptor), map_early(descriptor)
+    calls = []
+    early.map_pages_beside(lambda: calls.append(resident_kib(early)))
+    while not resident_kib(early):
+        pass
+    assert calls == [0]
+    late.stop()
+    late.map_pages_beside(lambda: None)
+    memory = KeptMemory(descriptor, adopts=False, early=early)
+    os.ftruncate(descriptor, size)
+    late.map_pages()
+    assert resident_kib(late) == 0
+    assert os.fstat(descriptor).st_blocks == 0, "nothing is written to a file that was emptied"
+    assert memory.num_blocks(BLOCK, IDENTITY) == 0
+
+
+def resident_kib(early):
+    """Return how much of the map this process can read without a page fault, in KiB."""
+    resident = [line for line in smaps_of(early.memory) if line.startswith("Rss:")]
+    return int(resident[0].split()[1])
 
 
 def smaps_of(memory):
