@@ -15,6 +15,7 @@ from vllm_mp.client.cores.sources.launcher import CoreLauncher
 from vllm_mp.config import LivenessConfig
 from vllm_mp.core_link.core_status import CoreState
 from vllm_mp.errors import EngineStartError
+from vllm_mp.machine.loading_thread import BESIDE_A_CORE
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,7 @@ def end_between_steps(core: Core, timeout_s: float, leaves_memory: bool) -> bool
     while process.is_alive() and time.monotonic() < deadline:
         if core.page is not None and core.page.state == CoreState.STOPPED:
             if leaves_memory and process.is_alive():
+                process.lower_priority(BESIDE_A_CORE)  # the system takes its memory back beside the next core's steps
                 process.send_signal(signal.SIGKILL)
                 return True
             break  # all that is left is the end of the interpreter, which takes time

@@ -26,9 +26,7 @@ def run_in_thread(call: Callable[[], T], look: Callable[[], None] = lambda: None
     def run() -> None:
         try:
             if niceness:
-                thread_id = threading.get_native_id()
-                raised = min(_MAX_NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id) + niceness)
-                os.setpriority(os.PRIO_PROCESS, thread_id, raised)
+                lower_priority(threading.get_native_id(), niceness)
             result.set_result(call())
         except BaseException as error:
             result.set_exception(error)
@@ -39,3 +37,9 @@ def run_in_thread(call: Callable[[], T], look: Callable[[], None] = lambda: None
         thread.join(_LOOK_S)
         look()
     return result.result()
+
+
+def lower_priority(thread_id: int, niceness: int) -> None:
+    """Make a thread nicer by `niceness`. Raises OSError if it has ended or belongs to another user."""
+    raised = min(_MAX_NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id) + niceness)
+    os.setpriority(os.PRIO_PROCESS, thread_id, raised)

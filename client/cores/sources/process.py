@@ -26,6 +26,7 @@ from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.machine.exit_status import describe_exit
 from vllm_mp.machine.file_owner import check_private
 from vllm_mp.machine.forked_process import ForkedProcess
+from vllm_mp.machine.loading_thread import lower_priority
 from vllm_mp.requests.lora_request import AdapterRecord
 
 logger = logging.getLogger(__name__)
@@ -246,6 +247,12 @@ class CoreProcess:
     def send_signal(self, number: int) -> None:
         """Send the core a signal; no-op after its end."""
         self._popen.send_signal(number)
+
+    def lower_priority(self, niceness: int) -> None:
+        """Make all threads of the core nicer by `niceness`, for the rest of its life; no-op after its end."""
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{self.pid}/task"):
+                lower_priority(int(thread), niceness)
 
     def write_stacks(self, timeout: float) -> bool:
         """Have the core write the Python stacks of its threads to its log; return whether the log has grown.

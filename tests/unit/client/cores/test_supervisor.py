@@ -15,6 +15,7 @@ from vllm_mp.client.cores.sources.launcher import CoreLauncher
 from vllm_mp.client.cores.sources.remote_core import RemoteCore
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.core_link.core_status import CoreState
+from vllm_mp.machine.loading_thread import BESIDE_A_CORE
 
 
 def test_cores_that_served_are_restarted_at_once_up_to_the_limit():
@@ -195,10 +196,12 @@ def test_end_of_a_stopped_core_is_waited_for_only_if_its_successor_needs_its_mem
     process = SimpleNamespace(
         is_alive=lambda: True,
         send_signal=lambda number: calls.append(number),
+        lower_priority=lambda niceness: calls.append(f"nicer by {niceness}"),
         kill=lambda: calls.append("killed and waited for"),
         was_told_to_stop=False,
         was_killed=True,
     )
     stopped = core()._replace(process=process, page=SimpleNamespace(state=CoreState.STOPPED))
     assert end_between_steps(stopped, 60.0, leaves_memory)
-    assert calls == [signal.SIGTERM, signal.SIGKILL if leaves_memory else "killed and waited for"]
+    end = [f"nicer by {BESIDE_A_CORE}", signal.SIGKILL] if leaves_memory else ["killed and waited for"]
+    assert calls == [signal.SIGTERM, *end]

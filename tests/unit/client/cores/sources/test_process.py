@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import subprocess
 import types
 from pathlib import Path
@@ -45,6 +46,16 @@ def core_process(monkeypatch, tmp_path):
     monkeypatch.setattr(process.subprocess, "Popen", Stuck)
     monkeypatch.setattr(process, "_exit_descriptor", lambda _: -1)
     return CoreProcess(tmp_path / "run", 1)
+
+
+def test_core_gets_a_lower_priority():
+    with subprocess.Popen(["sleep", "60"]) as stand_in:
+        core = types.SimpleNamespace(pid=stand_in.pid)
+        before = os.getpriority(os.PRIO_PROCESS, stand_in.pid)
+        CoreProcess.lower_priority(core, 3)
+        assert os.getpriority(os.PRIO_PROCESS, stand_in.pid) == min(19, before + 3)
+        stand_in.kill()
+    CoreProcess.lower_priority(core, 3)  # it has ended
 
 
 def test_core_that_its_device_keeps_from_ending_is_given_up(core_process, caplog):
