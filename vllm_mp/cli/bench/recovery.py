@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+_USUAL = "usual wait"
+"""The time between two tokens of a stream before the kill or the replacement, which no pause can be shorter than."""
 _PARTS = ("death is seen", "process is started", "model is loaded", "first token")
 """What happens between a kill and the first token of any stream."""
 
@@ -116,6 +118,10 @@ class _Load:
         draw = random.Random(f"{index} {len(self.times[index])}")
         vocab_size = self._llm.model_config.architecture.vocab_size
         return [draw.randrange(vocab_size // 2, vocab_size) for _ in range(self._prompt_tokens)]
+
+    def waits(self) -> list[float]:
+        """Return the times between two tokens of a stream, of all streams, in seconds."""
+        return [after - before for times in self.times for before, after in itertools.pairwise(times)]
 
     def forget_times(self) -> None:
         """Discard the times so far except the last of each stream."""
@@ -168,6 +174,7 @@ async def _measure(llm: "AsyncLLM", args: argparse.Namespace) -> tuple[dict[str,
 
 async def _kill(llm: "AsyncLLM", load: _Load, tasks: "list[asyncio.Task[None]]") -> dict[str, list[float]]:
     """Kill the core; return the seconds to the first token of any stream, also by parts, and to the next of all."""
+    usual = load.waits()
     status = await llm.core_status()
     killed = time.monotonic()
     os.kill(status["pid"], signal.SIGKILL)
@@ -179,13 +186,17 @@ async def _kill(llm: "AsyncLLM", load: _Load, tasks: "list[asyncio.Task[None]]")
     assert restart is not None
     ends = itertools.pairwise((killed, *restart, killed + min(gaps)))
     parts = {name: [end - begin] for name, (begin, end) in zip(_PARTS, ends, strict=True)}
-    return {"first stream": [min(gaps)], **parts, "every stream": gaps}
+    return {_USUAL: usual, "first stream": [min(gaps)], **parts, "every stream": gaps}
 
 
 async def _replace(llm: "AsyncLLM", load: _Load, tasks: "list[asyncio.Task[None]]") -> dict[str, list[float]]:
-    """Replace the core, and return the longest time between two tokens of each stream."""
+    """Replace the core; return the times between two tokens of each stream around the replacement, and the longest."""
+    usual = load.waits()
     load.forget_times()  # of the first prompts, for which the first streams had to wait
     await llm.restart_core()
     await load.go_on(tasks)
-    gaps = [max(after - before for before, after in itertools.pairwise(times)) for times in load.times]
-    return {"every stream": gaps}
+    restart = llm.cores.first.supervisor.last_restart
+    assert restart is not None
+    waits = [list(itertools.pairwise(times)) for times in load.times]
+    switch = [next(b - a for a, b in of_stream if b > restart.serves) for of_stream in waits]
+    return {_USUAL: usual, "old core to new core": switch, "every stream": [max(b - a for a, b in w) for w in waits]}
