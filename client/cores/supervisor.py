@@ -178,13 +178,18 @@ class CoreSupervisor:
         """Let a new process take over from the core once it has loaded the model; from any thread.
 
         The result says that the new core serves; see `Replacement.ask`. Raises ValueError, with the remedy, if this
-        process does not start the cores, or may not restart them.
+        process does not start the cores, or may not restart them, and if the core is on several machines.
         """
         if self._replacement is None:
             address = self.core.connection.address
             raise ValueError(f"this process has not started the core at {address}: replace it where it was started")
         if self._restarts is None:
             raise ValueError("recovery=False: a core that is replaced needs recovery; leave the option out")
+        if (num_nodes := self.core.config.parallel_config.nnodes) > 1:
+            raise ValueError(
+                f"nnodes={num_nodes}: the other machines serve one core at a time, and no other can load beside it; "
+                "shut the engine down and start it again"
+            )
         return self._replacement.ask()
 
     def hand_over_to(self, heir: Heir) -> bool:

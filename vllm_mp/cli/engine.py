@@ -63,6 +63,11 @@ def run(args: argparse.Namespace) -> int:
     0 after a signal, 130 after a second signal. Raises EngineStartError or EngineDeadError if there is no core.
     """
     engine_args = AsyncEngineArgs.from_cli_args(args)
+    if args.takeover and engine_args.nnodes > 1:
+        raise ValueError(
+            f"--takeover with --nnodes {engine_args.nnodes}: the other machines serve one core at a time, and no other "
+            "can load beside it; stop the running engine, and start this one without --takeover"
+        )
     if not args.headless:
         begin_core(engine_args)
     import asyncio
