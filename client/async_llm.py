@@ -4,13 +4,17 @@ They are in this order: making an engine, requests, its state, the operations th
 loggers, the tokenizer, and the end.
 """
 
+# ruff: noqa: TC004 (`_import_rest` imports these names at runtime)
+from __future__ import annotations
+
 import functools
+import importlib
 import logging
 import time
 import types
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
@@ -18,44 +22,69 @@ from vllm_mp.arguments.unserved_arguments import accepts_unserved, check_unserve
 from vllm_mp.arguments.unserved_names import refuse_attributes
 from vllm_mp.arguments.unserved_table import CALL_ARGUMENTS
 from vllm_mp.arguments.usage_context import UsageContext
-from vllm_mp.client.engine.adapters import Adapters, checked_adapter
-from vllm_mp.client.engine.control import EngineControl
-from vllm_mp.client.engine.core_changes import CoreChanges
-from vllm_mp.client.engine.engine import Engine
-from vllm_mp.client.engine.input_preprocessor import InputPreprocessor
-from vllm_mp.client.engine.input_processor import InputProcessor, check_sampling_params
-from vllm_mp.client.engine.request_log import log_request
-from vllm_mp.client.engine.start import connect_engine, start_engine, start_engine_in_thread
-from vllm_mp.client.engine.status import EngineStatus
-from vllm_mp.client.engine.stream_group import StreamGroup
-from vllm_mp.client.engine.tokenizer import EngineTokenizer
 from vllm_mp.client.engine_client import EngineClient
-from vllm_mp.client.outputs.detokenizer import token_bytes
-from vllm_mp.client.outputs.live_requests import LiveRequests
-from vllm_mp.client.outputs.output_iterator import OutputIterator
-from vllm_mp.client.outputs.stream import RequestStream
-from vllm_mp.client.prompts.chat_images import ChatImage, take_images
-from vllm_mp.client.prompts.chat_messages import ChatMessageError
-from vllm_mp.client.prompts.chat_template import ChatTemplate
-from vllm_mp.client.prompts.model_tokenizer import library_tokenizer
-from vllm_mp.client.prompts.prompt import PromptType, text_prompt
-from vllm_mp.client.prompts.request import CallerRequest, checked_request_id, checked_tenant
-from vllm_mp.client.stat_loggers import StatLoggerArgument
-from vllm_mp.client.stats import CoreReading
-from vllm_mp.client.stats.tracing import check_trace_headers
 from vllm_mp.client.threads.background_call import call_in_thread
 from vllm_mp.client.threads.completed_call import AwaitableInt, CompletedCall
-from vllm_mp.config import DecodingConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
-from vllm_mp.config.engine_args import EngineArgs
-from vllm_mp.errors import EngineDeadError
-from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
+from vllm_mp.core_link.early_template import template_beside_imports
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import SamplingParams
-from vllm_mp.validation.request_validation import check_generates, checked_arrival_time
 
 if TYPE_CHECKING:
+    from vllm_mp.client.engine.adapters import Adapters, checked_adapter
+    from vllm_mp.client.engine.control import EngineControl
+    from vllm_mp.client.engine.core_changes import CoreChanges
+    from vllm_mp.client.engine.engine import Engine
+    from vllm_mp.client.engine.input_preprocessor import InputPreprocessor
+    from vllm_mp.client.engine.input_processor import InputProcessor, check_sampling_params
+    from vllm_mp.client.engine.request_log import log_request
+    from vllm_mp.client.engine.start import connect_engine, start_engine, start_engine_in_thread
+    from vllm_mp.client.engine.status import EngineStatus
+    from vllm_mp.client.engine.stream_group import StreamGroup
+    from vllm_mp.client.engine.tokenizer import EngineTokenizer
     from vllm_mp.client.images.sources import ImageSources
+    from vllm_mp.client.outputs.detokenizer import token_bytes
+    from vllm_mp.client.outputs.live_requests import LiveRequests
+    from vllm_mp.client.outputs.output_iterator import OutputIterator
+    from vllm_mp.client.outputs.stream import RequestStream
+    from vllm_mp.client.prompts.chat_images import ChatImage, take_images
+    from vllm_mp.client.prompts.chat_messages import ChatMessageError
+    from vllm_mp.client.prompts.chat_template import ChatTemplate
+    from vllm_mp.client.prompts.model_tokenizer import library_tokenizer
+    from vllm_mp.client.prompts.prompt import PromptType, text_prompt
+    from vllm_mp.client.prompts.request import CallerRequest, checked_request_id, checked_tenant
+    from vllm_mp.client.stat_loggers import StatLoggerArgument
+    from vllm_mp.client.stats import CoreReading
+    from vllm_mp.client.stats.tracing import check_trace_headers
+    from vllm_mp.config import DecodingConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+    from vllm_mp.config.engine_args import EngineArgs
+    from vllm_mp.errors import EngineDeadError
+    from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
+    from vllm_mp.validation.request_validation import check_generates, checked_arrival_time
+
+_IMPORTED_BESIDE_CORE: Final = {
+    "client.engine.adapters": ("Adapters", "checked_adapter"),
+    "client.engine.control": ("EngineControl",),
+    "client.engine.core_changes": ("CoreChanges",),
+    "client.engine.input_preprocessor": ("InputPreprocessor",),
+    "client.engine.input_processor": ("InputProcessor", "check_sampling_params"),
+    "client.engine.request_log": ("log_request",),
+    "client.engine.start": ("connect_engine", "start_engine", "start_engine_in_thread"),
+    "client.engine.status": ("EngineStatus",),
+    "client.engine.stream_group": ("StreamGroup",),
+    "client.engine.tokenizer": ("EngineTokenizer",),
+    "client.outputs.detokenizer": ("token_bytes",),
+    "client.outputs.output_iterator": ("OutputIterator",),
+    "client.prompts.chat_images": ("take_images",),
+    "client.prompts.chat_messages": ("ChatMessageError",),
+    "client.prompts.chat_template": ("ChatTemplate",),
+    "client.prompts.model_tokenizer": ("library_tokenizer",),
+    "client.prompts.prompt": ("text_prompt",),
+    "client.prompts.request": ("CallerRequest", "checked_request_id", "checked_tenant"),
+    "client.stats.tracing": ("check_trace_headers",),
+    "validation.request_validation": ("check_generates", "checked_arrival_time"),
+}
+"""The names that only an engine needs, by their module: importing them takes longer than starting a process."""
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +125,7 @@ class AsyncLLM(EngineClient):
                 f"AsyncLLM({min(wrong)}=...) is not served: an engine needs a core that runs; call "
                 "AsyncLLM.from_engine_args(args) or AsyncLLM.from_vllm_config(config)"
             )
+        _import_rest()
         return super().__new__(cls)
 
     def __init__(self, engine: Engine) -> None:
@@ -133,8 +163,9 @@ class AsyncLLM(EngineClient):
         `disable_log_stats` leaves out. Raises ValueError or TypeError for options that cannot work and
         EngineStartError, with the cause, if the core does not start.
         """
-        config = engine_args.create_engine_config(usage_context)
-        return cls.from_vllm_config(config, start_engine_loop, usage_context, stat_loggers)
+        with template_beside_imports(engine_args):
+            config = engine_args.create_engine_config(usage_context)
+            return cls.from_vllm_config(config, start_engine_loop, usage_context, stat_loggers)
 
     @classmethod
     def from_vllm_config(
@@ -157,6 +188,7 @@ class AsyncLLM(EngineClient):
         """
         if enable_log_requests is not None:
             disable_log_requests = not enable_log_requests
+        _import_rest()
         engine = start_engine(
             vllm_config,
             start_engine_loop,
@@ -172,7 +204,9 @@ class AsyncLLM(EngineClient):
 
         Raises what `from_engine_args` raises.
         """
-        return cls(await start_engine_in_thread(engine_args, stat_loggers))
+        with template_beside_imports(engine_args):
+            await call_in_thread(_import_rest)
+            return cls(await start_engine_in_thread(engine_args, stat_loggers))
 
     @classmethod
     def connect(
@@ -214,6 +248,7 @@ class AsyncLLM(EngineClient):
         Raises EngineStartError if the core does not serve, and ValueError for arguments that cannot work or a tokenizer
         that cannot be used.
         """
+        _import_rest()
         engine = connect_engine(
             address,
             key_file=key_file,
@@ -920,7 +955,7 @@ class AsyncLLM(EngineClient):
         return ChatTemplate(self.model_tokenizer, image_token=self._engine.images.image_token)
 
     @functools.cached_property
-    def _image_sources(self) -> "ImageSources":
+    def _image_sources(self) -> ImageSources:
         from vllm_mp.client.images.sources import ImageSources  # which imports modules for HTTP
 
         return ImageSources(self.vllm_config.multimodal_config.allowed_media_domains)
@@ -1016,6 +1051,13 @@ class AsyncLLM(EngineClient):
             self._has_warned_of_headers = True
             logger.warning("trace_headers have no effect: set otlp_traces_endpoint, or leave them out")
         return context
+
+
+def _import_rest() -> None:
+    """Make the names of `_IMPORTED_BESIDE_CORE` global names of this module; idempotent."""
+    for module_name, names in _IMPORTED_BESIDE_CORE.items():
+        module = importlib.import_module(f"vllm_mp.{module_name}")
+        globals().update({name: getattr(module, name) for name in names})
 
 
 AsyncLLMEngine = AsyncLLM

@@ -1,15 +1,18 @@
 """The interface of an engine, for type hints and for stand-ins."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_mp.client.prompts.prompt import PromptType
-from vllm_mp.config import ModelConfig, VllmConfig
-from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
-from vllm_mp.requests.lora_request import LoRARequest
-from vllm_mp.requests.pooling_params import PoolingParams
-from vllm_mp.requests.sampling_params import SamplingParams
+if TYPE_CHECKING:
+    from vllm_mp.client.prompts.prompt import PromptType
+    from vllm_mp.config import ModelConfig, VllmConfig
+    from vllm_mp.outputs import PoolingRequestOutput, RequestOutput
+    from vllm_mp.requests.lora_request import LoRARequest
+    from vllm_mp.requests.pooling_params import PoolingParams
+    from vllm_mp.requests.sampling_params import SamplingParams
 
 
 class EngineClient(ABC):

@@ -8,6 +8,7 @@ import pytest
 
 from support.forked_cores import FORKS_RANKS, NOT_FORKED, forking
 from vllm_mp import AsyncEngineArgs, AsyncLLM
+from vllm_mp.core_link import early_template
 from vllm_mp.core_link.core_environment import core_environment, package_path
 from vllm_mp.keys.operator_key import ensure_operator_key
 from vllm_mp.model_store import resolve_model
@@ -94,6 +95,12 @@ def starting_from(popen):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", popen)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _starts_no_template_early() -> None:
+    """Let the engines of the tests start as all but the first of a process do: the tests have imported everything."""
+    early_template.take_early_template()
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from vllm_mp.cli.flags.config_file import add_config_flag
 from vllm_mp.cli.flags.connect import check_connect
-from vllm_mp.cli.flags.early_start import begin_core
 from vllm_mp.cli.flags.log_format import add_log_format_flag
 from vllm_mp.cli.headless import add_headless, run_headless
 from vllm_mp.config.engine_args import AsyncEngineArgs
+from vllm_mp.core_link.early_template import begin_core
 from vllm_mp.machine.descriptor_limit import raise_descriptor_limit
 from vllm_mp.server.http.options import ServerOptions
 

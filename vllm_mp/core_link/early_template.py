@@ -5,15 +5,20 @@ of the client takes it over. This module imports little.
 """
 
 import atexit
+import contextlib
 import os
 import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_mp.core_link.core_environment import core_environment, package_path
+
+if TYPE_CHECKING:
+    from vllm_mp.config.engine_args import EngineArgs
 
 _PROGRAM = ("-P", "-m", "vllm_mp.core", "--template")
 _AWAITED = "--awaited"
@@ -53,9 +58,13 @@ class StartedTemplate(NamedTuple):
     process: "subprocess.Popen[bytes]"
     control: socket.socket
     inherited: Inherited
+    owner: int
+    """The process that has started it; a fork of that has no claim to it."""
 
 
 _early: StartedTemplate | None = None
+_is_too_late = False
+"""An engine has started, so that the modules which another one needs are imported, and there may be a template."""
 
 
 def start_template(
@@ -77,29 +86,48 @@ def start_template(
     )
 
 
-def start_template_early() -> None:
+def begin_core(engine_args: "EngineArgs") -> None:
     """Start the template process that the first engine of this process takes over; it ends with this process.
 
-    No-op if there is one, and if the system cannot start a process: the engine will say why.
+    No-op if no template forks the cores of such an engine, if an engine has started before, and if the system cannot
+    start a process: the engine will say why. The environment and the limits of this process must not change afterwards.
     """
+    is_on_ray = engine_args.data_parallel_backend == "ray" or engine_args.engine_use_ray
+    if engine_args.recovery and engine_args.core_template and not is_on_ray:
+        start_template_early()
+
+
+@contextlib.contextmanager
+def template_beside_imports(engine_args: "EngineArgs") -> Iterator[None]:
+    """Do what `begin_core` does, and end the template when the block ends if no engine has taken it over."""
+    begin_core(engine_args)
+    try:
+        yield
+    finally:
+        _end_unused()
+
+
+def start_template_early() -> None:
+    """Start the template process that the first engine takes over, if there is none; no-op where it cannot start."""
     global _early
-    if _early is not None:
+    if _early is not None or _is_too_late:
         return
     inherited = Inherited.now()
     try:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            _early = StartedTemplate(start_template(inherited, theirs, is_awaited=True), control, inherited)
+            process = start_template(inherited, theirs, is_awaited=True)
     except OSError:
         return
+    _early = StartedTemplate(process, control, inherited, os.getpid())
     atexit.register(_end_unused)
 
 
 def take_early_template() -> StartedTemplate | None:
-    """Return the template process that `start_template_early` has started, once; None: there is none."""
-    global _early
-    early, _early = _early, None
-    return early
+    """Return the template process that `begin_core` has started, once; None: there is none."""
+    global _early, _is_too_late
+    early, _early, _is_too_late = _early, None, True
+    return early if early is not None and early.owner == os.getpid() else None
 
 
 def working_folder(other: Path) -> str | Path:

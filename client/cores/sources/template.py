@@ -53,7 +53,7 @@ class CoreTemplate:
     """
 
     def __init__(self, takes_early: bool = False) -> None:
-        """`takes_early`: take over the template that `start_template_early` has started."""
+        """`takes_early`: take over the template that `begin_core` has started."""
         self._takes_early = takes_early
         self._lock = threading.Lock()
         self._num_users = 0
@@ -82,7 +82,7 @@ class CoreTemplate:
                 self._forget()
             self._num_users += 1
             if self._takes_early and self._control is None and (early := take_early_template()) is not None:
-                self._process, self._control, self._inherited = early
+                self._process, self._control, self._inherited = early.process, early.control, early.inherited
                 self._is_early = True
 
     def leave(self) -> None:

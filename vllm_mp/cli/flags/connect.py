@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_mp.arguments.options import FURTHER
-from vllm_mp.cli.flags.early_start import begin_core
 from vllm_mp.cli.terminal.waiting_line import WaitingLine
 from vllm_mp.config.engine_args import AsyncEngineArgs
+from vllm_mp.core_link.early_template import begin_core
 from vllm_mp.model_store.folder import has_chat_template
 
 if TYPE_CHECKING:

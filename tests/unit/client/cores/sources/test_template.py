@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from vllm_mp.client.cores.sources.template import CoreTemplate
+from vllm_mp.config.engine_args import EngineArgs
 from vllm_mp.core_link import early_template
 
 FORKS = """
@@ -32,6 +33,7 @@ def start(monkeypatch):
         monkeypatch.setattr(early_template, "_PROGRAM", ("-c", textwrap.dedent(code)))
         template = CoreTemplate(takes_early=starts_early)
         if starts_early:
+            monkeypatch.setattr(early_template, "_is_too_late", False)
             early_template.start_template_early()
         template.join()
         templates.append(template)
@@ -99,6 +101,38 @@ def test_early_template_that_no_engine_takes_over_ends_with_its_process():
     """
     found = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     assert not Path(f"/proc/{int(found.stdout)}").exists()
+
+
+@pytest.fixture
+def waits_early(monkeypatch):
+    """Let this process start templates early, which do nothing."""
+    monkeypatch.setattr(early_template, "_PROGRAM", ("-c", "import signal; signal.pause()"))
+    monkeypatch.setattr(early_template, "_is_too_late", False)
+
+
+def test_early_template_ends_with_a_start_that_fails_and_later_starts_have_none(waits_early):
+    with pytest.raises(KeyError), early_template.template_beside_imports(EngineArgs()):
+        raise KeyError(process := early_template._early.process)
+    assert not Path(f"/proc/{process.pid}").exists(), "ended and reaped"
+    with early_template.template_beside_imports(EngineArgs()):
+        assert early_template._early is None
+
+
+@pytest.mark.parametrize("options", [{"core_template": False}, {"recovery": False}, {"engine_use_ray": True}])
+def test_engine_whose_core_no_template_forks_starts_none_early(waits_early, options):
+    with early_template.template_beside_imports(EngineArgs(**options)):
+        assert early_template._early is None
+
+
+def test_fork_of_a_process_leaves_the_early_template_to_that(waits_early):
+    with early_template.template_beside_imports(EngineArgs()):
+        process = early_template._early.process
+        child = os.fork()
+        if child == 0:
+            early_template._end_unused()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert process.poll() is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV])
