@@ -4,10 +4,14 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import inspect
 import os
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
 from vllm_mp.core.worker.rare_parts_of_torch import defer_rare_parts_of_torch
 
@@ -35,6 +39,8 @@ def import_core() -> None:
 
     library.join()
     defer_rare_parts_of_torch()
+    with _modules_found_by_name():
+        import torch  # noqa: F401
     import vllm_mp.core.engine_core
     import vllm_mp.core.lora.adapter
     import vllm_mp.core.model_template
@@ -69,3 +75,25 @@ def load_torch_library() -> None:
         libc.dlopen.restype = ctypes.c_void_p
         for name, flags in _TORCH_LIBRARIES.items():
             libc.dlopen(os.fsencode(folder / name), flags)
+
+
+@contextlib.contextmanager
+def _modules_found_by_name() -> Iterator[None]:
+    """Let `inspect` find the module of a function or frame in this block by its name.
+
+    `import torch` asks for the source of some functions. For the first one, `inspect.getmodule` resolves the paths of
+    all modules, which takes a tenth of the whole import.
+    """
+
+    def module_of(thing: Any, _filename: str | None = None) -> ModuleType | None:
+        if inspect.ismodule(thing):
+            return thing
+        name = thing.f_globals.get("__name__") if inspect.isframe(thing) else getattr(thing, "__module__", None)
+        return sys.modules.get(name)
+
+    usual = inspect.getmodule
+    inspect.getmodule = module_of
+    try:
+        yield
+    finally:
+        inspect.getmodule = usual

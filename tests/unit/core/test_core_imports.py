@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import importlib.util
+import inspect
 import subprocess
 import sys
 
@@ -23,6 +24,16 @@ print(before == (torch.version.cuda is None), torch.ones(2, 3).sum().item())
 def test_library_of_a_build_for_cpus_is_loaded_before_torch_is_imported():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "6.0"]
+
+
+def test_modules_that_are_found_by_name_are_the_usual_ones():
+    things = [core_imports, core_imports.import_core, inspect.currentframe(), importlib.machinery.ModuleSpec]
+    usual = [inspect.getmodule(thing) for thing in things]
+    with core_imports._modules_found_by_name():
+        assert [inspect.getmodule(thing) for thing in things] == usual
+        assert inspect.getsource(core_imports.import_core).startswith("def import_core")
+        assert inspect.getmodule(1) is None
+    assert inspect.getmodule.__module__ == "inspect"
 
 
 def test_builds_for_gpus_and_a_missing_torch_are_left_to_the_import(monkeypatch, tmp_path):
