@@ -89,10 +89,10 @@ def _modules_found_by_name() -> Iterator[None]:
         if inspect.ismodule(thing):
             return thing
         name = thing.f_globals.get("__name__") if inspect.isframe(thing) else getattr(thing, "__module__", None)
-        return sys.modules.get(name)
+        return sys.modules.get(str(name))
 
     usual = inspect.getmodule
-    inspect.getmodule = module_of
+    inspect.getmodule = module_of  # type: ignore[assignment]  # its parameters have other names
     try:
         yield
     finally:
