@@ -67,16 +67,17 @@ def test_ratios_compare_the_first_engine_with_each_other_engine(bench):
         "decode, batch 1": {"ours": [10.0, 30.0, 20.0], "theirs": [5.0, 10.0, 40.0], "third": [20.0]},
         mixed_gap_name(): {"ours": [50.0], "theirs": [100.0]},
     }
-    report = bench.Report(["ours", "theirs", "third"], rows, [], {})
+    report = bench.Report(["ours", "theirs", "third"], rows, [], {}, {"third": "no mixed load: it has no scheduler"})
     assert report.ratio("decode, batch 1", "theirs") == 2
     assert report.ratio(mixed_gap_name(), "theirs") == 2
     assert report.ratio(mixed_gap_name(), "third") is None
-    header, decode, gap = report.table().splitlines()
+    header, decode, gap, remark = report.table().splitlines()
     assert header.split()[1:] == ["ours", "theirs", "third"]
     assert "20 (10-30)" in decode
     assert "10 (5-40)  2.00 x" in decode
     assert "1.00 x" in decode
     assert gap.split()[-1] == "-"
+    assert remark == "third: no mixed load: it has no scheduler"
 
 
 def test_unknown_engine_is_refused_with_the_known_names(bench, monkeypatch, capsys, tmp_path):
@@ -89,7 +90,13 @@ def test_a_gguf_file_is_compared_in_place_and_must_exist(bench, tmp_path, monkey
     file = tmp_path / "small.Q4_0.gguf"
     file.write_bytes(b"")
     engines = bench._engines(tmp_path, file)
-    assert [engine.name for [engine] in engines.values()] == ["vllm_mp small.Q4_0", "llama.cpp small.Q4_0"]
+    names = {name: engine.name for name, [engine] in engines.items()}
+    assert names == {
+        "vllm_mp": "vllm_mp small.Q4_0",
+        "llama.cpp": "llama.cpp small.Q4_0",
+        "ik_llama": "ik_llama.cpp small.Q4_0",
+        "openvino": "OpenVINO small.Q4_0",
+    }
     monkeypatch.setattr("sys.argv", ["bench", "compare", "--gguf", str(tmp_path / "missing.gguf")])
     assert bench.main() == 2
     assert "missing.gguf does not exist" in capsys.readouterr().err
@@ -127,6 +134,8 @@ def test_this_engine_is_measured_through_its_own_client(bench):
 
 class StandInPeer:
     """An engine that is measured at once, or runs a program that crashes in the round `crashes_in`."""
+
+    unmeasured = ""
 
     def __init__(self, name, value=1.0, crashes_in=None, observe=lambda: None):
         self.name = name
@@ -169,8 +178,8 @@ def test_peer_that_crashes_is_reported_and_the_others_are_measured(compare, caps
     error = f"no such instruction ({Path(sys.executable).name} ended with SIGILL)"
     assert found["failed"] == {"crashing": f"round 1: {error}", "late": f"round 2: {error}"}
     printed = capsys.readouterr().out.splitlines()
-    assert " ".join(printed[1].split()) == "decode, batch 1 2 (2-2) failed 1 (1-1) 2.00 x 4 (4-4) 0.50 x"
-    assert printed[2:4] == [f"crashing failed in round 1: {error}", f"late failed in round 2: {error}"]
+    assert " ".join(printed[3].split()) == "decode, batch 1 2 (2-2) failed 1 (1-1) 2.00 x 4 (4-4) 0.50 x"
+    assert printed[4:6] == [f"crashing failed in round 1: {error}", f"late failed in round 2: {error}"]
 
 
 def test_figures_are_on_disk_after_each_round(compare, tmp_path):

