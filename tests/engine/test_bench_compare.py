@@ -13,7 +13,8 @@ from transformers import LlamaConfig
 from vllm_mp.cli.bench.load_generator import LoadRequest, Timeline, uniform_load
 from vllm_mp.core.models import build_model
 from vllm_mp.model_config.families.registry import read_architecture
-from vllm_mp.testing.measuring import peers
+from vllm_mp.testing.measuring import comparison, gguf_peers, peers
+from vllm_mp.testing.measuring.roofline import Ceilings
 from vllm_mp.testing.random_models import SIZES
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -53,8 +54,8 @@ def test_step_takes_as_long_as_the_slower_of_reading_and_computing(bench):
     weights = size.layer_weights + size.head_weights
     lone = size.decode_step(1, 0)
     assert lone == (2 * weights, 2 * weights)
-    assert lone.seconds(bench.Ceilings(bytes=weights, flops=weights * 100)) == 2
-    assert lone.seconds(bench.Ceilings(bytes=weights * 100, flops=weights)) == 2
+    assert lone.seconds(Ceilings(bytes=weights, flops=weights * 100)) == 2
+    assert lone.seconds(Ceilings(bytes=weights * 100, flops=weights)) == 2
     # 3 layers have keys and values of 2 heads of 8 with 2 bytes each; 6 heads multiply both with 8 numbers.
     assert size.decode_step(5, 10).bytes - 2 * weights == 5 * 10 * 3 * 2 * 2 * 8 * 2
     assert size.decode_step(5, 10).flops - 5 * 2 * weights == 5 * 10 * 3 * 6 * 8 * 2 * 2
@@ -83,7 +84,9 @@ def test_ratios_compare_the_first_engine_with_each_other_engine(bench):
 def test_unknown_engine_is_refused_with_the_known_names(bench, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.argv", ["bench", "compare", "--engine", "other", "--peers-dir", str(tmp_path)])
     assert bench.main() == 2
-    assert "unknown engine: other; choose from vllm_mp, vllm_mp-int8, llama.cpp" in capsys.readouterr().err
+    assert (
+        "unknown engine: other; choose from vllm_mp, vllm_mp-int8, vllm_mp-4bit, llama.cpp" in capsys.readouterr().err
+    )
 
 
 def test_a_gguf_file_is_compared_in_place_and_must_exist(bench, tmp_path, monkeypatch, capsys):
@@ -119,6 +122,138 @@ def test_load_is_the_same_for_every_engine_and_within_its_bounds():
     assert arrivals == sorted(arrivals)
     assert 2 < arrivals[-1] < 20
     assert {request.arrival for request in uniform_load(97, 5, (1, 1), (1, 1), None, 0)} == {0.0}
+
+
+def test_figures_of_llama_cpps_benchmarks_are_those_of_their_json():
+    decode = (
+        "main: warming up\n"
+        '{"n_kv_max": 16384, "n_batch": 2048, "n_ubatch": 512, "flash_attn": -1, "is_pp_shared": 0, '
+        '"n_gpu_layers": -1, "n_threads": 2, "n_threads_batch": 2, '
+        '"pp": 128, "tg": 64, "pl": 4, "n_kv": 768, "t_pp": 0.290000, '
+        '"speed_pp": 1765.517241, "t_tg": 0.828479, "speed_tg": 309.000000, "t": 1.118479, "speed": 686.647026}\n'
+    )
+    assert gguf_peers.parse_batched_bench(decode) == {peers.decode_name(4): 309.0}
+    prefill = [{"n_prompt": 128, "n_gen": 0, "avg_ts": 5.0, "samples_ts": [1.0, 2.0, 12.0]}]
+    assert gguf_peers.parse_llama_bench(json.dumps(prefill)) == {peers.prefill_name(128): 2.0}
+
+
+def test_lookup_decoding_is_read_from_its_log_and_a_log_without_figures_is_refused():
+    log = (
+        "encoded   96 tokens in    0.214 seconds, speed:  448.598 t/s\n"
+        "decoded  121 tokens in    0.402 seconds, speed:  300.995 t/s\n\n"
+        "n_draft      = 8\nn_predict    = 121\nn_drafted    = 112\nt_draft_flat = 0.10 ms\nn_accept     = 97\n"
+    )
+    assert gguf_peers.parse_lookup(log) == (300.995, 112, 97)
+    with pytest.raises(RuntimeError, match="its log ends with 'error: failed to load model'"):
+        gguf_peers.parse_lookup("error: failed to load model")
+
+
+def test_ik_llama_is_read_from_the_last_line_of_its_program():
+    printed = (
+        "llama_init_from_model: graph splits = 1\n"
+        '{"decode": {"1": [23.39, 25.01, 20.2], "2": [29.27]}, "prefill": {"16": [68.88]}}\n'
+    )
+    assert gguf_peers.parse_rounds(printed) == {
+        peers.decode_name(1): 23.39,
+        peers.decode_name(2): 29.27,
+        peers.prefill_name(16): 68.88,
+    }
+
+
+class StandInProgram(peers.TimedEngine):
+    """An engine whose program writes the timelines of a recorded run: every load takes a second for each token."""
+
+    def _task(self):
+        return {"file": "small.gguf"}
+
+    def _run_loads(self, loads):
+        return [
+            [Timeline(request.arrival, [1.0 + i for i in range(request.output_len)]) for request in load]
+            for load in loads
+        ]
+
+
+def test_timelines_of_a_peers_program_give_its_figures():
+    engine = StandInProgram("OpenVINO Q4_1", Path(sys.executable), "run_openvino_load.py")
+    assert engine._program.exists()
+    assert engine.measure(peers.Workloads([1, 4], [128], [])) == {
+        peers.decode_name(1): 1.0,
+        peers.decode_name(4): 4.0,
+        peers.prefill_name(128): 128.0,
+    }
+
+
+MACHINE = comparison.Machine("Example 9000", 2, ["AVX-512", "AVX2"], 23.5, "avx512")
+
+
+def record_of(rows, **fields):
+    names = sorted({name for figures in rows.values() for name in figures})
+    report = comparison.Report(
+        names, rows, [Ceilings(15e9, 2e11), Ceilings(17e9, 4e11)], {}, fields.get("unmeasured", {})
+    )
+    return comparison.Record(MACHINE, "bfloat16", "2026-11-28", "0123456789abcdef", report, [])
+
+
+def test_table_is_headed_by_the_machine_its_memory_and_its_rates():
+    assert MACHINE.head(Ceilings(15.25e9, 2.6e12), "bfloat16") == [
+        "Example 9000, 2 cores (AVX-512, AVX2), 24 GiB; this engine's kernels: avx512",
+        "reads of 15.2 GB/s, products of 2.60 TFLOP/s (bfloat16)",
+    ]
+    assert len(MACHINE.head(None, "bfloat16")) == 1
+    this = comparison.Machine.this()
+    assert this.kernels in comparison.KERNEL_BUILDS
+    assert this.cores > 0
+    assert this.memory_gib > 0
+
+
+def test_page_compares_engines_with_the_same_weights_and_says_why_cells_are_empty():
+    rows = {
+        "decode, batch 1": {"vllm_mp Q4_1": [30.0, 10.0], "OpenVINO Q4_1": [5.0], "llama.cpp BF16": [7.0]},
+        peers.MIXED_RATE: {"vllm_mp Q4_1": [90.0]},
+    }
+    record = record_of(rows, unmeasured={"OpenVINO Q4_1": "no mixed load: example"})
+    page = record.page("cpu_avx512.svg").splitlines()
+    assert page[0] == "# Figures: beside other engines on a CPU with AVX-512"
+    assert "| memory | 24 GiB, reads of 16.0 GB/s |" in page
+    assert "| products of matrices | 0.30 TFLOP/s (torch, bfloat16) |" in page
+    begin = page.index("## Weights in Q4_1")
+    assert page[begin + 2 : begin + 6] == [
+        "| | vllm_mp Q4_1 | OpenVINO Q4_1 | ratio |",
+        "| --- | --- | --- | --- |",
+        "| decode, batch 1 | 20 (10-30) | 5 (5-5) | 4.00 |",
+        f"| {peers.MIXED_RATE} | 90 (90-90) | - |  |",
+    ]
+    begin = page.index("## Weights in bfloat16")
+    assert page[begin + 2 : begin + 5] == ["| | llama.cpp BF16 |", "| --- | --- |", "| decode, batch 1 | 7 (7-7) |"]
+    assert "- OpenVINO Q4_1: no mixed load: example" in page
+    assert record.rounds == 2
+
+
+def test_rounds_are_added_to_figures_of_the_same_machine_only(monkeypatch, tmp_path):
+    file = tmp_path / "cpu_avx512.json"
+    assert comparison.continued(file, ["ours"], {}) is None
+    record_of({"decode, batch 1": {"ours": [1.0]}}).write(file)
+    assert comparison.Record.read(file) == record_of({"decode, batch 1": {"ours": [1.0]}})
+    monkeypatch.setattr(comparison.Machine, "this", lambda: MACHINE)
+    kept = comparison.continued(file, ["ours", "theirs"], {"theirs": "no mixed load"})
+    assert kept.report.names == ["ours", "theirs"]
+    assert kept.report.rows == {"decode, batch 1": {"ours": [1.0]}}
+    monkeypatch.setattr(comparison.Machine, "this", lambda: MACHINE._replace(processor="Other"))
+    with pytest.raises(ValueError, match="is of another machine"):
+        comparison.continued(file, ["ours"], {})
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="is not a file of `tools/bench compare`"):
+        comparison.Record.read(file)
+
+
+def test_pages_in_the_documentation_are_those_of_their_figures():
+    files = sorted((TOOLS.parent / "docs/figures").glob("cpu_a*.json"))
+    assert files
+    for file in files:
+        record = comparison.Record.read(file)
+        assert file.stem == f"cpu_{record.machine.kernels}"
+        assert file.with_suffix(".md").read_text() == record.page(f"{file.stem}.svg")
+        assert file.with_suffix(".svg").exists()
 
 
 @pytest.mark.slow
@@ -162,7 +297,7 @@ def compare(bench, monkeypatch, tmp_path):
 
     def run(*compared, rounds=2):
         monkeypatch.setattr(bench, "_engines", lambda *_: {peer.name: [peer] for peer in compared})
-        monkeypatch.setattr(bench, "measure_ceilings", lambda: bench.Ceilings(1e9, 1e9))
+        monkeypatch.setattr(bench, "measure_ceilings", lambda: Ceilings(1e9, 1e9))
         out = tmp_path / "out.json"
         monkeypatch.setattr("sys.argv", ["bench", "compare", "--rounds", str(rounds), "--json", str(out)])
         return bench.main(), json.loads(out.read_text())

@@ -5,6 +5,9 @@ The corpus is in this file: edits and copies of code, answers that quote their p
 one, and chat. Prints one JSON object: by kind of request and number of streams, the output tokens per second of each
 round without and with drafts, the median of their ratio, the same for each second of processor time of the core (which
 other programs hardly change), and how many tokens were drafted and accepted.
+
+With `--llama-cpp`, llama.cpp's lookup decoding takes turns with one stream of this engine, with the same GGUF file,
+requests and limit of drafts.
 """
 
 import argparse
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, SamplingParams
+from vllm_mp.testing.measuring.gguf_peers import LlamaCpp, Weights
 
 _CODE: Final = '''\
 def read_{0}(path, encoding="utf-8"):
@@ -112,10 +116,41 @@ async def _round(engine: AsyncLLM, kind: str, num_streams: int, num_tokens: int,
     return rate, sum(counts) / max(0.01, _processor_seconds(pid) - used)
 
 
+class LookupTurns:
+    """The turns of llama.cpp's lookup decoding with one kind of request."""
+
+    def __init__(self, peer: LlamaCpp, kind: str, num_tokens: int, num_drafts: int) -> None:
+        self._peer = peer
+        self._kind = kind
+        self._num_tokens = num_tokens
+        self._num_drafts = num_drafts
+        self._rates: dict[str, list[float]] = {"without": [], "with": []}
+        self._counts = {"num_draft_tokens": 0, "num_accepted_tokens": 0}
+
+    def take(self, number: int) -> None:
+        """Run the request of this round without and with drafts."""
+        prompt, temperature = KINDS[self._kind](NAMES[number % len(NAMES)]), 0 if self._kind != "chat" else 0.7
+        for name, num_drafts in (("without", 0), ("with", self._num_drafts)):
+            found = self._peer.lookup(prompt, self._num_tokens, num_drafts, temperature, seed=number)
+            self._rates[name].append(round(found.tokens_per_s, 1))
+            self._counts["num_draft_tokens"] += found.num_drafted
+            self._counts["num_accepted_tokens"] += found.num_accepted
+
+    def figures(self) -> dict[str, Any]:
+        """Return the rates of all rounds, and the median, the lowest and the highest of their ratios."""
+        ratios = [b / a for a, b in zip(self._rates["without"], self._rates["with"], strict=True)]
+        spread = {"ratio": round(statistics.median(ratios), 3), "range": [round(min(ratios), 3), round(max(ratios), 3)]}
+        return self._rates | spread | self._counts
+
+
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of all kinds and numbers of streams."""
     options: dict[str, Any] = {"model": args.model, "dtype": args.dtype, "quantization": args.quantization}
     options |= {"max_model_len": 2048, "max_num_seqs": max(args.streams), "enable_prefix_caching": True}
+    peer = None
+    if args.llama_cpp is not None:
+        peer = LlamaCpp(args.llama_cpp, Weights(args.llama_cpp), "lookup", Path(args.model))
+        peer.prepare()
     plain = await AsyncLLM.start(AsyncEngineArgs(**options))
     speculation = {"method": args.method, "num_speculative_tokens": args.spec_tokens}
     if args.draft_model is not None:
@@ -125,6 +160,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     async with plain, drafted:
         for kind in args.kinds:
             for num_streams in args.streams:
+                lookup = LookupTurns(peer, kind, args.tokens, args.spec_tokens) if peer and num_streams == 1 else None
                 rates: dict[str, list[float]] = {"without": [], "with": []}
                 processor: dict[str, list[float]] = {"without": [], "with": []}
                 before = await drafted.core_status()
@@ -135,6 +171,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                         if number:  # the first round warms up
                             rates[name].append(round(rate, 1))
                             processor[name].append(per_processor_second)
+                    if lookup and number:
+                        lookup.take(number)
                 after = await drafted.core_status()
                 of_processor = [b / a for a, b in zip(processor["without"], processor["with"], strict=True)]
                 ratios = [b / a for a, b in zip(rates["without"], rates["with"], strict=True)]
@@ -148,6 +186,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                     }
                     | {name: after[name] - before[name] for name in ("num_draft_tokens", "num_accepted_tokens")}
                 )
+                if lookup:
+                    figures[f"{kind}, {num_streams}"]["llama.cpp"] = lookup.figures()
                 print(kind, num_streams, json.dumps(figures[f"{kind}, {num_streams}"]), flush=True)
     return figures
 
@@ -165,7 +205,17 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=5)
-    print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=1))
+    parser.add_argument(
+        "--llama-cpp",
+        type=Path,
+        metavar="FOLDER",
+        help="measure llama.cpp's lookup decoding beside one stream; the folder is that of `tools/bench compare "
+        "--engine llama.cpp`, such as ~/.cache/vllm_mp/peers/llama.cpp, and --model must be a .gguf file",
+    )
+    args = parser.parse_args()
+    if args.llama_cpp is not None and not (args.model.endswith(".gguf") and Path(args.model).is_file()):
+        parser.error(f"--llama-cpp needs a .gguf file that both engines read, not --model {args.model}; name one")
+    print(json.dumps(asyncio.run(measure(args)), indent=1))
 
 
 if __name__ == "__main__":

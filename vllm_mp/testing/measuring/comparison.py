@@ -210,8 +210,9 @@ class Record(NamedTuple):
         lines = [
             f"# Figures: beside other engines on a CPU {_TITLES[machine.kernels]}",
             "",
-            f"Written by `{_COMMAND}` from [cpu_{machine.kernels}.json](cpu_{machine.kernels}.json), which has every",
-            "round. [Beside other engines on a CPU](cpu.md) says what is measured.",
+            f"`{_COMMAND}` measures this on such a machine and writes this page;",
+            f"[cpu_{machine.kernels}.json](cpu_{machine.kernels}.json) has every round.",
+            "[Beside other engines on a CPU](cpu.md) says what is measured.",
             "",
             "| | |",
             "| --- | --- |",
@@ -222,9 +223,13 @@ class Record(NamedTuple):
         ]
         for weights, names in self._groups().items():
             lines += ["", f"## Weights in {weights}", "", *self._group_table(names)]
-        remarks = [f"- {line}" for line in (*self.report.remarks(), *self.limits)]
-        if remarks:
-            lines += ["", "## Remarks", "", *remarks]
+        sections = {
+            "Figures that are missing": self.report.remarks(),
+            "Shares of the limit that reads and products set": self.limits,
+        }
+        for title, remarks in sections.items():
+            if remarks:
+                lines += ["", f"## {title}", "", *(f"- {line}" for line in remarks)]
         return "\n".join([*lines, "", f"![Shares of the best]({plot})", ""])
 
     def _groups(self) -> dict[str, list[str]]:

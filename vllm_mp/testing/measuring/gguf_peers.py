@@ -106,16 +106,13 @@ class Lookup(NamedTuple):
     num_accepted: int
 
 
-def parse_lookup(printed: str) -> Lookup:
-    """Return what `llama-lookup` printed. Raises RuntimeError if its figures are missing."""
-    found = [
-        re.search(pattern, printed)
-        for pattern in (r"decoded +\d+ tokens in +[\d.]+ seconds, speed: +([\d.]+) t/s", r"n_drafted += (\d+)")
-    ]
-    accepted = re.search(r"n_accept += (\d+)", printed)
-    if found[0] is None or found[1] is None or accepted is None:
-        raise RuntimeError(f"llama-lookup printed no figures: {printed[-200:]!r}")
-    return Lookup(float(found[0][1]), int(found[1][1]), int(accepted[1]))
+def parse_lookup(log: str) -> Lookup:
+    """Return the figures in the log of `llama-lookup`. Raises RuntimeError if they are missing."""
+    rate = re.search(r"decoded +\d+ tokens in +[\d.]+ seconds, speed: +([\d.]+) t/s", log)
+    drafted, accepted = re.search(r"n_drafted += (\d+)", log), re.search(r"n_accept += (\d+)", log)
+    if rate is None or drafted is None or accepted is None:
+        raise RuntimeError(f"llama-lookup logged no figures; its log ends with {log[-200:]!r}")
+    return Lookup(float(rate[1]), int(drafted[1]), int(accepted[1]))
 
 
 class LlamaCpp:
@@ -174,13 +171,14 @@ class LlamaCpp:
         """
         if not (self._bin / "llama-lookup").exists():
             raise RuntimeError(f"{self._bin} has no llama-lookup; install a build of llama.cpp with its examples")
-        return parse_lookup(
+        with tempfile.NamedTemporaryFile(suffix=".log") as log:
+            # The file has the figures, which the program otherwise prints among its messages.
             self._run(
-                *("llama-lookup", "-m", self._file, "-t", self._threads, "-c", "2048", "-p", prompt),
-                *("-n", str(num_tokens), "--spec-draft-n-max", str(num_drafts), "--ignore-eos"),
-                *("--temp", str(temperature), "--seed", str(seed)),
+                *("llama-lookup", "-m", self._file, "-t", self._threads, "-c", "2048", "--log-file", log.name),
+                *("-p", prompt, "--no-escape", "-n", str(num_tokens), "--ignore-eos"),
+                *("--spec-draft-n-max", str(num_drafts), "--temp", str(temperature), "--seed", str(seed)),
             )
-        )
+            return parse_lookup(log.read().decode(errors="replace"))
 
     def _decode(self, batches: Sequence[int]) -> Figures:
         printed = self._run(
