@@ -187,12 +187,4 @@ inline void products(const BlockLinear<T>& w, int64_t i, const BlockRows<T>& x, 
     for (int64_t r = 0; r < x.count; ++r) take(r, sums[2 * r], sums[2 * r + 1]);
 }
 
-template <class T, class F>
-inline void each_panel(Member& member, const BlockLinear<T>& w, int64_t rows, F&& f) {
-    if (rows > FEW_ROWS)
-        member.each(w.panels(), f);
-    else
-        member.each_guided(w.panels(), f);
-}
-
 }  // namespace vmp

@@ -181,7 +181,7 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
     }
     const auto mlp_rows = norm(layer.mlp_norm, layer.gate_up);
     const Additions<T> gate_up_added = added(adapters.gate_up, mlp_rows);
-    each_panel(member, layer.gate_up, tokens, [&](int64_t i) {
+    member.each_guided(layer.gate_up.panels(), [&](int64_t i) {
         const int64_t column = i * W;
         const int count = int(std::min<int64_t>(W, layer.inner - column));
         products(layer.gate_up, i, mlp_rows, gate_up_added, [&](int64_t row, vf gate, vf up) {
@@ -204,6 +204,7 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
     std::vector<const Attention*> plan_of(end - first);
     auto fit = [](auto& some, int64_t size) { some.resize(std::max<int64_t>(some.size(), size)); };
     int64_t most_inputs = 0;
+    bool has_experts = false;
     b.adapter_rows.group(adapters ? slots : nullptr, tokens);
     for (int64_t i = first; i < end; ++i) {
         const DecoderLayer<Weight>& layer = decoder.layers[i];
@@ -220,6 +221,7 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
             for (auto* stack : {adapters[i].qkv, adapters[i].o, adapters[i].gate_up, adapters[i].down})
                 if (stack) fit(b.ranked, b.adapter_rows.rows.size() * stack->panels() * W);
         if (layer.experts) {
+            has_experts = true;
             fit(b.scores, tokens * layer.router->scores.outputs);
             b.routes.fit(tokens, layer.router->num_chosen);
             b.experts.fit(*layer.experts, layer.inner ? &layer.down : nullptr, tokens, layer.router->num_chosen);
@@ -227,7 +229,10 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
         most_inputs = std::max({most_inputs, hidden, layer.o.inputs, layer.inner});
     }
     if (tokens > FEW) b.normed.fit(tokens, most_inputs);
-    team().run(threads, [&](Member& member) {
+    // Each thread then norms rows, or sorts the choices of experts, for itself.
+    const bool reads_between_loops = tokens <= FEW || has_experts;
+    const Team::Wait wait = reads_between_loops ? Team::Wait::FOR_THREADS : Team::Wait::FOR_WORK;
+    team().run(threads, wait, [&](Member& member) {
         for (int64_t i = first; i < end; ++i)
             add_layer(member, decoder, decoder.layers[i], adapters ? adapters[i] : LayerAdapters<T>{}, step,
                       *plan_of[i - first], x, positions, rotary,

@@ -58,7 +58,7 @@ struct RotaryTables {
     int64_t dim;
 };
 
-// Up to this many rows, every thread norms and quantizes all rows itself, which is faster than waiting for the others.
+// Up to this many rows, every thread norms and quantizes all rows itself, which is faster than one more loop.
 constexpr int64_t FEW = 2;
 
 // Computes layers `first` up to `end`, and after the last layer the norm into `out`. `x` [num_tokens, hidden] holds the

@@ -82,7 +82,7 @@ void argmax(const Weight& w, const T* x, int64_t rows, int64_t* indices, const T
         const vf none = splat(-std::numeric_limits<float>::infinity());
         best.assign(rows, {{none, none}, {}});
         const auto given = input(member, w, x, rows, buffer);
-        each_panel(member, w, rows, [&](int64_t i) {
+        member.each_guided(w.panels(), [&](int64_t i) {
             products(w, i, given, [&](int64_t row, vf first, vf second) {
                 const uint32_t* const mask = mask_of_row[row];
                 auto take = [&](int half, vf value) {

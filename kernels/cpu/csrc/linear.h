@@ -325,14 +325,4 @@ inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& tak
     }
 }
 
-// Calls `f(i)` for each panel. With several blocks of rows, a thread keeps to a range of its own, so that it prefetches
-// its own next panel.
-template <class T, class F>
-inline void each_panel(Member& member, const Linear<T>& w, int64_t rows, F&& f) {
-    if (rows > (w.scales ? MOST_ROWS<uint8_t> : MOST_ROWS<T>))
-        member.each(w.panels(), f);
-    else
-        member.each_guided(w.panels(), f);
-}
-
 }  // namespace vmp

@@ -88,7 +88,7 @@ inline void products(const Weight& w, int64_t i, const Input& x, const Additions
 // Multiplies all rows with the whole matrix: calls `put(row, column, vector, count)` for each vector of outputs.
 template <class T, class Weight, class Input, class Put>
 inline void multiply_all(Member& member, const Weight& w, const Input& x, const Additions<T>& added, Put&& put) {
-    each_panel(member, w, x.count, [&](int64_t i) {
+    member.each_guided(w.panels(), [&](int64_t i) {
         const int64_t column = i * NR;
         const int count0 = int(std::min<int64_t>(W, w.outputs - column));
         const int count1 = int(std::min<int64_t>(W, w.outputs - column - W));

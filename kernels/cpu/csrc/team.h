@@ -1,16 +1,20 @@
 // A team of threads that compute a step together.
 #pragma once
 
+#include <linux/futex.h>
 #include <omp.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
+#include <climits>
 #include <cstdint>
 #include <limits>
 
+#include "team_size.h"
 #include "tiles.h"
 
 namespace vmp {
@@ -27,120 +31,137 @@ inline void relax() {
 #endif
 }
 
-// Chooses how many threads take part. At each barrier all threads wait for the slowest. If other programs take
-// processor time, fewer threads are several times faster than one thread for each processor. Results do not depend on
-// the number of threads.
+// Shares loops out among threads, as many as `TeamSize` chooses. Results do not depend on the number of threads.
 class Team {
    public:
-    // One thread's view of a region. All threads of the team execute the same loops, and wait for one another at the
-    // end of each. A layer has six loops, so sharing out the work and waiting take only one atomic operation each.
+    // What a thread waits for at the end of a loop.
+    enum class Wait {
+        FOR_WORK,     // until all indices are done; only a thread that has a range delays the others
+        FOR_THREADS,  // until all threads are there too: required if threads read, between loops, what loops write
+    };
+
+    // One thread's view of a region. All threads of the team execute the same loops. A free thread takes the next range
+    // of indices, so if a thread loses its processor, the others take over the rest. When it is back, it passes the
+    // loops that were finished meanwhile. A layer has six loops, so sharing them out and waiting take only a few atomic
+    // operations.
     class Member {
        public:
-        explicit Member(Team& team) : team_(team), number_(omp_get_thread_num()) {}
+        Member(Team& team, int size, Wait wait) : team_(team), size_(size), wait_(wait) {}
 
-        // Calls `f(i)` for the indices below `count`, one contiguous range per thread.
+        // Calls `f(i)` for the indices below `count`, which is below 2^32, in ranges of about the same size.
         template <class F>
         void each(int64_t count, F&& f) {
-            const int64_t end = count * (number_ + 1) / team_.size_;
-            for (int64_t i = count * number_ / team_.size_; i < end; ++i) f(i);
-            wait();
+            each_in_turn(count, std::max<int64_t>(1, count / (8 * size_)), f);
         }
 
-        // Does the same in ranges that become shorter towards the end; a free thread takes the next range. If a thread
-        // loses its processor, the other threads take over the rest.
+        // Does the same in ranges that become shorter towards the end.
         template <class F>
         void each_guided(int64_t count, F&& f) {
-            std::atomic<int64_t>& next = team_.next_;
-            for (int64_t begin = next.load(std::memory_order_relaxed); begin < count;) {
-                const int64_t end = begin + std::max<int64_t>(1, (count - begin) / (2 * team_.size_));
-                if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
-                for (int64_t i = begin; i < end; ++i) f(i);
-                begin = next.load(std::memory_order_relaxed);
-            }
-            wait();
+            share_out(count, [&](int64_t left) { return std::max<int64_t>(1, left / (2 * size_)); }, f);
         }
 
         // Does the same in ranges of `chunk` indices, which free threads take in order.
         template <class F>
         void each_in_turn(int64_t count, int64_t chunk, F&& f) {
-            for (int64_t begin; (begin = team_.next_.fetch_add(chunk, std::memory_order_relaxed)) < count;)
-                for (int64_t i = begin, end = std::min(count, begin + chunk); i < end; ++i) f(i);
-            wait();
+            share_out(count, [&](int64_t left) { return std::min(chunk, left); }, f);
         }
 
        private:
-        Team& team_;
-        const int64_t number_;
+        friend Team;
 
-        void wait() {
-            const uint32_t round = team_.round_.load(std::memory_order_relaxed);
-            if (team_.arrived_.fetch_add(1, std::memory_order_acq_rel) == team_.size_ - 1) {
-                team_.arrived_.store(0, std::memory_order_relaxed);
-                team_.next_.store(0, std::memory_order_relaxed);
-                team_.round_.store(round + 1, std::memory_order_release);
+        Team& team_;
+        const int size_;
+        const Wait wait_;
+        uint32_t loop_ = 0;     // number of the next loop in the region
+        uint64_t indices_ = 0;  // of all loops so far
+
+        template <class Length, class F>
+        void share_out(int64_t count, Length&& length, F&& f) {
+            if (count <= 0) return;
+            indices_ += count;
+            int64_t done = 0;
+            for (uint64_t next = team_.next_.load(std::memory_order_acquire); next >> 32 == loop_;) {
+                const int64_t begin = uint32_t(next);
+                if (begin == count) break;
+                const int64_t end = begin + length(count - begin);
+                if (!team_.next_.compare_exchange_weak(next, next + (end - begin), std::memory_order_acquire)) continue;
+                for (int64_t i = begin; i < end; ++i) f(i);
+                done += end - begin;
+                next = team_.next_.load(std::memory_order_acquire);
+            }
+            if (wait_ == Wait::FOR_WORK)
+                finish(done, count);
+            else
+                finish(1, size_);
+        }
+
+        // Adds `part` to what is finished of the loop, and waits until that is `all`.
+        void finish(int64_t part, int64_t all) {
+            const uint32_t loop = loop_++;
+            if (part > 0 && team_.finished_.fetch_add(part, std::memory_order_acq_rel) + part == all) {
+                team_.finished_.store(0, std::memory_order_relaxed);
+                team_.next_.store(uint64_t(loop_) << 32, std::memory_order_release);
+                team_.loop_.store(loop_);
+                if (team_.sleepers_.load() > 0)
+                    syscall(SYS_futex, &team_.loop_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
                 return;
             }
-            for (int turns = 0; team_.round_.load(std::memory_order_acquire) == round; ++turns)
-                turns < PATIENCE ? relax() : (void)sched_yield();
+            for (int turns = 0; team_.loop_.load(std::memory_order_acquire) == loop; ++turns) {
+                if (turns < SPINS) {
+                    relax();
+                } else if (turns < SPINS + YIELDS) {
+                    sched_yield();
+                } else {
+                    ++team_.sleepers_;
+                    syscall(SYS_futex, &team_.loop_, FUTEX_WAIT_PRIVATE, loop, nullptr, nullptr, 0);
+                    --team_.sleepers_;
+                }
+            }
         }
     };
 
     // Runs `body(member)` on up to `most` threads.
     template <class Body>
-    void run(int most, Body&& body) {
-        const int threads = std::max(1, most >> halvings_);
+    void run(int most, Wait wait, Body&& body) {
+        static const char kind = 0;  // its address differs from one type of body to another
+        const int threads = size_.of(most);
         const double begin = seconds(CLOCK_MONOTONIC);
         double least = std::numeric_limits<double>::infinity();
+        uint64_t indices = 0;
+        next_.store(0, std::memory_order_relaxed);
+        loop_.store(0, std::memory_order_relaxed);
 #pragma omp parallel num_threads(threads) reduction(min : least)
         {
-#pragma omp single
-            size_ = omp_get_num_threads();
             const double start = seconds(CLOCK_THREAD_CPUTIME_ID);
-            Member member(*this);
+            const int size = omp_get_num_threads();
+            Member member(*this, size, wait);
             body(member);
             release_tiles();
+            if (omp_get_thread_num() == 0) indices = member.indices_;
             least = seconds(CLOCK_THREAD_CPUTIME_ID) - start;
+            member.finish(1, size);  // OpenMP itself would spin for longer
         }
-        const double now = seconds(CLOCK_MONOTONIC);
-        note(now, now - begin, least, threads);
+        const double now = seconds(CLOCK_MONOTONIC), duration = now - begin;
+        const uint64_t work = uint64_t(uintptr_t(&kind)) ^ indices << 24;
+        size_.note(work, now, duration, std::max(0.0, duration - least), threads);
+    }
+
+    template <class Body>
+    void run(int most, Body&& body) {
+        run(most, Wait::FOR_WORK, body);
     }
 
    private:
-    static constexpr int PATIENCE = 2000;  // turns of waiting, about 50 us, before a thread yields its processor
-    static constexpr double MEMORY_S = 0.03;  // time constant of the averages
-    static constexpr double ENOUGH_S = 0.01;   // least computing time for a decision
-    static constexpr double MOST_LOST = 0.3;   // tolerated share of the time that the slowest thread lost
-    static constexpr double FIRST_HOLD_S = 0.1, LONGEST_HOLD_S = 3.0;
+    // Turns of waiting: about 50 us, and then some hundred more. A thread that sleeps after them frees its processor for
+    // the thread that it waits for: the system moves no thread to a processor whose thread only yields. But to be woken
+    // takes long, above all in a virtual machine.
+    static constexpr int SPINS = 2000, YIELDS = 500;
 
-    int size_ = 1;
-    alignas(64) std::atomic<int64_t> next_{0};
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<uint32_t> round_{0};
-
-    int halvings_ = 0;
-    double spent_ = 0, lost_ = 0;  // seconds, fading with MEMORY_S
-    double hold_ = FIRST_HOLD_S, hold_until_ = 0;
-
-    // Records the wall time of a region and the computing time of its slowest thread, and adjusts `halvings_`.
-    void note(double now, double wall, double computed, int threads) {
-        if (halvings_ > 0 && now > hold_until_) {
-            --halvings_;
-            spent_ = lost_ = 0;
-            return;
-        }
-        const double kept = std::exp(-wall / MEMORY_S);
-        spent_ = spent_ * kept + wall;
-        lost_ = lost_ * kept + std::max(0.0, wall - computed);
-        if (spent_ < ENOUGH_S) return;
-        if (threads > 1 && lost_ > MOST_LOST * spent_) {
-            ++halvings_;
-            hold_until_ = now + hold_;
-            hold_ = std::min(2 * hold_, LONGEST_HOLD_S);
-            spent_ = lost_ = 0;
-        } else if (now > hold_until_ + 2 * hold_) {
-            hold_ = FIRST_HOLD_S;
-        }
-    }
+    alignas(64) std::atomic<uint64_t> next_{0};     // the loop's number, and in the lower half the next free index
+    alignas(64) std::atomic<int64_t> finished_{0};  // indices, or threads, of the loop
+    alignas(64) std::atomic<uint32_t> loop_{0};     // number of the loop; threads sleep on it
+    std::atomic<int> sleepers_{0};
+    TeamSize size_;
 };
 
 using Member = Team::Member;
