@@ -109,7 +109,7 @@ class Team {
             for (int turns = 0; team_.loop_.load(std::memory_order_acquire) == loop; ++turns) {
                 if (turns < SPINS) {
                     relax();
-                } else if (turns < SPINS + YIELDS) {
+                } else if (turns < SPINS + YIELDS || wait_ == Wait::FOR_THREADS) {
                     sched_yield();
                 } else {
                     ++team_.sleepers_;
@@ -152,9 +152,9 @@ class Team {
     }
 
    private:
-    // Turns of waiting: about 50 us, and then some hundred more. A thread that sleeps after them frees its processor for
-    // the thread that it waits for: the system moves no thread to a processor whose thread only yields. But to be woken
-    // takes long, above all in a virtual machine.
+    // Turns of waiting: about 50 us, and then some hundred more. A thread that sleeps then frees its processor for the
+    // thread that it waits for: the system moves no thread to a processor whose thread only yields. But to be woken
+    // takes long, above all in a virtual machine, so where all threads must come to every barrier none sleeps.
     static constexpr int SPINS = 2000, YIELDS = 500;
 
     alignas(64) std::atomic<uint64_t> next_{0};     // the loop's number, and in the lower half the next free index
