@@ -48,10 +48,10 @@ class Team {
        public:
         Member(Team& team, int size, Wait wait) : team_(team), size_(size), wait_(wait) {}
 
-        // Calls `f(i)` for the indices below `count`, which is below 2^32, in ranges of about the same size.
+        // Calls `f(i)` for the indices below `count`, which is below 2^32, in a few ranges of the same size.
         template <class F>
         void each(int64_t count, F&& f) {
-            each_in_turn(count, std::max<int64_t>(1, count / (8 * size_)), f);
+            each_in_turn(count, std::max<int64_t>(1, count / (2 * size_)), f);
         }
 
         // Does the same in ranges that become shorter towards the end.
