@@ -239,7 +239,7 @@ def test_page_lists_every_argument_with_what_happens(table):
 
 
 def test_arguments_of_older_calls_are_accepted_at_their_defaults_and_refused_by_name():
-    llm = object.__new__(AsyncLLM)
+    llm = AsyncLLM.__new__(AsyncLLM)
     llm.encode("a", prompt_adapter_request=None)
     with pytest.raises(NotImplementedError, match=r"prompt_adapter_request='a' is not served: .*lora_request"):
         llm.encode("a", prompt_adapter_request="a")
