@@ -115,10 +115,13 @@ def test_pooling_requests_preempted_by_generation_give_the_same_vectors(name, tm
                 return output, after - before, ends
 
             for pooling_type in TYPES:
-                output, count, ends = asyncio.run(pool_preempted(pooling_type))
+                for _ in range(10):  # on a busy machine, the streams may end before the prompt comes
+                    output, count, ends = asyncio.run(pool_preempted(pooling_type))
+                    assert_pooled(output, hidden_states(model, prompts[-1]), pooling_type)
+                    assert all(len(end.outputs[0].token_ids) == 40 for end in ends)
+                    if count > 0:
+                        break
                 assert count > 0
-                assert_pooled(output, hidden_states(model, prompts[-1]), pooling_type)
-                assert all(len(end.outputs[0].token_ids) == 40 for end in ends)
             outputs = vectors(engine, prompts, params_of("mean"))
         for prompt, output in zip(prompts, outputs, strict=True):
             assert_pooled(output, hidden_states(model, prompt), "mean")

@@ -59,7 +59,8 @@ def test_digest_covers_pixels_and_options(processes):
 
 
 def test_killed_process_costs_its_image_an_error_and_is_replaced(processes):
-    run(processes, JOB)
+    while len(processes.pids) < process_pool._NUM_PROCESSES:
+        run(processes, *[JOB] * process_pool._NUM_PROCESSES)
     pids = processes.pids
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)  # so that the job does not end first
@@ -67,6 +68,8 @@ def test_killed_process_costs_its_image_an_error_and_is_replaced(processes):
     async def killed():
         jobs = asyncio.gather(*[processes.run(JOB) for _ in pids], return_exceptions=True)
         await asyncio.sleep(0)
+        while processes._jobs:  # noqa: ASYNC110, one that waits would be processed by the next process
+            await asyncio.sleep(0.01)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         return await jobs
