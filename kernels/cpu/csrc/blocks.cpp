@@ -17,13 +17,9 @@ constexpr int TILE_OF_ROWS = 6;
 constexpr int TILE_OF_ROWS = 3;
 #endif
 
-// Whether `dot` subtracts 128 from the bytes of wide weights. The instruction of AVX2 has 16 bits for two products: enough
-// for signed bytes, whose sizes are at most 128, but not for bytes up to 255.
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(VMP_TILE_MODEL)
-constexpr bool SUBTRACTS_128 = true;
-#else
-constexpr bool SUBTRACTS_128 = false;
-#endif
+// Whether `dot` subtracts 128 from the bytes of wide weights: 16 bits are enough for two products of signed bytes, whose
+// sizes are at most 128, but not for bytes up to 255.
+constexpr bool SUBTRACTS_128 = VMP_SUMS_IN_16_BITS;
 
 // Adds the products of four inputs: bytes of `weights` from 0 to 255, below 128 unless IS_WIDE, and signed bytes of x,
 // from -127 to 127.
@@ -31,7 +27,7 @@ template <bool IS_WIDE>
 ALWAYS_INLINE vi dot(vi sum, vi weights, int32_t x) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
-#elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)  // the model has wider vectors
+#elif VMP_SUMS_IN_16_BITS
     __m256i sizes = (__m256i)weights, all = _mm256_set1_epi32(x);
     if constexpr (IS_WIDE) {
         const auto bytes = (__m256i)(weights ^ int32_t(0x80808080));
@@ -45,8 +41,7 @@ ALWAYS_INLINE vi dot(vi sum, vi weights, int32_t x) {
 #endif
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(VMP_TILE_MODEL)
-#define VMP_SUMS_IN_16_BITS 1
+#if VMP_SUMS_IN_16_BITS
 // Returns the sums of the products of two inputs each, of four.
 ALWAYS_INLINE vs pairs_of(vi weights, int32_t x) {
     return (vs)_mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(x));
@@ -55,8 +50,6 @@ ALWAYS_INLINE vs pairs_of(vi weights, int32_t x) {
 ALWAYS_INLINE vi add_pairs(vi sum, vs pairs) {
     return sum + (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1));
 }
-#else
-#define VMP_SUMS_IN_16_BITS 0
 #endif
 
 // How many words of `bits` bits an integer can be multiplied before a sum of pairs may need more than 16 bits; signed

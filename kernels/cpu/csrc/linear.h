@@ -53,13 +53,8 @@ struct Soon {
     }
 };
 
-// The byte that stands for zero in quantized rows: 128 for instructions that multiply unsigned bytes with signed ones. AVX2
-// has one whose sums of two products have 16 bits; there the bytes of rows are signed, and zero is 0.
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(VMP_TILE_MODEL)
-constexpr int ZERO_BYTE = 0;
-#else
-constexpr int ZERO_BYTE = 128;
-#endif
+// The byte that stands for zero in quantized rows, which have signed bytes where 16 bits must hold the sum of two products.
+constexpr int ZERO_BYTE = VMP_SUMS_IN_16_BITS ? 0 : 128;
 
 // The number of inputs whose weights lie side by side.
 template <class T>

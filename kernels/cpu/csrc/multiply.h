@@ -88,7 +88,7 @@ inline void multiply(const uint8_t* x, int64_t stride, const Panel& panel, int64
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; ++v) c[r][v] = (vi)_mm512_dpbusd_epi32((__m512i)c[r][v], a, (__m512i)b[v]);
         }
-#elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)
+#elif VMP_SUMS_IN_16_BITS
         // The instruction takes one factor without a sign, so the other gets the sign of both. No weight and no value of
         // a row is -128, so the sum of two products fits into 16 bits.
         __m256i sizes[VECTORS];

@@ -10,6 +10,14 @@
 #include <immintrin.h>
 #endif
 
+// Whether bytes are multiplied by AVX2's instruction, which takes one factor without a sign and has 16 bits for the sum
+// of two products.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(VMP_TILE_MODEL)  // the model has wider vectors
+#define VMP_SUMS_IN_16_BITS 1
+#else
+#define VMP_SUMS_IN_16_BITS 0
+#endif
+
 // For functions that innermost loops call, because a call that is not inlined makes GCC keep their sums in memory; and
 // for functions that only prefetch, because GCC drops calls without another effect.
 #define ALWAYS_INLINE inline __attribute__((always_inline))
