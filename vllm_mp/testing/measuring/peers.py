@@ -147,7 +147,7 @@ class TimedEngine:
         return figures
 
     def _task(self) -> dict[str, Any]:
-        """Return what the program needs besides the loads."""
+        """Return what the program needs, apart from the loads."""
         raise NotImplementedError
 
     def _run_loads(self, loads: list[list[LoadRequest]]) -> list[list[Timeline]]:
