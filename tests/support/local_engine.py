@@ -16,6 +16,7 @@ from vllm_mp.core.worker.device import choose_step_size
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.requests.prompt_embeds import PromptEmbeds
+from vllm_mp.testing.random_models import save_config
 
 OPTIONS = {
     "skip_tokenizer_init": True,
@@ -27,6 +28,19 @@ OPTIONS = {
     "block_size": 4,
     "kv_cache_memory_bytes": 2**22,
 }
+
+
+def dummy_args(config, folder, block_size):
+    """Return the arguments of a small engine on a CPU with random weights; `folder` gets the model's configuration."""
+    return AsyncEngineArgs(
+        str(save_config(config, folder)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        device="cpu",
+        block_size=block_size,
+        kv_cache_memory_bytes=2**22,
+    )
 
 
 class LocalEngine:

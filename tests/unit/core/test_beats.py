@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from support.local_engine import dummy_args
 from transformers import BertConfig, GPTNeoXConfig, OlmoeConfig
 
-from vllm_mp import AsyncEngineArgs, PoolingParams, SamplingParams
+from vllm_mp import PoolingParams, SamplingParams
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ScheduledStep
@@ -13,7 +14,7 @@ from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.kernels.cpu import decoder
-from vllm_mp.testing.random_models import CONFIGS, SIZES, save_config
+from vllm_mp.testing.random_models import CONFIGS, SIZES
 
 COUNT, BLOCK = 20, 4
 MODELS = {
@@ -36,16 +37,7 @@ def test_step_beats_at_every_layer(name, tmp_path, monkeypatch):
     monkeypatch.setattr(decoder, "WORK_A_CALL", 0)  # short steps of tiny models are one call
     config = MODELS[name]
     config.architectures = config.architectures or ARCHITECTURES[name]
-    args = AsyncEngineArgs(
-        str(save_config(config, tmp_path)),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        device="cpu",
-        block_size=BLOCK,
-        kv_cache_memory_bytes=2**22,
-    )
-    engine_config = args.create_engine_config()
+    engine_config = dummy_args(config, tmp_path, BLOCK).create_engine_config()
     beats = []
     with one_thread():
         runner = ModelRunner(engine_config, torch.device("cpu"), torch.float32, beat=lambda: beats.append(1))

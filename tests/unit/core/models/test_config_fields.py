@@ -18,7 +18,7 @@ FAMILIES = (*(name for name in NATIVE if name != "llama-llama3"), "bert", "rober
 VARIANTS = ("phi3-long", "llama-yarn", "gemma3 with images", "bert for classes")
 """Bases of which fields count that are not read, or read otherwise, in those of `FAMILIES`."""
 UNLIKE = ("mistral-windowed", "mixtral", "bert", *VARIANTS)
-"""Bases of which all values are tried in each run; slow tests try those of the others."""
+"""Bases of which all values are tried in each run; slow tests try all values of the others."""
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.local_engine import dummy_args
 from transformers import BertConfig
 
-from vllm_mp import AsyncEngineArgs, SamplingParams
+from vllm_mp import SamplingParams
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ScheduledStep
@@ -17,7 +18,7 @@ from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.core_link.core_launch import KeptCache
-from vllm_mp.testing.random_models import CONFIGS, SIZES, save_config
+from vllm_mp.testing.random_models import CONFIGS, SIZES
 
 COUNT, BLOCK = 6, 4
 
@@ -41,18 +42,6 @@ def tokens_of(runner):
     return runner.launch(step, batch, Sampler(batch, runner._device)).wait().tokens.tolist()
 
 
-def make_args(config, folder):
-    return AsyncEngineArgs(
-        str(save_config(config, folder)),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        device="cpu",
-        block_size=BLOCK,
-        kv_cache_memory_bytes=2**22,
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "architecture", "is_warm"),
     [("llama", "LlamaForCausalLM", True), ("gpt2", "GPT2LMHeadModel", True), ("encoder", "BertModel", False)],
@@ -60,7 +49,7 @@ def make_args(config, folder):
 def test_process_that_takes_over_has_computed_a_step_before_its_turn(name, architecture, is_warm, memory, tmp_path):
     config = BertConfig(**SIZES) if name == "encoder" else CONFIGS[name]
     config.architectures = config.architectures or [architecture]
-    args = make_args(config, tmp_path)
+    args = dummy_args(config, tmp_path, BLOCK)
     beats, before_turn = [], []
 
     def start(**options):
@@ -83,7 +72,7 @@ def test_process_that_takes_over_has_computed_a_step_before_its_turn(name, archi
 
 
 def test_successor_of_a_dead_core_maps_the_pages_of_its_cache_before_its_first_step(memory, tmp_path):
-    args = make_args(CONFIGS["llama"], tmp_path)
+    args = dummy_args(CONFIGS["llama"], tmp_path, BLOCK)
 
     def start(adopts):
         return ModelRunner(
