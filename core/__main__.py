@@ -2,8 +2,8 @@
 
 With `--worker` it is another rank of a core, with `--rank-host` it runs the ranks of another machine (`core.parallel`).
 With `--template` it forks cores, which continue here, and with `--leave-template=DESCRIPTOR` it forks such a process
-before it becomes a core (`core.template`). With `--beside-core`, and as a template without `--awaited`, it imports
-everything at a low priority.
+before it becomes a core (`core.template`). As a `--standby` of another core, and as a template without `--awaited`, it
+imports everything at a low priority.
 """
 
 import logging
@@ -24,7 +24,7 @@ elif leaving := [argument for argument in sys.argv[1:] if argument.startswith("-
     from vllm_mp.core.template import leave_template
 
     leave_template(int(leaving[0].partition("=")[2]), import_core)
-elif "--beside-core" in sys.argv[1:]:
+elif "--standby" in sys.argv[1:]:
     from vllm_mp.core.core_imports import import_core
     from vllm_mp.core.sibling_fork import end_idle_threads
     from vllm_mp.machine.loading_thread import BESIDE_A_CORE, run_in_thread

@@ -30,7 +30,7 @@ from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.parent_watch import parent_has_ended, wait_for_end_of_parent
 from vllm_mp.core.start_times import StartTimes
 from vllm_mp.core.stop_signal import StopSignal
-from vllm_mp.core.template import LEAVE_MODEL_TEMPLATE, drop_argument
+from vllm_mp.core.template import LEAVE_MODEL_TEMPLATE, drop_argument, end_standby
 from vllm_mp.core.worker.rare_parts_of_torch import defer_rare_parts_of_torch
 from vllm_mp.core_link.core_description import CoreDescription
 from vllm_mp.core_link.core_launch import STACKS_SIGNAL, CoreLaunch, KeptCache, waiting_path
@@ -182,6 +182,7 @@ class _Start:
             assert self.page is not None
             self.page.enter(CoreState.WAITING)
             launch = _read_launch(self.stop)
+            end_standby()
             launch.config = waiting.config  # which says what the device and the model have decided
             self.launch = launch
             self.is_public = not launch.serves_later
@@ -401,6 +402,7 @@ def _load(start: _Start, page: StatusPage, ranks: "Ranks | None") -> "EngineCore
                 captures_late=ranks is None,  # all ranks capture the same shapes in the same order
                 times=times,
                 loaded=loaded,
+                warms_up=start.launch.waits and ranks is None and device.type == "cpu",
                 former_cache=start.launch.kept_cache if start.launch.waits else None,
             )
         if ranks is not None:

@@ -31,6 +31,10 @@ from vllm_mp.machine.loading_thread import run_in_thread
 
 PROCESS_NAME: Final = "core-template"
 """The name of a template process in `ps -e` and `top`."""
+STANDBY: Final = "--standby"
+"""The argument of a process that waits until it becomes the core."""
+_STANDBY_NAME: Final = "core-standby"
+"""Its name in `ps -e` and `top` if a template has forked it."""
 LEAVE_TEMPLATE: Final = "--leave-template="
 """The argument of a core that leaves a template; a socket's descriptor follows."""
 LEAVE_MODEL_TEMPLATE: Final = "--leave-model-template="
@@ -92,6 +96,12 @@ def drop_argument(name: str) -> str | None:
     sys.argv.remove(found)
     show_arguments(sys.argv[1:])
     return found.removeprefix(name)
+
+
+def end_standby() -> None:
+    """Let this process look as a core that was no standby before."""
+    if drop_argument(STANDBY) is not None:
+        _set_name(os.path.basename(sys.executable))
 
 
 def become_template(control: socket.socket, parent: int) -> None:
@@ -159,7 +169,7 @@ def _become_core(request: ForkRequest, descriptors: list[int], parent: int) -> N
     for copy, number in zip(copies, numbers, strict=True):
         os.dup2(copy, number)
         os.close(copy)
-    _set_name(os.path.basename(sys.executable))
+    _set_name(_STANDBY_NAME if STANDBY in request.arguments else os.path.basename(sys.executable))
     show_arguments(request.arguments)
     sys.argv[1:] = request.arguments
     if (numpy_random := sys.modules.get("numpy.random")) is not None:

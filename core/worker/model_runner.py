@@ -80,6 +80,7 @@ class ModelRunner:
         captures_late: bool = False,
         times: StartTimes | None = None,
         loaded: LoadedModel | None = None,
+        warms_up: bool = False,
         former_cache: KeptCache | None = None,
     ) -> None:
         """Load the model, measure the memory that steps take, allocate the KV cache and capture small steps.
@@ -92,8 +93,9 @@ class ModelRunner:
         waits for the end of a core from which this one takes over. It returns where the KV cache lies, which may be
         that of an earlier core; None: it ends with this process. With `captures_late` the start captures only the
         graphs that the first steps need; the caller has the others captured by `memory.late_captures`. `times` gets the
-        parts of this start. `loaded` is the model if it was loaded before. `former_cache` is where the KV cache lies
-        of the core that serves until the turn; None: there is no such core.
+        parts of this start. `loaded` is the model if it was loaded before. With `warms_up` a few rows are computed
+        before the turn, at a low priority. `former_cache` is where the KV cache lies of the core that serves until the
+        turn; None: that is not known before.
 
         Raises ValueError for weights that are missing or do not fit, and if the cache has no space.
         """
@@ -166,10 +168,10 @@ class ModelRunner:
         times.end("weights")
         graph_bytes = self._profile() if device.type == "cuda" else 0
         times.end("largest steps")
+        if warms_up:
+            run_in_thread(self._warm_up, niceness=BESIDE_A_CORE)
         early = None
         if former_cache is not None and device.type == "cpu" and self._all_ranks.rank == 0:
-            if self._all_ranks.size == 1:
-                run_in_thread(self._warm_up, niceness=BESIDE_A_CORE)
             early = map_early(former_cache.descriptors[0])
             if early is not None:
                 run_in_thread(early.map_pages, niceness=BESIDE_A_CORE)

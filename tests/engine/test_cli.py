@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.engine_fixtures import PLAIN_POPEN, SLOW_STEPS, starting_from
-from support.forked_cores import TEMPLATE_NAME
+from support.forked_cores import HELPER_NAMES
 
 from vllm_mp import AsyncLLM, __version__, cli
 from vllm_mp.cli.chat_text import chat_prompt
@@ -73,7 +73,7 @@ def core_of(process):
 
 def children(process):
     """Return the children of a running command that it would have without the fixture `forked_programs`."""
-    return [child for child in psutil.Process(process.pid).children() if child.name() != TEMPLATE_NAME]
+    return [child for child in psutil.Process(process.pid).children() if child.name() not in HELPER_NAMES]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from support.forked_cores import TEMPLATE_NAME
+from support.forked_cores import HELPER_NAMES
 
 from vllm_mp import AsyncLLM, EngineError
 from vllm_mp.client.cores import supervisor
@@ -79,7 +79,7 @@ def are_under_way(clients):
 
 def core_of(process):
     """Return the core process of a parent."""
-    [core] = [child for child in psutil.Process(process.pid).children() if child.name() != TEMPLATE_NAME]
+    [core] = [child for child in psutil.Process(process.pid).children() if child.name() not in HELPER_NAMES]
     return core
 
 

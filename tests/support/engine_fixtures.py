@@ -1,8 +1,10 @@
 """Fixtures with real engines: each has its own core process and a real model."""
 
 import contextlib
+import math
 import subprocess
 import types
+from collections.abc import Iterator
 
 import pytest
 
@@ -101,6 +103,14 @@ def starting_from(popen):
 def _starts_no_template_early() -> None:
     """Let the engines of the tests start as all but the first of a process do: the tests have imported everything."""
     early_template.take_early_template()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forks_no_core_ahead() -> Iterator[None]:
+    """Let the engines of this process have no next core before the first dies: few tests need one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_mp.client.cores.sources.launcher._AHEAD_DELAY_S", math.inf)
+        yield
 
 
 @pytest.fixture(scope="module")

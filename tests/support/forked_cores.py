@@ -33,6 +33,8 @@ from typing import Any, Final, NamedTuple
 from vllm_mp.testing.terminal import TAKE_TERMINAL
 
 TEMPLATE_NAME: Final = "core-template"
+HELPER_NAMES: Final = (TEMPLATE_NAME, "core-standby")
+"""The names of the processes beside a core."""
 """Name of the process from which a forked command forks its cores, as psutil.Process.name() returns it."""
 FORKS_RANKS: Final = "VLLM_MP_TESTS_FORK_RANKS"
 """Variable in whose presence a forked core forks its other ranks too."""

@@ -151,7 +151,7 @@ def _record(arguments: list[str], message: str, kill_after: int) -> Recording:
 
 def _core_of(terminal: RecordedTerminal) -> int:
     children = psutil.Process(terminal.process.pid).children()
-    [core] = [child for child in children if child.name() != "core-template"]
+    [core] = [child for child in children if not child.name().startswith("core-")]
     return core.pid
 
 

@@ -189,21 +189,21 @@ def _page_location(page: Path) -> str:
 
 
 def _is_core(process: Path) -> bool:
-    arguments = (process / "cmdline").read_bytes().split(b"\0")
-    return b"-m" in arguments and b"vllm_mp.core" in arguments and b"--template" not in arguments
+    """Return whether a process is a core, and not a template or a standby."""
+    arguments = set((process / "cmdline").read_bytes().split(b"\0"))
+    return arguments.issuperset((b"-m", b"vllm_mp.core")) and arguments.isdisjoint((b"--template", b"--standby"))
 
 
 def _engine(process: Path) -> RunningEngine | None:
-    """Return the engine of the core process at `/proc/PID`; None for a standby."""
+    """Return the engine of the core process at `/proc/PID`; None if it is ending."""
     fields = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
     if "VmRSS" not in fields:
-        return None  # it is ending
+        return None
     engine = RunningEngine(int(process.name), int(fields["PPid"]), 1024 * int(fields["VmRSS"].split()[0]))
     try:
         path = _page_path(process)
         if path is None:
-            is_standby = b"--standby" in (process / "cmdline").read_bytes().split(b"\0")
-            return None if is_standby else engine
+            return engine
         page = StatusPage.open(path)
         if page is None:
             return engine._replace(problem=_why_unreadable(path))

@@ -41,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 _ORPHAN_TIMEOUT_S = 15.0
 """Time that a core whose parent was killed gets to end."""
+_AHEAD_DELAY_S = 2.0
+"""Time from the start of a core until the next one is forked ahead: the core first answers what waits for it."""
+_AHEAD_RETRY_S = 30.0
+"""Time from the end of a process that was forked ahead until the next one is."""
 _PLACES = frozenset({"GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"})
 """Variables that bind OpenMP's threads to CPUs."""
 
@@ -88,6 +92,9 @@ class CoreLauncher:
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
+        """A process that waits until it becomes the core: forked ahead, or to replace the core."""
+        self._ahead_at = 0.0
+        """When a process may be forked ahead, in seconds of `time.monotonic()`."""
         self._inheritance: Inheritance | None = None
         """The process from which this one takes over; None once it has, or if there is none."""
         self._has_let_go = False
@@ -290,6 +297,7 @@ class CoreLauncher:
             self._keep_model_template(None)  # what has failed may be its memory
             raise
         self._process = self._connection = None
+        self._ahead_at = time.monotonic() + _AHEAD_DELAY_S
         if self._public is not None:
             connection.send(wire.Bye(welcome.incarnation))  # the parent of a shared core is not a client
         return Core(connection, welcome.client, config, process.status_page(), process, welcome)
@@ -310,9 +318,29 @@ class CoreLauncher:
         return Core(connection, -1, self._config, page, process, welcome)
 
     def prepare_template(self) -> None:
-        """Keep the template process with the imports, if `core_template` is set. Raises OSError if none can start."""
+        """Keep the template process with the imports, if `core_template` is set, and a process that is forked ahead.
+
+        Raises OSError if none can start.
+        """
         if self._template is not None:
             self._template.prepare()
+            self._fork_ahead()
+
+    def _fork_ahead(self) -> None:
+        """Keep a standby that the template with the model has forked, so that the next core need not even be forked.
+
+        It shares the memory of the template, and ends with it, such as when the core gives up its weights in a sleep.
+        """
+        is_ready = self._model_template is not None and self._model_template.is_ready()
+        if self._standby is not None:
+            if not (is_ready and self._standby.is_alive()):
+                self.end_standby()
+                self._ahead_at = time.monotonic() + _AHEAD_RETRY_S
+        elif is_ready and time.monotonic() > self._ahead_at:
+            number = self._num_started + 1
+            process = self._start(number, is_standby=True)
+            self._launch(process, number, None, waits=True)
+            self._standby = process
 
     def load_standby(self) -> None:
         """Start a standby, from the files as they are now, that loads the model beside the core.
@@ -321,7 +349,7 @@ class CoreLauncher:
         """
         self._stop_standby()
         number = self._num_started + 1
-        process = self._start(number, forks=False)
+        process = self._start(number, forks=False, is_standby=True)
         self._launch(process, number, self._cache.for_replacement(), waits=True)
         self._standby = process
 
@@ -364,14 +392,14 @@ class CoreLauncher:
         if self._template is not None:
             self._template.renew()
 
-    def _start(self, number: int, *, forks: bool = True) -> CoreProcess:
-        """Start the process of core `number`. Raises OSError if the system cannot.
+    def _start(self, number: int, *, forks: bool = True, is_standby: bool = False) -> CoreProcess:
+        """Start the process of core `number`, which is a new interpreter in any case without `forks`.
 
-        Without `forks` it is a new interpreter in any case, which starts beside a core.
+        Raises OSError if the system cannot.
         """
         # No template has the shares of several ranks.
         keeps_model = self._template is not None and self._config.parallel_config.world_size == 1
-        templates = Templates(keeps_model=keeps_model, is_beside_core=not forks)
+        templates = Templates(keeps_model=keeps_model, is_standby=is_standby)
         if forks:
             templates = templates._replace(with_imports=self._template, with_model=self._model_template)
         return CoreProcess(
@@ -414,7 +442,9 @@ class CoreLauncher:
         self._wait_for_end_of_former()
         self._former = process
         if process.lost_a_mapped_file:
-            self._keep_model_template(None)  # it maps the same file: the next core looks at it
+            # They map the same file: the next core looks at it.
+            self._keep_model_template(None)
+            self.end_standby()
         self._cache.note_end(self.predecessor)
         page = process.status_page()
         if page is not None:

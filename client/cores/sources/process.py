@@ -58,7 +58,7 @@ class Templates(NamedTuple):
     """Has loaded the model too; None: there is none."""
     keeps_model: bool = False
     """A core that `with_model` does not fork is to leave such a process."""
-    is_beside_core: bool = False
+    is_standby: bool = False
     """The process starts beside a core that serves, and must not slow it down."""
 
 
@@ -123,7 +123,7 @@ class CoreProcess:
         self, log: IO[bytes] | None, inherited: Sequence[int], templates: Templates
     ) -> "subprocess.Popen[bytes] | ForkedProcess":
         """Fork the process, or start it as a new interpreter; it leaves the templates behind that are needed."""
-        arguments = ["--beside-core"] if templates.is_beside_core else []
+        arguments = ["--standby"] if templates.is_standby else []
         with_model, with_imports = templates.with_model, templates.with_imports
         if with_model is not None and (forked := with_model.fork(arguments, log, self._folder, inherited)):
             self.model_template = with_model

@@ -114,6 +114,14 @@ class CoreTemplate:
                 self._start()
             return self._is_ready or self._control is None
 
+    def is_ready(self) -> bool:
+        """Return whether the template can fork a core at once."""
+        with self._lock:
+            if self._owner != os.getpid():
+                return False
+            self._look()
+            return self._is_ready
+
     def offer(self) -> socket.socket | None:
         """Return the template's end of the socket for a core that starts now and leaves a template behind.
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from vllm_mp import cli
-from vllm_mp.cli.running_engines import RunningEngine, _engine, _joined, running_engines, server_urls
+from vllm_mp.cli.running_engines import RunningEngine, _engine, _is_core, _joined, running_engines, server_urls
 from vllm_mp.core_link.core_description import CoreDescription
 from vllm_mp.core_link.core_status import CoreState
 from vllm_mp.core_link.status_page import VERSION, StatusPage
@@ -70,8 +70,9 @@ def test_core_without_a_page_is_starting_and_a_standby_is_no_engine(process):
     folder, _ = process
     (folder / "maps").write_text("")
     assert _engine(folder).state == "starting"
+    assert _is_core(folder)
     (folder / "cmdline").write_bytes(b"python\0-P\0-m\0vllm_mp.core\0--standby\0")
-    assert _engine(folder) is None
+    assert not _is_core(folder)
 
 
 def test_engine_between_two_cores_is_shown_while_its_parent_has_the_page_of_the_dead_core(tmp_path):

@@ -185,6 +185,8 @@ async def exit_while_loading(run: ScenarioRun) -> None:
 
 @scenario(_NEXT_ATTEMPT)
 async def kill_while_loading(run: ScenarioRun) -> None:
+    if (standby := run.engine.cores.first.supervisor.standby_pid) is not None:
+        os.kill(standby, signal.SIGKILL)  # it would become the core at once
     known = children()
     run.signal(signal.SIGKILL)
     await eventually(has_new_child(known), WAIT_S)

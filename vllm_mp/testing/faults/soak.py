@@ -315,7 +315,7 @@ class Soak(Disturbance):
         self.result.found += status["num_found_blocks"]
 
     async def _kill_loading_core(self, known: set[int]) -> None:
-        """Kill the next core, whose process is not among the `known` ones, before it serves."""
+        """Kill the next core, or its standby, whose process is not among the `known` ones, before it serves."""
         await eventually(has_new_child(known), WAIT_S)
         for child in children() - known:
             with contextlib.suppress(ProcessLookupError):
