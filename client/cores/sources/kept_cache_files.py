@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import stat
 from collections.abc import Sequence
 
 from vllm_mp.client.cores.sources.prefix_cache_file import PrefixCacheFile
@@ -46,10 +47,10 @@ class KeptCacheFiles:
         """By rank; empty: the core computes on CPUs, or the KV cache ends with it."""
         self._prefix_file: PrefixCacheFile | None = None
         num_ranks = config.parallel_config.world_size
-        caches, others = list(inherited[:num_ranks]), list(inherited[num_ranks:])
-        num_ends = 2 * num_ranks if len(others) >= 2 * num_ranks else 0
-        ends, files = others[:num_ends], others[num_ends:]
-        has_ends = bool(ends) or config.device_config.device == "cpu"
+        ends = [each for each in inherited if stat.S_ISSOCK(os.fstat(each).st_mode)]
+        others = [each for each in inherited if each not in ends]
+        caches, files = others[:num_ranks], others[num_ranks:]
+        has_ends = len(ends) == 2 * num_ranks or (not ends and config.device_config.device == "cpu")
         if len(caches) == num_ranks and has_ends and len(files) <= 1 and self._is_used(config):
             self.descriptors = caches
             self.mailboxes = list(zip(ends[::2], ends[1::2], strict=True))

@@ -122,10 +122,11 @@ def test_process_that_takes_over_has_the_same_files_and_mailboxes(files_with, sm
     files.close()
 
 
-def test_process_of_another_number_of_ranks_takes_no_files_over(files_with, small_config):
-    files = files_with(device="cuda", tensor_parallel_size=3)
-    heir = KeptCacheFiles(small_config(device="cuda"), [os.dup(each) for each in files.inherited])
-    assert len(heir.inherited) == 3
+@pytest.mark.parametrize(("device", "num_files"), [("cpu", 1), ("cuda", 3)])
+def test_process_of_another_number_of_ranks_takes_no_files_over(files_with, small_config, device, num_files):
+    files = files_with(device=device, tensor_parallel_size=3)
+    heir = KeptCacheFiles(small_config(device=device), [os.dup(each) for each in files.inherited])
+    assert len(heir.inherited) == num_files
     own, others = ({os.fstat(each).st_ino for each in one.inherited} for one in (heir, files))
     assert not own & others
     heir.close()
