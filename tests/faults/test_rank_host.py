@@ -10,6 +10,7 @@ from support.engine_fixtures import SLOW_STEPS
 from support.rank_streams import ended, expected_tokens, rank_pids, tokens_after
 
 from vllm_mp import AsyncLLM, EngineDeadError
+from vllm_mp.client.cores.sources.handover import ask_to_take_over
 from vllm_mp.testing.engines import eventually, running_engine, standalone_core
 from vllm_mp.testing.machines import OtherMachine, running_on_two_machines
 
@@ -53,6 +54,7 @@ def test_streams_continue_after_the_death_of_a_machine_and_of_the_core(small_mod
             assert ended(first)
             assert await tokens_after(engine, lambda pids: os.kill(pids[0], signal.SIGKILL)) == expected
             assert machine.process.poll() is None
+            assert ask_to_take_over(address) is None, "the other machine serves one core at a time"
             return [*first, *second, *await rank_pids(engine)]
         finally:
             engine.shutdown()

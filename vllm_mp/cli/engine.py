@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
             operator_key,
             has_log_files=False,
             inheritance=ask_to_take_over(args.listen) if args.takeover else None,
-            can_be_taken_over=True,
+            can_be_taken_over=engine_args.nnodes == 1,
         )
     except ValueError as error:
         raise EngineStartError(str(error)) from error

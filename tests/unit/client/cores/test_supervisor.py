@@ -108,6 +108,14 @@ def test_core_that_is_told_to_end_at_the_moment_when_it_serves_gets_the_signal()
     assert successor.process.signals == [signal.SIGINT, signal.SIGKILL]
 
 
+def test_core_on_several_machines_is_not_replaced():
+    config = SimpleNamespace(**vars(core().config), parallel_config=SimpleNamespace(nnodes=2))
+    source = CoreLauncher.__new__(CoreLauncher)
+    supervisor = CoreSupervisor(source, core()._replace(config=config), RestartLimit(1, 1.0))
+    with pytest.raises(ValueError, match=r"nnodes=2: .*; shut the engine down and start it again"):
+        supervisor.replace_core()
+
+
 def test_absence_of_a_shared_core_is_reported_again_only_when_the_last_report_was_taken(monkeypatch):
     monkeypatch.setattr(supervisor_module, "_ABSENCE_INTERVAL_S", 0.0)
     reports = []
