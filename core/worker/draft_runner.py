@@ -204,7 +204,6 @@ class DraftRunner:
         size = self._block_size
         for row, first, count in zip(rows.tolist(), positions[rows].tolist(), counts.tolist(), strict=True):
             begin = first // size
-            self._num_marked[row] = min(int(self._num_marked[row]), begin)
             for block in batch.block_table[row, begin : -(-(first + count) // size)].tolist():
                 self._contents.pop(block, None)
         is_sampled = np.ones(len(rows), np.bool_)

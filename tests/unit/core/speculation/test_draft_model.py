@@ -190,6 +190,19 @@ def test_other_tokens_in_a_block_are_computed_again(folder):
     assert 60 < total == accepted
 
 
+def test_a_block_that_another_request_has_begun_to_overwrite_is_computed_again(folder):
+    """Each request takes all blocks, in the reverse order of the one before: the last block of the second request,
+    which it never fills, is the first of the others."""
+    block_bytes = 4 * drafted(folder, folder).runner.token_bytes()
+    engine = drafted(folder, folder, max_model_len=40, kv_cache_memory_bytes=11 * block_bytes)
+    prompt, other = PROMPTS[0][:20], PROMPTS[2][:20]
+    for slot, tokens in enumerate((prompt, other, prompt)):
+        engine.add(slot, tokens, 20)
+        engine.run()
+    accepted, total = figures(engine)
+    assert 30 < total == accepted
+
+
 def test_requests_with_an_adapter_answer_the_same_and_the_draft_model_runs_without(folder, tmp_path):
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
     plain, engine = LocalEngine(folder, **OPTIONS, **lora), drafted(folder, folder, **lora)
