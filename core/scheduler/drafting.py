@@ -24,7 +24,7 @@ from vllm_mp.core.speculation.methods import make_proposer
 from vllm_mp.core.speculation.request_drafts import RequestDrafts
 from vllm_mp.core_link.core_status import OutsideTask
 
-_MAX_PROPOSALS = 64
+MAX_PROPOSALS = 64
 """Number of rows that may have drafts in a step; with more rows drafts do not pay, and all wait for the proposals."""
 
 
@@ -153,9 +153,9 @@ class Drafting:
         if not len(candidates):
             return decodes, NO_DRAFTED_ROWS
         least_chance, budget = self._pace.least_chance(len(decodes)), min(budget, self._max_step_drafts)
-        if len(candidates) > _MAX_PROPOSALS:
-            self._turn += _MAX_PROPOSALS
-            candidates = np.roll(candidates, -self._turn)[:_MAX_PROPOSALS]
+        if len(candidates) > MAX_PROPOSALS:
+            self._turn += MAX_PROPOSALS
+            candidates = np.roll(candidates, -self._turn)[:MAX_PROPOSALS]
         if self._model is not None:
             return self._as_drafted(decodes, self._ask(self._model, decodes, candidates, budget, least_chance))
         found: dict[int, list[int]] = {}

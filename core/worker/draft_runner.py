@@ -25,6 +25,7 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core.collectives.group import ALONE
 from vllm_mp.core.lora.cached_adapter import NO_SLOT
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
+from vllm_mp.core.scheduler.drafting import MAX_PROPOSALS
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.model_memory import ModelMemory
@@ -106,21 +107,29 @@ class DraftRunner:
 
     @torch.inference_mode()
     def compile_steps(self) -> None:
-        """Compute steps of all kinds once on a cache of its own, so that no request waits for compilers of kernels."""
+        """Compute the largest step and steps of all kinds once on a cache of its own, as `ModelRunner` does for its own.
+
+        So no request waits for compilers of kernels, and torch has recorded the peak of memory before the KV cache gets
+        its share of the device.
+        """
         size = self._block_size
         num_tokens = min(_MAX_LATE_TOKENS, self.max_model_len)
         num_blocks = -(-num_tokens // size)
-        batch = Batch(1, num_tokens, size, [])
+        num_rows = min(MAX_PROPOSALS, len(self._tenancy))
+        batch = Batch(num_rows, num_tokens, size, [])
         batch.block_table[0] = np.arange(1, num_blocks + 1)
         self.memory.allocate_cache(num_blocks + 1)
-        rows, positions = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        rows, positions = np.arange(num_rows), np.zeros(num_rows, np.int64)
+        largest = np.full(num_rows, min(self._max_drafts + 1, num_tokens))
+        largest[0] = num_tokens
         for temperature in (0.0, 1.0):
             batch.sampling["temperature"] = temperature
+            self._compute(batch, rows, largest, positions)
             for count in (*ops.PRODUCT_SIZES, num_tokens):
-                self._compute(batch, rows, np.array([min(count, num_tokens)]), positions)
+                self._compute(batch, rows[:1], np.array([min(count, num_tokens)]), positions)
             for splits in self.memory.attention.decode_splits:
                 # The context bounds the number of parts from below.
-                self._compute(batch, rows, np.array([1]), positions, decode_splits=splits, max_seq_len=1)
+                self._compute(batch, rows[:1], np.array([1]), positions, decode_splits=splits, max_seq_len=1)
         self.memory.kv_caches = []
         self.forget()
 

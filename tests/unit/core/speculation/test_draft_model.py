@@ -132,6 +132,20 @@ def count_computed(engine):
     return counted
 
 
+def test_start_computes_the_largest_step_of_the_draft_model(folder):
+    """The KV cache gets what this step leaves of a GPU's memory: a late prompt beside drafts for all other rows."""
+    engine = drafted(folder, folder, max_num_seqs=7)
+    computed = count_computed(engine)
+    cache = engine.runner.draft.memory.kv_caches
+    engine.runner.draft.compile_steps()
+    assert max(computed) == OPTIONS["max_model_len"] + 6 * 5
+    assert not engine.runner.draft._contents
+    engine.runner.draft.memory.kv_caches = cache
+    play(engine)
+    accepted, total = figures(engine)
+    assert 20 < total == accepted
+
+
 def test_blocks_that_the_draft_model_has_filled_serve_later_requests(folder):
     engine = drafted(folder, folder)
     prompt = PROMPTS[0]
