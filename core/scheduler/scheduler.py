@@ -288,7 +288,8 @@ class Scheduler:
     def _schedule_again(self) -> ScheduledStep | None:
         """Return the step that was processed last, if all its rows want one more token and no other request can run.
 
-        Give blocks to rows that need one, and register those that become full. Return None if the step must be chosen.
+        If a row gets drafts, it is another step of the same rows. Give blocks to rows that need one, and register those
+        that become full. Return None if the step must be chosen.
         """
         repeated = self.repeated
         if repeated is None or self.pending_steps:
@@ -306,6 +307,10 @@ class Scheduler:
                 return None
             repeated.is_quiet = False
             repeated.num_quiet = self.cache.register_decodes(repeated.step.rows, NO_ROWS)
+        decodes, drafted = self._choose_drafts(repeated.step.rows)
+        if len(drafted.rows):
+            self.repeated = None
+            return self._step_of(decodes, Prefills(budget=0, shares=1), drafted=drafted)
         self._scheduled_at = self._pace.clock()
         return repeated.step
 
@@ -337,13 +342,18 @@ class Scheduler:
         decodes = decodes[:share]
         awaits = NO_ROWS if is_awaited is None else np.flatnonzero(is_awaited[decodes])
         self.cache.register_decodes(decodes, awaits)
-        drafted, num_decodes = NO_DRAFTED_ROWS, len(decodes)
-        if self.drafting is not None and num_decodes:
-            budget = (self.config.max_num_batched_tokens - num_decodes) // 2  # the rest is for prompts
-            decodes, drafted = self.drafting.choose(decodes, budget)
+        num_decodes = len(decodes)
+        decodes, drafted = self._choose_drafts(decodes)
         prefills = self._continue_prefills(rows[wanted > 1], num_decodes + len(drafted.drafts.tokens))
         decodes = np.concatenate([decodes, self._admit(prefills)])
         return self._step_of(decodes, prefills, awaits, drafted)
+
+    def _choose_drafts(self, decodes: Rows) -> tuple[Rows, DraftedRows]:
+        """Return those of `decodes` [n] that get no drafts, and those that do."""
+        if self.drafting is None or not len(decodes):
+            return decodes, NO_DRAFTED_ROWS
+        budget = (self.config.max_num_batched_tokens - len(decodes)) // 2  # the rest is for prompts
+        return self.drafting.choose(decodes, budget)
 
     def _step_of(
         self, decodes: Rows, prefills: Prefills, awaits: Rows = NO_ROWS, drafted: DraftedRows = NO_DRAFTED_ROWS
@@ -447,10 +457,10 @@ class Scheduler:
     def _repeat(self, step: ScheduledStep) -> None:
         """Let the next step be `step` again, which was just processed and has ended no request, if that is possible.
 
-        Drafts make steps differ. A group of suspects takes turns with other requests. In a pipeline and with pending
-        steps, steps of the same rows differ too.
+        A group of suspects takes turns with other requests. In a pipeline and with pending steps, steps of the same
+        rows differ too.
         """
-        is_simple = self.drafting is None and self._num_stages == 1 and self.isolation.group is None
+        is_simple = self._num_stages == 1 and self.isolation.group is None
         if is_simple and not self.pending_steps and RepeatedStep.can_repeat(step, self.batch):
             self.repeated = RepeatedStep(step, self.batch)
 

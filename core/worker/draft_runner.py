@@ -107,10 +107,10 @@ class DraftRunner:
 
     @torch.inference_mode()
     def compile_steps(self) -> None:
-        """Compute the largest step and steps of all kinds once on a cache of its own, as `ModelRunner` does for its own.
+        """Compute the largest step, and steps of all kinds, once on a cache of its own.
 
-        So no request waits for compilers of kernels, and torch has recorded the peak of memory before the KV cache gets
-        its share of the device.
+        So no request waits for compilers of kernels, and torch records the peak of memory, for which the KV cache
+        leaves room (`cache_blocks`).
         """
         size = self._block_size
         num_tokens = min(_MAX_LATE_TOKENS, self.max_model_len)

@@ -1,8 +1,10 @@
 """A request answers with drafts what it answers without, token for token, whatever else it asks for."""
 
+import itertools
+
 import pytest
 from support.answers import PROMPTS, answers
-from support.drafts import draft_known_answers
+from support.drafts import EagerPace, draft_known_answers
 from support.local_engine import LocalEngine
 
 from vllm_mp.testing.random_models import CONFIGS, save_config
@@ -60,6 +62,28 @@ def test_answers_log_probabilities_and_ends_are_those_without_drafts(folder, par
     assert found == expected
     assert num_accepted > 10
     assert (num_rejected > 10) == (wrong_every == 3)
+
+
+class RestingPace(EagerPace):
+    """Drafts in every sixth step of a request."""
+
+    def is_resting(self, request):
+        request.rest = (request.rest + 1) % 6
+        return request.rest > 0
+
+
+@pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "random"])
+def test_steps_between_those_with_drafts_are_repeated(folder, params):
+    expected = play(LocalEngine(folder, **LONGER), **params)
+    engine = LocalEngine(folder, **LONGER, **DRAFTS)
+    draft_known_answers(engine.scheduler, zip(PROMPTS, (tokens for tokens, *_ in expected), strict=True))
+    engine.scheduler.drafting._pace = RestingPace()
+    steps, step = [], engine.step
+    engine.step = lambda: steps.append(step())
+    assert play(engine, **params) == expected
+    assert sum(step is before for before, step in itertools.pairwise(steps) if step is not None) > 5
+    counters = engine.scheduler.drafting.counters
+    assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
 
 
 def test_preempted_requests_answer_the_same(folder):
