@@ -47,6 +47,8 @@ class SharedCore:
         are taken over from another process, once the model is loaded; with `can_be_taken_over` another process may do
         the same with this one. Raises ValueError, with the remedy, if the address cannot be used.
         """
+        self.config = config
+        """Completed by the core once it serves."""
         self._limits = config.liveness_config
         self._launcher = CoreLauncher(config, operator_key, has_log_files, folder)
         try:
@@ -100,6 +102,7 @@ class SharedCore:
             core = await asyncio.shield(self._starting)
         except _Stopping:
             return
+        self.config = core.config
         self.serves.set()
         limits = self._limits
         restarts = RestartLimit(limits.max_core_restarts, limits.core_restart_window_s) if limits.recovery else None

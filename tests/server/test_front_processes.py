@@ -54,6 +54,12 @@ def _metric(server, prefix):
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(prefix))
 
 
+def test_server_with_two_front_processes_says_once_that_smaller_weights_are_faster(fronts):
+    hint = "The weights are in float32; --quantization int8 is faster"
+    fronts.wait_for(lambda: hint in fronts.log.read_text())
+    assert fronts.log.read_text().count(hint) == 1
+
+
 @pytest.mark.slow
 def test_streams_through_two_front_processes_complete_after_a_kill_of_their_core(fronts):
     prompts = [f"The number {index} is" for index in range(_NUM_STREAMS)]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import socket
     import ssl
 
+    from vllm_mp.config import VllmConfig
+
 logger = logging.getLogger(__name__)
 
 USAGE = "[MODEL] [OPTIONS]"
@@ -101,7 +103,6 @@ def _serve_alone(
 
     import uvloop
 
-    from vllm_mp.cli.smaller_weights import int8_hint
     from vllm_mp.client.async_llm import AsyncLLM
     from vllm_mp.client.threads.background_call import call_in_thread
     from vllm_mp.server.http.console import ready_line, say
@@ -121,8 +122,8 @@ def _serve_alone(
         )
 
     def on_ready(engine: AsyncLLM) -> None:
-        if options.connect is None and (hint := int8_hint(engine.vllm_config)):
-            logger.info("%s", hint)
+        if options.connect is None:
+            _log_int8_hint(engine.vllm_config)
         say(ready_line(engine.model_config.served_model_name, options, url))
 
     async def run() -> int:
@@ -157,9 +158,20 @@ def _serve_with_fronts(
         )
     name = str(options.connect) if config is None else config.model_config.served_model_name
 
+    def on_ready(config: "VllmConfig | None") -> None:
+        if config is not None:
+            _log_int8_hint(config)
+        say(ready_line(name, options, url))
+
     async def run() -> int:
         on_listening()
-        fronts = FrontProcesses(options, engine_args, listeners, metrics_listeners, config)
-        return await fronts.run(lambda: say(ready_line(name, options, url)))
+        return await FrontProcesses(options, engine_args, listeners, metrics_listeners, config).run(on_ready)
 
     return asyncio.run(run())
+
+
+def _log_int8_hint(config: "VllmConfig") -> None:
+    from vllm_mp.cli.smaller_weights import int8_hint
+
+    if hint := int8_hint(config):
+        logger.info("%s", hint)

@@ -103,9 +103,10 @@ class FrontProcesses:
         self._memory = make_shared_memory(count, tenants, new_secret(options))
         self._shared = SharedState(self._memory, count, 0, self._metrics_folder, tenants)
 
-    async def run(self, on_ready: Callable[[], None]) -> int:
+    async def run(self, on_ready: Callable[[VllmConfig | None], None]) -> int:
         """Serve until a signal, and return the exit code as `ServerProcess.run` does.
 
+        `on_ready` is called once with the configuration of the first core of this server, or None if it has no core.
         Raises EngineStartError or EngineDeadError if there is no core, and EngineError if a front process dies too
         often.
         """
@@ -161,9 +162,9 @@ class FrontProcesses:
             for task in keeping:
                 task.cancel()
 
-    async def _tell_when_ready(self, on_ready: Callable[[], None]) -> None:
+    async def _tell_when_ready(self, on_ready: Callable[[VllmConfig | None], None]) -> None:
         await self._all_ready.wait()
-        on_ready()
+        on_ready(self._cores[0].config if self._cores else None)
 
     async def _keep_front(self, index: int) -> None:
         """Run a front process until the server stops, and start it again when it dies.
