@@ -4,12 +4,14 @@ The rule for the size is given the durations of regions by a clock of the tests.
 """
 
 import ctypes
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.tile_emulation import compiled
+from support.tile_emulation import compiled, compiled_program
 
 NUM_LOOPS = 300
 
@@ -91,6 +93,13 @@ def test_loops_are_finished_without_a_thread_that_has_no_processor(team: ctypes.
 
 def test_threads_that_read_between_loops_are_waited_for(team: ctypes.CDLL) -> None:
     assert team.all_threads_are_awaited(20)
+
+
+@pytest.mark.extended
+def test_random_loops_with_threads_that_lose_their_processors_have_no_race(tmp_path: Path) -> None:
+    program = compiled_program("tests/kernels/team_races.cpp", tmp_path, "-O1", "-g", "-fopenmp", "-fsanitize=thread")
+    done = subprocess.run([program, "100"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:8000]
 
 
 def test_no_size_is_tried_while_no_time_is_lost(regions: Regions) -> None:

@@ -13,14 +13,18 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 def compiled(source: str, folder: Path, *flags: str) -> ctypes.CDLL:
     """Compile a C++ file of the repository into a library in `folder`, and load it; skip the test without `g++`."""
-    library = folder / f"{Path(source).stem}.so"
+    return ctypes.CDLL(str(compiled_program(source, folder, "-shared", "-fPIC", *flags)))
+
+
+def compiled_program(source: str, folder: Path, *flags: str) -> Path:
+    """Compile a C++ file of the repository into a program in `folder`; skip the test without `g++`."""
+    program = folder / Path(source).stem
     include = f"-I{ROOT / 'kernels/cpu/csrc'}"
-    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", include, *flags, ROOT / source, "-o", library]
     try:
-        subprocess.run(command, check=True)
+        subprocess.run(["g++", "-std=c++17", "-O2", include, *flags, ROOT / source, "-o", program], check=True)
     except FileNotFoundError:
         pytest.skip("no compiler is installed")
-    return ctypes.CDLL(str(library))
+    return program
 
 
 class TileEmulation:

@@ -36,8 +36,10 @@ class Team {
    public:
     // What a thread waits for at the end of a loop.
     enum class Wait {
-        FOR_WORK,     // until all indices are done; only a thread that has a range delays the others
-        FOR_THREADS,  // until all threads are there too: required if threads read, between loops, what loops write
+        FOR_WORK,  // until all indices are done; only a thread that has a range delays the others
+        // Until all threads are there too: required if threads read, between two loops, what the first one writes; the
+        // second one must not write it.
+        FOR_THREADS,
     };
 
     // One thread's view of a region. All threads of the team execute the same loops. A free thread takes the next range
