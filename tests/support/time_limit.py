@@ -38,6 +38,8 @@ _REFERENCE_S: Final = 0.05
 """Processor time that `_speed_sample` took on the machine on which the limit was chosen: a Xeon with AMX at 2.2 GHz."""
 _TOLERANCE: Final = 4.0
 """A test fails beyond the limit times this. On a busy machine a test was seen at 1.8 times its limit."""
+_READING_LASTS_S: Final = 0.05
+"""Time in which a reading is used again. It takes milliseconds, and most tests take less."""
 _PRESSURES: Final = ("/proc/pressure/cpu", "/proc/pressure/io")
 _monotonic: Final = time.monotonic
 """The function itself, because tests that have just ended may still replace it."""
@@ -69,6 +71,7 @@ class TimeLimit:
         """Tests over the limit, with their time."""
         self._depth = 0
         """Number of shared fixtures that are being set up."""
+        self._reading, self._read_at = _Used.now(), _monotonic()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._slow:
@@ -76,20 +79,20 @@ class TimeLimit:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        self._began, self._shared = _Used.now(), _Used(0.0, 0.0)
+        self._began, self._shared = self._now(), _Used(0.0, 0.0)
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
         if fixturedef.scope == "function" or self._depth:
             return (yield)
-        began = _Used.now()
+        began = self._now()
         self._depth += 1
         try:
             return (yield)
         finally:
             self._depth -= 1
-            self._shared = _sum(self._shared, _difference(_Used.now(), began))
+            self._shared = _sum(self._shared, _difference(self._now(), began))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -97,7 +100,7 @@ class TimeLimit:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if report.when == "call" and report.passed:
-            own_s = max(_difference(_difference(_Used.now(), self._began), self._shared))
+            own_s = max(_difference(_difference(self._now(), self._began), self._shared))
             limit_s = EXCEPTIONS.get(item.nodeid.partition("[")[0], self._limit_s) * self._slowness
             if own_s > limit_s:
                 self._slow.append(f"{item.nodeid}: {own_s:.1f} s")
@@ -108,6 +111,11 @@ class TimeLimit:
                     "it with `extended`, which leaves it out of the default set"
                 )
         return report
+
+    def _now(self) -> _Used:
+        if _monotonic() > self._read_at + _READING_LASTS_S:
+            self._reading, self._read_at = _Used.now(), _monotonic()
+        return self._reading
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
