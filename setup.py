@@ -1,9 +1,9 @@
 """Builds the C++ kernels, and in C the client's output path and a signal handler of the core.
 
 Everything else about the package is in pyproject.toml. The environment variable `VLLM_MP_BUILDS` chooses the builds of
-the kernels, separated by commas: names of builds, `native` for the fastest build that this processor runs, or `all`,
-the default, which wheels for other machines need. The build `amx_model`, in which a model in C++ stands in for the tile
-instructions, is for tests and not part of `all`.
+the kernels, separated by commas: names of builds, `native` for the fastest build that this processor runs, `all`, the
+default, which wheels for other machines need, or `tests` for the other builds that tests run on this processor. One of
+these is `amx_model`, in which a model in C++ stands in for the tile instructions, and which is not part of `all`.
 """
 
 import concurrent.futures
@@ -122,18 +122,32 @@ def chosen_builds(choice):
             chosen.add(native_build())
         elif name == "all":
             chosen |= BUILDS.keys() - {"amx_model"}
+        elif name == "tests":
+            chosen |= builds_of_tests()
         elif name in BUILDS:
             chosen.add(name)
         else:
-            allowed = ", ".join(["native", "all", *BUILDS])
+            allowed = ", ".join(["native", "all", "tests", *BUILDS])
             raise SystemExit(f"{BUILDS_VARIABLE}={choice!r}: unknown build {name!r}; give some of {allowed}")
     return [name for name in BUILDS if name in chosen]
 
 
 def native_build():
     """Return the name of the fastest build that this processor runs and the compiler knows."""
+    return next((name for name in runnable_builds() if compiler_knows(BUILDS[name])), "portable")
+
+
+def builds_of_tests():
+    """Return the names of the builds that only tests run on this processor; with AVX-512, they emulate tiles."""
+    runnable = {*runnable_builds()}
+    emulated = {"amx"} if "avx512" in runnable else set()
+    return (runnable | emulated | {"amx_model"}) - {native_build()}
+
+
+def runnable_builds():
+    """Return the names of the builds that this processor runs, the fastest first."""
     runnable = runpy.run_path("vllm_mp/machine/cpu_info.py")["runnable_builds"]()
-    return next((name for name in runnable if name in BUILDS and compiler_knows(BUILDS[name])), "portable")
+    return [name for name in runnable if name in BUILDS]
 
 
 def compiler_knows(flags):

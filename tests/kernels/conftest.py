@@ -6,8 +6,11 @@ All builds but the fastest that this processor runs are left to slow and extende
 """
 
 import shutil
+from pathlib import Path
+from runpy import run_path
 
 import pytest
+import setuptools
 import torch
 from support.item_sample import sample
 from support.tile_emulation import TileEmulation
@@ -58,3 +61,11 @@ def build(request, monkeypatch):
     monkeypatch.setattr(ops, "library", lambda: found)
     torch.manual_seed(0)
     return found
+
+
+@pytest.fixture
+def set_up(monkeypatch):
+    """The names in setup.py."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    return run_path("setup.py")

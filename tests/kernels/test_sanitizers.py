@@ -11,11 +11,9 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from runpy import run_path
 from typing import Any
 
 import pytest
-import setuptools
 
 ROOT = Path(__file__).parents[2]
 BUILDS = ("portable", "amx_model")
@@ -48,14 +46,6 @@ def pytest_collection_modifyitems(items):
     from support.item_sample import sample
     items[:] = sample(items)
 """
-
-
-@pytest.fixture
-def set_up(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names in setup.py."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
-    return run_path("setup.py")
 
 
 def compile_builds(set_up: dict[str, Any], folder: Path) -> None:

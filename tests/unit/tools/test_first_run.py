@@ -90,6 +90,14 @@ def test_a_native_build_is_the_fastest_that_the_processor_runs_and_the_compiler_
     assert kernel_builds(monkeypatch, "native", builds, CXX=accepts_none) == {"portable"}
 
 
+def test_tests_run_the_other_builds_of_the_processor_and_those_with_tiles_that_are_not_real(monkeypatch):
+    builds = ["amx", "avx512", "avx2", "portable"]
+    others = {"avx2", "portable", "amx_model"}
+    assert kernel_builds(monkeypatch, "tests", builds, CXX="true") == {"avx512", *others}
+    assert kernel_builds(monkeypatch, "tests", builds[1:], CXX="true") == {"amx", *others}
+    assert kernel_builds(monkeypatch, "tests", builds[2:], CXX="true") == {"portable", "amx_model"}
+
+
 def test_a_wheel_has_all_builds_whatever_processor_compiles_it(monkeypatch):
     assert kernel_builds(monkeypatch, "", ["portable"]) == ALL_BUILDS
 
@@ -101,7 +109,7 @@ def test_builds_are_chosen_by_name_and_an_unknown_name_is_refused(monkeypatch):
         kernel_builds(monkeypatch, "avx2,sse", ["portable"])
     assert str(refused.value) == (
         "VLLM_MP_BUILDS='avx2,sse': unknown build 'sse'; "
-        "give some of native, all, portable, avx2, avx512, amx, amx_model"
+        "give some of native, all, tests, portable, avx2, avx512, amx, amx_model"
     )
 
 
@@ -185,17 +193,16 @@ def set_up(clone, tmp_path):
 
 @pytest.mark.extended
 def test_setup_venv_compiles_only_what_is_not_compiled_from_these_sources(clone, set_up):
-    every_build = "all,amx_model"
     assert set_up() == ["native", "packages"]
     assert set_up("docs") == ["packages"]
-    assert set_up("test-all") == [every_build, "packages"]
+    assert set_up("test-all") == ["packages", "tests"]
     sources = clone / "core/csrc/signal_sender.c"
     original = sources.read_text()
     sources.write_text(original + "\n")
     assert set_up("test") == ["native"]
     assert [set_up(), set_up("docs"), set_up("test")] == [[], [], []]
     sources.write_text(original)
-    assert set_up("test-all") == [every_build]
+    assert set_up("test-all") == ["native,tests"]
     assert [set_up("test"), set_up("test-all")] == [[], []]
 
 
