@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from support.covering import by_turns
+from support.covering import by_turns, extended
 from support.drafts import EagerPace
 from support.fake_cuda_engine import LORA, constrained, engine_on_fake_cuda, use_adapters
 from support.random_encoders import CLASSIFIERS
@@ -85,7 +85,7 @@ def check(folder, patch, level, capability=(9, 0), **options):
     assert not device.faults, "\n".join(dict.fromkeys(device.faults))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3", *extended("gpt2")])
 def test_steps_are_replayed_without_waits_and_compile_nothing(name, tmp_path):
     with engine_on_fake_cuda(save_config(config_of(name), tmp_path), max_num_seqs=4, dtype="bfloat16") as made:
         engine, device = made
@@ -144,26 +144,25 @@ HIGHEST = ["_part_highest_kernel", "_highest_kernel"]
 DRAW = ["copy to the device", *HIGHEST, "log", "_depth_kernel", "_list_kernel", "_sample_kernel"]
 
 
-@pytest.mark.parametrize(
-    ("params", "sampling"), [({}, HIGHEST), ({"temperature": 1.0, "top_p": 0.9}, DRAW)], ids=["greedy", "random"]
-)
-def test_step_of_decodes_takes_one_replay_and_one_copy_each_way(params, sampling, tmp_path):
+def test_step_of_decodes_takes_one_replay_and_one_copy_each_way(tmp_path):
     options = {"dtype": "bfloat16", "max_num_seqs": 4, "async_scheduling": True}
     with engine_on_fake_cuda(save_config(config_of("qwen3"), tmp_path), **options) as (engine, device):
-        for slot in range(4):
-            engine.add(slot, [3, 4, 5], 20, num_logprobs=-1, **params)
-        for _ in range(8):
-            engine.step()
-        device.work.clear()
-        device.waits.clear()
-        step = engine.step()
-        assert len(step.awaits) == len(step.rows) == 4
-        assert device.work == [*LOGITS, *sampling, "copy to the host"]
-        (wait,) = device.waits
-        assert wait.startswith("Event.synchronize at host_copies.py:"), "for the step before"
+        for params, sampling in (({}, HIGHEST), ({"temperature": 1.0, "top_p": 0.9}, DRAW)):
+            for slot in range(4):
+                engine.add(slot, [3, 4, 5], 10, num_logprobs=-1, **params)
+            for _ in range(8):
+                engine.step()
+            device.work.clear()
+            device.waits.clear()
+            step = engine.step()
+            assert len(step.awaits) == len(step.rows) == 4
+            assert device.work == [*LOGITS, *sampling, "copy to the host"]
+            (wait,) = device.waits
+            assert wait.startswith("Event.synchronize at host_copies.py:"), "for the step before"
+            engine.run()
 
 
-@pytest.mark.parametrize("steps", [{}, EAGER])
+@pytest.mark.parametrize("steps", [{}, *extended(EAGER)])
 def test_decoder_without_a_head_starts_and_makes_vectors(steps, tmp_path):
     config = type(CONFIGS["qwen3"])(**{**CONFIGS["qwen3"].to_dict(), "architectures": ["Qwen3Model"]})
     with engine_on_fake_cuda(save_config(config, tmp_path), max_num_seqs=4, dtype="bfloat16", **steps) as made:
