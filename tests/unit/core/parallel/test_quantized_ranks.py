@@ -74,6 +74,15 @@ the distance to one process is that of one process to weights that are not quant
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_tokenizers(tmp_path_factory):
+    """Leave out the conversion of the tokenizers of GGUF files, which takes seconds each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_MP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("vllm_mp.model_store.gguf._convert_tokenizer", lambda _, target, *__: target.mkdir())
+        yield
+
+
 @pytest.fixture(scope="module")
 def model_in(tmp_path_factory):
     """Returns the path and the options of a model in a form of weights."""
