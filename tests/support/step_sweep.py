@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.covering import covering
+from support.covering import covering, extended
 from support.paged_batch import MIXED, PagedBatch
 from support.triton_sweep import DEVICE, assert_near, at, attend_by_reference, operations, reference
 from support.triton_sweep import short_parts as short_parts
@@ -152,7 +152,7 @@ def test_decode_beside_prefills_has_the_same_bits_in_a_graph() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "splits"),
-    [([(1, 20), (1, 3), (2, 9), (18, 22)], None), ([(1, 20), (1, 9)], 1), ([(50, 55)], None)],
+    [([(1, 20), (1, 3), (2, 9), (18, 22)], None), ([(50, 55)], None), *extended(([(1, 20), (1, 9)], 1))],
 )
 def test_attention_of_a_graph_has_the_same_bits_however_many_programs_share_its_work(
     monkeypatch: pytest.MonkeyPatch, steps: Any, splits: int | None
