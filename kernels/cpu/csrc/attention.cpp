@@ -12,7 +12,10 @@ namespace {
 
 constexpr int KEYS = 64;       // keys of a tile
 constexpr int PART = 512;      // keys of a part
-constexpr int TILE_ROWS = 48;  // the most rows of a tile of queries: query tokens times heads that share a KV head
+// The most rows of a tile of queries: query tokens times heads that share a KV head. More of them read and pack the keys
+// before them less often, but also multiply more keys that come after them, which counts less the more come before.
+constexpr int TILE_ROWS = 48, LATE_TILE_ROWS = 192;
+constexpr int64_t LATE = 1024;  // the position from which on there are LATE_TILE_ROWS
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 // Whether the elements of a cache are integers of 8 bits, which have scales.
@@ -619,7 +622,8 @@ void attend_to(Member& member, const AttentionMetadata& step, const Heads& heads
 
 Attention plan(const AttentionMetadata& step, const Heads& heads) {
     Attention done;
-    const int most = step.isolates ? 1 : int(std::max<int64_t>(1, TILE_ROWS / heads.group()));
+    auto most_tokens = [&](int rows) { return step.isolates ? 1 : std::max(1, rows / int(heads.group())); };
+    const int most = most_tokens(TILE_ROWS), most_late = most_tokens(LATE_TILE_ROWS);
     for (int32_t row = 0; row < step.num_rows; ++row) {
         const int32_t begin = step.query_start[row], end = step.query_start[row + 1];
         const int64_t context = step.seq_lens[row];
@@ -634,8 +638,11 @@ Attention plan(const AttentionMetadata& step, const Heads& heads) {
                 done.merges.push_back({row, begin + i, 1, 0, parts, done.partials});
             continue;
         }
-        for (int32_t first = begin; first < end; first += most)
-            done.tiles.push_back({row, first, std::min(most, end - first), 0, 1, 0});
+        for (int32_t first = begin; first < end;) {
+            const int size = std::min(context - (end - first) < LATE ? most : most_late, end - first);
+            done.tiles.push_back({row, first, size, 0, 1, 0});
+            first += size;
+        }
     }
     return done;
 }
