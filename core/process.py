@@ -63,6 +63,8 @@ _FAILED_LINGER_MS = 200
 """The same for a core that failed while it served: the supervisor waits for its end before it starts the next."""
 _HELLO_WAIT_S = 0.5
 """Time that clients get to say hello to a core that only accepts their connections to refuse them."""
+_WAIT_S = 1.0
+"""Time between two looks of a process that waits for its turn at what the core has left in the KV cache."""
 _unread = bytearray()
 """What has been read of standard input beyond a launch line."""
 _kept: list[Exception] = []
@@ -172,16 +174,18 @@ class _Start:
             self._describe(self.page)
         return self.page
 
-    def take_turn(self) -> KeptCache | None:
+    def take_turn(self, meanwhile: Callable[[], None]) -> KeptCache | None:
         """Wait, if the launch says so, until there is no other core, and open the address; return where the cache lies.
 
-        Raises `StopSignal.Stopped` if it is not to become the core, and ValueError as `open_address` does.
+        `meanwhile` is called once and then every `_WAIT_S` while this waits. Raises `StopSignal.Stopped` if this is not
+        to become the core, and ValueError as `open_address` does.
         """
         waiting = self.launch
         if waiting.waits:
             assert self.page is not None
+            meanwhile()
             self.page.enter(CoreState.WAITING)
-            launch = _read_launch(self.stop)
+            launch = _read_launch(self.stop, meanwhile)
             end_standby()
             launch.config = waiting.config  # which says what the device and the model have decided
             self.launch = launch
@@ -402,7 +406,6 @@ def _load(start: _Start, page: StatusPage, ranks: "Ranks | None") -> "EngineCore
                 captures_late=ranks is None,  # all ranks capture the same shapes in the same order
                 times=times,
                 loaded=loaded,
-                warms_up=start.launch.waits and ranks is None and device.type == "cpu",
                 former_cache=start.launch.kept_cache if start.launch.waits else None,
             )
         if ranks is not None:
@@ -505,15 +508,16 @@ def _run_forked() -> NoReturn:
     os._exit(exit_code)
 
 
-def _read_launch(stop: StopSignal | None = None) -> CoreLaunch:
+def _read_launch(stop: StopSignal | None = None, meanwhile: Callable[[], None] = lambda: None) -> CoreLaunch:
     """Read a launch line from standard input, which stays open: its end means that the parent has died.
 
-    With `stop` raises `StopSignal.Stopped` once that is set, or if standard input ends. Without raises SystemExit if
-    standard input ends before the line does.
+    With `stop` calls `meanwhile` every `_WAIT_S`, and raises `StopSignal.Stopped` once `stop` is set, or if standard
+    input ends. Without raises SystemExit if standard input ends before the line does.
     """
     while b"\n" not in _unread:
         if stop is not None:
-            select.select([0, stop.fd], [], [])
+            while not select.select([0, stop.fd], [], [], _WAIT_S)[0]:
+                meanwhile()
             stop.raise_if_set()
         is_open = _read_more()
         if not is_open and stop is not None:

@@ -87,7 +87,7 @@ def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
             beat,
             group=group,
             pipeline=pipeline,
-            take_turn=lambda: launch.kept_cache,
+            take_turn=lambda _: launch.kept_cache,
         )
     follower = Follower(config, rank, device, runner, lambda reply: _say(says, reply))
     reads_own_files = config.parallel_config.node_rank > 0

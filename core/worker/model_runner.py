@@ -76,11 +76,10 @@ class ModelRunner:
         group: RankGroup = ALONE,
         leader: Leader | None = None,
         pipeline: Pipeline | None = None,
-        take_turn: Callable[[], KeptCache | None] = lambda: None,
+        take_turn: Callable[[Callable[[], None]], KeptCache | None] = lambda _: None,
         captures_late: bool = False,
         times: StartTimes | None = None,
         loaded: LoadedModel | None = None,
-        warms_up: bool = False,
         former_cache: KeptCache | None = None,
     ) -> None:
         """Load the model, measure the memory that steps take, allocate the KV cache and capture small steps.
@@ -90,12 +89,11 @@ class ModelRunner:
         CUDA graphs, if device and kernels allow it. In a `group` of several ranks the runner holds its rank's share of
         the model; the runner of rank 0 has a `leader`, and the others call `follow`. In a `pipeline` it has the layers
         of its stage, and `group` is that of the stage. `take_turn` is called when the weights are there; on rank 0 it
-        waits for the end of a core from which this one takes over. It returns where the KV cache lies, which may be
-        that of an earlier core; None: it ends with this process. With `captures_late` the start captures only the
-        graphs that the first steps need; the caller has the others captured by `memory.late_captures`. `times` gets the
-        parts of this start. `loaded` is the model if it was loaded before. With `warms_up` a few rows are computed
-        before the turn, at a low priority. `former_cache` is where the KV cache lies of the core that serves until the
-        turn; None: that is not known before.
+        waits for the end of a core from which this one takes over, and often calls its argument meanwhile. It returns
+        where the KV cache lies, which may be that of an earlier core; None: it ends with this process. With
+        `captures_late` the start captures only the graphs that the first steps need; the caller has the others captured
+        by `memory.late_captures`. `times` gets the parts of this start. `loaded` is the model if it was loaded before.
+        `former_cache` is where the KV cache lies of the core that serves until the turn; None: there is no such core.
 
         Raises ValueError for weights that are missing or do not fit, and if the cache has no space.
         """
@@ -168,21 +166,19 @@ class ModelRunner:
         times.end("weights")
         graph_bytes = self._profile() if device.type == "cuda" else 0
         times.end("largest steps")
-        if warms_up:
-            run_in_thread(self._warm_up, niceness=BESIDE_A_CORE)
         early = None
         if former_cache is not None and device.type == "cpu" and self._all_ranks.rank == 0:
+            if self._all_ranks.size == 1:
+                run_in_thread(self._warm_up, niceness=BESIDE_A_CORE)
             early = map_early(former_cache.descriptors[0])
-            if early is not None:
-                run_in_thread(early.map_pages, niceness=BESIDE_A_CORE)
-        kept_cache = take_turn()
+        kept_cache = take_turn(early.map_new_pages if early is not None else lambda: None)
         # The other ranks wait here for the turn of rank 0, which alone knows what may be adopted.
         adopts = self._all_ranks.minimum(int(kept_cache is not None and kept_cache.adopts))
         if kept_cache is not None:
             kept_cache = msgspec.structs.replace(kept_cache, adopts=bool(adopts))
-        if early is None and kept_cache is not None and kept_cache.adopts and device.type == "cpu":
+        if kept_cache is not None and kept_cache.adopts and device.type == "cpu":
             # Streams wait for this core, which needs no more than one processor before its first step.
-            early = map_early(kept_cache.descriptors[self._all_ranks.rank])
+            early = early or map_early(kept_cache.descriptors[self._all_ranks.rank])
             if early is not None:
                 early.map_pages_beside(map_packed_weights)
         self.memory.keep_cache(kept_memory(kept_cache, self._all_ranks.rank, device, early))

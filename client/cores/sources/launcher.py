@@ -339,7 +339,7 @@ class CoreLauncher:
         elif is_ready and time.monotonic() > self._ahead_at:
             number = self._num_started + 1
             process = self._start(number, is_standby=True)
-            self._launch(process, number, None, waits=True)
+            self._launch(process, number, self._cache.for_replacement(), waits=True)
             self._standby = process
 
     def load_standby(self) -> None:

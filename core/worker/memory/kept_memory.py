@@ -36,6 +36,7 @@ from vllm_mp.core.worker.memory.device_memory import DeviceMemory, Driver
 from vllm_mp.core.worker.memory.page_tables import map_pages
 from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.core_link.mailbox import empty_mailbox
+from vllm_mp.machine.loading_thread import BESIDE_A_CORE, run_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ _LOCK_WAIT_S: Final = 2.0
 _LOCK_STEP_S: Final = 0.005
 _MAP_BYTES: Final = 16 * 2**20
 """Bytes that are mapped at a time: `EarlyMap.stop` waits for them."""
+
+_NEW_BYTES: Final = 32 * 2**20
+"""Bytes of new data in the file from which on all of it is looked at once more."""
 
 
 class EarlyMap:
@@ -62,6 +66,8 @@ class EarlyMap:
         self.memory = memory
         self._stops = threading.Event()
         self._thread: threading.Thread | None = None
+        self._num_bytes = 0
+        """Bytes of data that the file had at the last call of `map_new_pages`."""
 
     def map_pages(self) -> None:
         """Have the system map all pages with data. The others are left out, because they would take memory."""
@@ -71,6 +77,13 @@ class EarlyMap:
                 begin = os.lseek(self.descriptor, end, os.SEEK_DATA)
                 end = min(os.lseek(self.descriptor, begin, os.SEEK_HOLE), begin + _MAP_BYTES)
                 map_pages(address + begin, min(end, size) - begin)
+
+    def map_new_pages(self) -> None:
+        """Map all pages with data at a low priority, if there are clearly more than at the last call."""
+        num_bytes = 512 * os.fstat(self.descriptor).st_blocks
+        if num_bytes >= self._num_bytes + _NEW_BYTES:
+            self._num_bytes = num_bytes
+            run_in_thread(self.map_pages, niceness=BESIDE_A_CORE)
 
     def map_pages_beside(self, before: Callable[[], None]) -> None:
         """Call `before` and `map_pages` in a thread; `stop` must be called before the file is made shorter."""

@@ -58,7 +58,7 @@ def test_process_that_takes_over_has_computed_a_step_before_its_turn(name, archi
             torch.device("cpu"),
             torch.float32,
             beat=lambda: beats.append(1),
-            take_turn=lambda: before_turn.append(len(beats)),
+            take_turn=lambda _: before_turn.append(len(beats)),
             **options,
         )
 
@@ -79,7 +79,7 @@ def test_successor_of_a_dead_core_maps_the_pages_of_its_cache_before_its_first_s
             args.create_engine_config(),
             torch.device("cpu"),
             torch.float32,
-            take_turn=lambda: KeptCache(descriptors=[memory], adopts=adopts),
+            take_turn=lambda _: KeptCache(descriptors=[memory], adopts=adopts),
         )
 
     with one_thread():

@@ -79,6 +79,23 @@ def test_file_of_a_core_that_serves_is_mapped_before_the_turn_of_its_successor(d
     assert begin <= keys.data_ptr() < begin + len(early.memory), "the same map is used"
 
 
+def test_pages_that_the_core_has_filled_since_are_mapped_before_the_turn_of_its_successor(descriptor, monkeypatch):
+    monkeypatch.setattr(module, "_NEW_BYTES", 2**20)
+    first = KeptMemory(descriptor, adopts=False)
+    first.num_blocks(BLOCK, IDENTITY)
+    [keys, *_], *_ = first.caches(10_000, SHAPES, torch.bfloat16)
+    early = map_early(descriptor)
+    early.map_new_pages()
+    assert resident_kib(early) == 0
+    keys[:9000].fill_(3)  # 1,152,000 bytes
+    early.map_new_pages()
+    assert resident_kib(early) >= 1024
+    keys.fill_(3)
+    resident = resident_kib(early)
+    early.map_new_pages()
+    assert resident_kib(early) == resident, "128,000 bytes are too few for another look"
+
+
 def test_pages_are_mapped_beside_the_start_until_the_file_is_emptied(descriptor):
     in_another_process(first_core, descriptor)
     size = os.fstat(descriptor).st_size
