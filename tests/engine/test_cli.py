@@ -290,7 +290,10 @@ def test_env_prints_versions_machine_and_settings(monkeypatch, capsys):
     assert {"platform", "features", "kernels", "memory", "gpu", "cache"} <= rows.keys()
 
 
-def test_env_names_the_kernels_that_a_core_uses_and_why_it_uses_no_faster_ones(monkeypatch, capsys):
+def test_env_names_the_kernels_that_a_core_uses_and_why_it_uses_no_faster_ones(monkeypatch, capsys, tmp_path):
+    for build in cpu_info.KERNEL_BUILDS:
+        (tmp_path / f"_{build}.so").touch()
+    monkeypatch.setattr("vllm_mp.cli.env._FOLDER_OF_BUILDS", tmp_path)
     flags = frozenset({"avx2", "fma", "f16c", "avx512f"})
     for module in ("cli.env", "machine.cpu_info"):
         monkeypatch.setattr(f"vllm_mp.{module}.cpu_flags", lambda: flags)

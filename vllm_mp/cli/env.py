@@ -54,6 +54,7 @@ _SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSWORD")
 _CREDENTIALS = re.compile(r"(?<=//)[^/@\s]+@")
 """The name and the password in a URL."""
 _MASK = "***"
+_FOLDER_OF_BUILDS = Path(vllm_mp.__file__).parent / "kernels" / "cpu"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,13 +192,12 @@ def _version(package: str) -> str:
 
 def _kernels() -> tuple[str, dict[str, str]]:
     """Return the build of the CPU kernels that a core uses, and why it uses none of the faster ones."""
-    folder = Path(vllm_mp.__file__).parent / "kernels" / "cpu"
     others = {}
     chosen = os.environ.get(KERNELS_VARIABLE)
     for name in KERNEL_BUILDS:
         if (reason := obstacle(name)) is not None:
             others[name] = reason
-        elif not any(folder.glob(f"_{name}.*so")):
+        elif not any(_FOLDER_OF_BUILDS.glob(f"_{name}.*so")):
             others[name] = f"{name} is not built"
         elif chosen is None:
             return name, others
