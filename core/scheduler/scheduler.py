@@ -349,7 +349,7 @@ class Scheduler:
         return self._step_of(decodes, prefills, awaits, drafted)
 
     def _choose_drafts(self, decodes: Rows) -> tuple[Rows, DraftedRows]:
-        """Return those of `decodes` [n] that get no drafts, and those that do."""
+        """Return the rows of `decodes` [n] that get no drafts, and the others with theirs."""
         if self.drafting is None or not len(decodes):
             return decodes, NO_DRAFTED_ROWS
         budget = (self.config.max_num_batched_tokens - len(decodes)) // 2  # the rest is for prompts

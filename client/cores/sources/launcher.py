@@ -337,10 +337,7 @@ class CoreLauncher:
                 self.end_standby()
                 self._ahead_at = time.monotonic() + _AHEAD_RETRY_S
         elif is_ready and time.monotonic() > self._ahead_at:
-            number = self._num_started + 1
-            process = self._start(number, is_standby=True)
-            self._launch(process, number, self._cache.for_replacement(), waits=True)
-            self._standby = process
+            self._start_standby()
 
     def load_standby(self) -> None:
         """Start a standby, from the files as they are now, that loads the model beside the core.
@@ -348,8 +345,11 @@ class CoreLauncher:
         Raises OSError if no process can start.
         """
         self._stop_standby()
+        self._start_standby(forks=False)
+
+    def _start_standby(self, *, forks: bool = True) -> None:
         number = self._num_started + 1
-        process = self._start(number, forks=False, is_standby=True)
+        process = self._start(number, forks=forks, is_standby=True)
         self._launch(process, number, self._cache.for_replacement(), waits=True)
         self._standby = process
 

@@ -49,7 +49,6 @@ _LOCK_WAIT_S: Final = 2.0
 _LOCK_STEP_S: Final = 0.005
 _MAP_BYTES: Final = 16 * 2**20
 """Bytes that are mapped at a time: `EarlyMap.stop` waits for them."""
-
 _NEW_BYTES: Final = 32 * 2**20
 """Bytes of new data in the file from which on all of it is looked at once more."""
 
