@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import hashlib
 import logging
-import mmap
 import os
 import secrets
 import threading
@@ -23,6 +22,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from vllm_mp.core.scheduler.cache.seal_table import SealTable
 from vllm_mp.core.weights.code_digest import code_digest
 from vllm_mp.core.worker.memory.cuda_driver import CudaDriver
 from vllm_mp.core.worker.memory.device_memory import DeviceMemory, Driver
+from vllm_mp.core.worker.memory.huge_pages import HugePages, map_aligned
 from vllm_mp.core.worker.memory.page_tables import map_pages
 from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.core_link.mailbox import empty_mailbox
@@ -60,7 +61,7 @@ class EarlyMap:
     be a million.
     """
 
-    def __init__(self, descriptor: int, memory: mmap.mmap) -> None:
+    def __init__(self, descriptor: int, memory: npt.NDArray[np.uint8]) -> None:
         self.descriptor = descriptor
         self.memory = memory
         self._stops = threading.Event()
@@ -70,7 +71,7 @@ class EarlyMap:
 
     def map_pages(self) -> None:
         """Have the system map all pages with data. The others are left out, because they would take memory."""
-        address, size, end = np.frombuffer(self.memory, np.uint8).ctypes.data, len(self.memory), 0
+        address, size, end = self.memory.ctypes.data, len(self.memory), 0
         with contextlib.suppress(OSError):  # there is no more data, or the system cannot tell; it only saves time
             while end < size and not self._stops.is_set():
                 begin = os.lseek(self.descriptor, end, os.SEEK_DATA)
@@ -108,7 +109,7 @@ def map_early(descriptor: int) -> EarlyMap | None:
     if size <= HEADER_BYTES:
         os.close(opened)
         return None
-    return EarlyMap(opened, mmap.mmap(opened, size))
+    return EarlyMap(opened, map_aligned(opened, size))
 
 
 class KeptMemory:
@@ -143,7 +144,9 @@ class KeptMemory:
         self._device_memory = device_memory
         if not adopts:
             self.empty()
-        self._map: mmap.mmap | None = None
+        self._map: npt.NDArray[np.uint8] | None = None
+        self._huge_pages: HugePages | None = None
+        """Of the caches in the file; None until there are some."""
         self._header: KeptHeader | None = None
         """What `caches` has written."""
         self._caches_at = 0
@@ -212,12 +215,13 @@ class KeptMemory:
                 nonce = header.nonce
             early = self._early
             is_whole = early is not None and len(early.memory) == file_size
-            of_file = early.memory if early is not None and is_whole else mmap.mmap(self._descriptor, file_size)
+            of_file = early.memory if early is not None and is_whole else map_aligned(self._descriptor, file_size)
         else:
             os.ftruncate(self._descriptor, file_size)  # after `release`
             of_file = self._map
         if self._device_memory is None:
-            memory = torch.frombuffer(of_file, dtype=torch.uint8)
+            memory = torch.from_numpy(of_file)
+            self._huge_pages = HugePages(of_file, self._segments, self._num_used_blocks())
         else:
             memory = self._device_memory.tensor(nonce, end)
         self._map = of_file
@@ -231,11 +235,21 @@ class KeptMemory:
         write_header(self._descriptor, self._header)
         return list(zip(tensors[::2], tensors[1::2], strict=True))
 
+    def use_blocks(self, num_blocks: int) -> None:
+        """Prepare the memory of the first `num_blocks` blocks for their use, which need not be their first."""
+        if self._huge_pages is not None:
+            self._huge_pages.cover(num_blocks)
+
+    def _num_used_blocks(self) -> int:
+        """Return how many blocks the file has memory for already, by its first segment."""
+        begin, size = self._segments[0]
+        return max(0, os.lseek(self._descriptor, begin, os.SEEK_HOLE) - begin) // size
+
     def table(self) -> SealTable:
         """Return the table of what the blocks hold; `caches` must have been called."""
         assert self._header is not None
         assert self._map is not None
-        return SealTable(memoryview(self._map)[HEADER_BYTES:], self._header.num_blocks, self._block_size)
+        return SealTable(self._map.data[HEADER_BYTES:], self._header.num_blocks, self._block_size)
 
     def prefix_reader(self, num_bytes: int, beat: Callable[[], None]) -> PrefixReader | None:
         """Return what reads blocks of the prefix cache file into the caches; None if there is no such file.
@@ -248,7 +262,7 @@ class KeptMemory:
             return None
         assert self._header is not None
         assert self._map is not None
-        memory = memoryview(self._map)
+        memory = self._map.data
 
         def views(block: int) -> list[memoryview]:
             return [memory[begin + block * size : begin + (block + 1) * size] for begin, size in self._segments]

@@ -1,0 +1,137 @@
+"""A KV cache in huge pages: what it holds stays, its memory grows with its use, and it does without them."""
+
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_mp.core.worker.memory import huge_pages as module
+from vllm_mp.core.worker.memory.huge_pages import HUGE_PAGE_BYTES, HugePages, map_aligned
+
+BLOCK_BYTES = HUGE_PAGE_BYTES // 4
+
+
+class Memory:
+    """Two segments of 20 blocks, five huge pages each, after a page of other data. A clock stands still."""
+
+    def __init__(self, num_used=0):
+        self.descriptor = os.memfd_create("test")
+        size = 11 * HUGE_PAGE_BYTES + 4096
+        os.ftruncate(self.descriptor, size)
+        self.bytes = map_aligned(self.descriptor, size)
+        segments = [(HUGE_PAGE_BYTES, BLOCK_BYTES), (6 * HUGE_PAGE_BYTES, BLOCK_BYTES)]
+        self.seconds = 0.0
+        self.pages = HugePages(self.bytes, segments, num_used, lambda: self.seconds)
+
+    def num_bytes(self):
+        return 512 * os.fstat(self.descriptor).st_blocks
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        os.close(self.descriptor)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The pages that the system is asked for, by their number in the memory; it gives them."""
+    pages = []
+    monkeypatch.setattr(HugePages, "_make", lambda self, page: pages.append(page) or True)
+    return pages
+
+
+def test_map_lies_at_a_multiple_of_a_huge_page_and_goes_with_its_last_user():
+    with Memory() as memory:
+        address = memory.bytes.ctypes.data
+        assert address % HUGE_PAGE_BYTES == 0
+        memory.bytes[5] = 7
+        assert os.pread(memory.descriptor, 1, 5) == b"\x07"
+        part = memory.bytes[:10]
+        memory.bytes = memory.pages = None
+        gc.collect()
+        assert part[5] == 7
+        maps = Path("/proc/self/maps").read_text()
+        assert f"{address:x}-" in maps
+        del part
+        gc.collect()
+        assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
+
+
+def test_map_of_no_file_is_an_error():
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        map_aligned(-1, 4096)
+
+
+def test_pages_are_asked_for_when_the_first_of_their_blocks_is_used(asked):
+    with Memory() as memory:
+        memory.pages.cover(1)
+        assert asked == [1, 6]
+        memory.pages.cover(4)
+        assert asked == [1, 6]
+        memory.pages.cover(5)
+        assert asked == [1, 6, 2, 7]
+
+
+def test_pages_full_of_blocks_that_are_used_already_are_left_out(asked):
+    with Memory(num_used=5) as memory:
+        memory.pages.cover(5)
+        assert asked == []
+        memory.pages.cover(14)
+        assert asked == [4, 9]
+
+
+def test_a_call_ends_in_time_and_the_next_one_goes_on(asked, monkeypatch):
+    with Memory() as memory:
+
+        def make(self, page):
+            memory.seconds += 1
+            asked.append(page)
+            return True
+
+        monkeypatch.setattr(HugePages, "_make", make)
+        memory.pages.cover(1)
+        assert asked == [1]
+        memory.pages.cover(1)
+        assert asked == [1, 6]
+        memory.pages.cover(5)
+        assert asked == [1, 6, 2]
+        memory.pages.cover(9)
+        assert asked == [1, 6, 2, 3], "by then blocks fill page 7"
+
+
+def test_page_of_two_segments_is_asked_for_once(asked):
+    with Memory() as memory:
+        half = HUGE_PAGE_BYTES // 2
+        HugePages(memory.bytes, [(half, half), (2 * half, half)], 0, lambda: 0.0).cover(1)
+        assert asked == [0, 1]
+        asked.clear()
+        HugePages(memory.bytes, [(0, half), (half, half)], 0, lambda: 0.0).cover(1)
+        assert asked == [0, 1]
+
+
+def test_what_the_memory_holds_stays_and_it_grows_by_the_pages_that_are_used():
+    with Memory() as memory:
+        memory.bytes[HUGE_PAGE_BYTES : 2 * HUGE_PAGE_BYTES : 5000] = 3
+        before = memory.num_bytes()
+        memory.pages.cover(1)
+        assert (memory.bytes[HUGE_PAGE_BYTES : 2 * HUGE_PAGE_BYTES : 5000] == 3).all()
+        if memory.num_bytes() == before:
+            pytest.skip("this system gives no huge pages")
+        assert memory.num_bytes() == 2 * HUGE_PAGE_BYTES
+        memory.pages.cover(20)
+        assert memory.num_bytes() <= 4 * HUGE_PAGE_BYTES, "one step of two pages"
+        assert np.count_nonzero(memory.bytes) == -(-HUGE_PAGE_BYTES // 5000)
+
+
+def test_system_that_refuses_a_page_is_not_asked_again(monkeypatch):
+    calls = []
+    with Memory() as memory:
+        monkeypatch.setattr(module._libc, "madvise", lambda *arguments: calls.append(arguments) or -1)
+        memory.pages.cover(1)
+        memory.pages.cover(20)
+        assert len(calls) == 1
+        assert calls[0][0] == memory.bytes.ctypes.data + HUGE_PAGE_BYTES
+        memory.bytes[:] = 1
