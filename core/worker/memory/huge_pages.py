@@ -6,11 +6,11 @@ takes to end a process and to map the file in its successor. Most systems give s
 
 import ctypes
 import logging
+import math
 import mmap
 import os
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 HUGE_PAGE_BYTES: Final = 2 * 2**20
 _MADV_COLLAPSE: Final = 25
 """Of Linux 6.1."""
-_MOST_S: Final = 0.002
-"""Time that a step may spend. A huge page takes 0.1 ms, and in a virtual machine that never used the memory 5 ms."""
 _MAP_FIXED: Final = 0x10
 _FAILED: Final = ctypes.c_void_p(-1).value
 
@@ -66,61 +64,53 @@ def _mmap(address: int | None, num_bytes: int, protection: int, flags: int, desc
 
 
 class HugePages:
-    """Has the blocks of a KV cache lie in huge pages before they are first used, so many at a time as fill one.
+    """Has the blocks of a KV cache lie in huge pages before they are used.
 
-    So the memory grows with the use of the cache, as it does without. What is full of small pages stays so: to copy it
-    would cost more than was saved.
+    The pages are asked for in stretches, each of as many blocks as fill a page, one stretch ahead of the blocks in use,
+    and a few at a time. So the memory grows with the use of the cache, as it does without, and no step waits for long:
+    a page takes 0.1 ms, and 5 ms in a virtual machine that has not used the memory before.
     """
 
     def __init__(
-        self,
-        memory: npt.NDArray[np.uint8],
-        segments: Sequence[tuple[int, int]],
-        num_used: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, memory: npt.NDArray[np.uint8], segments: Sequence[tuple[int, int]], num_blocks: int, num_used: int
     ) -> None:
         """`memory` is what `map_aligned` has returned. `segments`: (where the first block begins, bytes of a block) of
-        each part of it. The first `num_used` blocks are used already. `clock` returns seconds.
+        each part of it, with `num_blocks` blocks each. The first `num_used` of them are used already.
         """
         self._address = memory.ctypes.data
-        self._segments = segments
-        self._clock = clock
-        self._num_asked = num_used
-        """Blocks for which pages were asked, or are in `_next`, or never will be."""
-        self._step = max(1, HUGE_PAGE_BYTES // max(size for _, size in segments))
-        self._left = np.ones(len(memory) // HUGE_PAGE_BYTES, np.bool_)
-        """Which pages, whole ones of the memory, were not in `_next` yet."""
-        self._next: list[int] = []
-        """The pages to ask for next, from the last to the first."""
+        self._stretch = max(1, HUGE_PAGE_BYTES // max(size for _, size in segments))
+        self._begin = self._num_used = num_used
+        self._num_covered = 0.0
+        """Number of blocks from `_begin` on whose pages were asked for, a part for each page."""
+        self._pages = self._all_pages(len(memory) // HUGE_PAGE_BYTES, segments, num_blocks)
 
     def cover(self, num_blocks: int) -> None:
-        """Have the first `num_blocks` blocks, and a few more, lie in huge pages, as far as the system gives any.
-
-        A call takes about `_MOST_S`; the next one goes on.
-        """
-        if num_blocks <= self._num_asked and not self._next:
+        """Ask for pages, because the first `num_blocks` blocks are used from now on."""
+        if num_blocks <= self._num_used:
             return
-        end = self._clock() + _MOST_S
-        while self._next or self._num_asked < num_blocks:
-            if self._num_asked < num_blocks:
-                self._num_asked = max(self._num_asked, num_blocks - num_blocks % self._step)
-                self._next = self._pages_of(self._num_asked, self._num_asked + self._step)
-                self._num_asked += self._step
-            elif not self._make(self._next.pop()):
-                self._next.clear()
-                self._left[:] = False
-            elif self._clock() > end:
-                break
+        self._num_used = num_blocks
+        count = num_blocks - self._begin
+        while self._num_covered < min(2 * count, count + self._stretch):
+            page, num_covered = next(self._pages, (None, math.inf))
+            self._num_covered += num_covered
+            if page is not None and not self._make(page):
+                self._num_covered = math.inf
 
-    def _pages_of(self, begin: int, end: int) -> list[int]:
-        """Return the pages with the blocks `begin` to `end` - 1 that were not returned before."""
-        pages: list[int] = []
-        for at, size in self._segments:
-            first = (at + begin * size) // HUGE_PAGE_BYTES
-            found = first + np.flatnonzero(self._left[first : -(-(at + end * size) // HUGE_PAGE_BYTES)])
-            self._left[found] = False
-            pages.extend(found.tolist())
-        return pages[::-1]
+    def _all_pages(
+        self, num_pages: int, segments: Sequence[tuple[int, int]], num_blocks: int
+    ) -> Iterator[tuple[int, float]]:
+        """Yield the pages, and the number of blocks that each stands for; those with blocks in use are left out."""
+        is_left = np.ones(num_pages, np.bool_)
+        for begin in range(-(-self._begin // self._stretch) * self._stretch, num_blocks, self._stretch):
+            pages: list[int] = []
+            for at, size in segments:
+                first = (at + begin * size) // HUGE_PAGE_BYTES
+                end = -(-(at + (begin + self._stretch) * size) // HUGE_PAGE_BYTES)
+                found = first + np.flatnonzero(is_left[first:end])
+                is_left[found] = False
+                pages.extend(found.tolist())
+            for page in pages:
+                yield page, self._stretch / len(pages)
 
     def _make(self, page: int) -> bool:
         """Make a huge page of whatever is there; return whether the system did."""

@@ -221,7 +221,7 @@ class KeptMemory:
             of_file = self._map
         if self._device_memory is None:
             memory = torch.from_numpy(of_file)
-            self._huge_pages = HugePages(of_file, self._segments, self._num_used_blocks())
+            self._huge_pages = HugePages(of_file, self._segments, num_blocks, self._num_used_blocks())
         else:
             memory = self._device_memory.tensor(nonce, end)
         self._map = of_file

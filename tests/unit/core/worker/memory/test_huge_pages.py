@@ -14,7 +14,7 @@ BLOCK_BYTES = HUGE_PAGE_BYTES // 4
 
 
 class Memory:
-    """Two segments of 20 blocks, five huge pages each, after a page of other data. A clock stands still."""
+    """Two segments of 20 blocks, five huge pages each, after a page of other data."""
 
     def __init__(self, num_used=0):
         self.descriptor = os.memfd_create("test")
@@ -22,8 +22,7 @@ class Memory:
         os.ftruncate(self.descriptor, size)
         self.bytes = map_aligned(self.descriptor, size)
         segments = [(HUGE_PAGE_BYTES, BLOCK_BYTES), (6 * HUGE_PAGE_BYTES, BLOCK_BYTES)]
-        self.seconds = 0.0
-        self.pages = HugePages(self.bytes, segments, num_used, lambda: self.seconds)
+        self.pages = HugePages(self.bytes, segments, 20, num_used)
 
     def num_bytes(self):
         return 512 * os.fstat(self.descriptor).st_blocks
@@ -65,51 +64,32 @@ def test_map_of_no_file_is_an_error():
         map_aligned(-1, 4096)
 
 
-def test_pages_are_asked_for_when_the_first_of_their_blocks_is_used(asked):
+def test_pages_are_asked_for_a_stretch_ahead_of_the_blocks_in_use_and_little_by_little(asked):
     with Memory() as memory:
+        counts = []
+        for num_blocks in range(9):
+            memory.pages.cover(num_blocks)
+            counts.append(len(asked))
         memory.pages.cover(1)
-        assert asked == [1, 6]
-        memory.pages.cover(4)
-        assert asked == [1, 6]
-        memory.pages.cover(5)
-        assert asked == [1, 6, 2, 7]
+        assert counts == [0, 1, 2, 3, 4, 5, 5, 6, 6]
+        assert asked == [1, 6, 2, 7, 3, 8]
+        memory.pages.cover(20)
+        assert sorted(asked) == list(range(1, 11)), "all pages of the segments and no other"
 
 
-def test_pages_full_of_blocks_that_are_used_already_are_left_out(asked):
+def test_pages_with_blocks_that_are_used_already_are_left_out(asked):
     with Memory(num_used=5) as memory:
         memory.pages.cover(5)
         assert asked == []
-        memory.pages.cover(14)
-        assert asked == [4, 9]
-
-
-def test_a_call_ends_in_time_and_the_next_one_goes_on(asked, monkeypatch):
-    with Memory() as memory:
-
-        def make(self, page):
-            memory.seconds += 1
-            asked.append(page)
-            return True
-
-        monkeypatch.setattr(HugePages, "_make", make)
-        memory.pages.cover(1)
-        assert asked == [1]
-        memory.pages.cover(1)
-        assert asked == [1, 6]
-        memory.pages.cover(5)
-        assert asked == [1, 6, 2]
-        memory.pages.cover(9)
-        assert asked == [1, 6, 2, 3], "by then blocks fill page 7"
+        memory.pages.cover(7)
+        assert asked == [3, 8]
 
 
 def test_page_of_two_segments_is_asked_for_once(asked):
     with Memory() as memory:
         half = HUGE_PAGE_BYTES // 2
-        HugePages(memory.bytes, [(half, half), (2 * half, half)], 0, lambda: 0.0).cover(1)
-        assert asked == [0, 1]
-        asked.clear()
-        HugePages(memory.bytes, [(0, half), (half, half)], 0, lambda: 0.0).cover(1)
-        assert asked == [0, 1]
+        HugePages(memory.bytes, [(half, half), (5 * half, half)], 4, 0).cover(4)
+        assert asked == [0, 1, 2, 3, 4]
 
 
 def test_what_the_memory_holds_stays_and_it_grows_by_the_pages_that_are_used():
@@ -120,9 +100,9 @@ def test_what_the_memory_holds_stays_and_it_grows_by_the_pages_that_are_used():
         assert (memory.bytes[HUGE_PAGE_BYTES : 2 * HUGE_PAGE_BYTES : 5000] == 3).all()
         if memory.num_bytes() == before:
             pytest.skip("this system gives no huge pages")
-        assert memory.num_bytes() == 2 * HUGE_PAGE_BYTES
-        memory.pages.cover(20)
-        assert memory.num_bytes() <= 4 * HUGE_PAGE_BYTES, "one step of two pages"
+        assert memory.num_bytes() == HUGE_PAGE_BYTES
+        memory.pages.cover(4)
+        assert memory.num_bytes() == 4 * HUGE_PAGE_BYTES
         assert np.count_nonzero(memory.bytes) == -(-HUGE_PAGE_BYTES // 5000)
 
 
