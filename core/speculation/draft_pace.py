@@ -13,7 +13,9 @@ _FIRST_RATIO: Final = 0.25
 """The cost of a draft, as a share of a token's, before it is measured."""
 _MAX_RATIO: Final = 2.0
 _MARGIN: Final = 0.05
-"""By how much the chance of a draft must exceed its cost."""
+_CAUTION: Final = 1.3
+"""The chance of a draft must exceed `_CAUTION` times its cost by `_MARGIN`: both are uncertain, and where the cost is high
+there is little to gain."""
 _MEMORY: Final = 0.8
 """Weight of what is known of the steps of a size beside the next such step."""
 _MAX_SURPRISE: Final = 1.5
@@ -99,7 +101,7 @@ class DraftPace:
         self._is_refused = False
         if self._num_timed.get(size, 0) < _FIRST_STEPS or self._num_to_look >= _STEPS_TO_LOOK:
             return 2.0  # the step shows what steps without drafts take
-        return self._ratios.get(size, _FIRST_RATIO) + _MARGIN
+        return _CAUTION * self._ratios.get(size, _FIRST_RATIO) + _MARGIN
 
     def num_worthwhile(self, request: RequestPace, match: int, most: int, least_chance: float) -> int:
         """Return how many tokens that follow a match of `match` tokens are worth a draft, at most `most`."""

@@ -64,6 +64,11 @@ def test_the_dearer_a_draft_the_fewer_are_worth_it():
     assert numbers[0] > numbers[1] > numbers[-1] == 0
 
 
+def test_chance_must_clearly_exceed_a_high_cost():
+    assert measured_pace(16, cost=0.5).least_chance(16) > 0.65
+    assert measured_pace(16, cost=0.02).least_chance(16) < 0.1
+
+
 def test_steps_without_drafts_are_measured_again_from_time_to_time():
     pace = measured_pace(2, cost=0.1)
     looks = 0
