@@ -224,6 +224,7 @@ class Drafting:
         count = len(tokens)
         proposal = candidate.known.source.propose(tokens, candidate.most)
         if not proposal.tokens:
+            self._pace.note_refusal(pace, least_chance)
             return []
         worthwhile = self._pace.num_worthwhile(pace, proposal.match, len(proposal.tokens), least_chance)
         drafts = self._allowed(request, tokens, proposal.tokens[:worthwhile]) if worthwhile else []
@@ -233,7 +234,7 @@ class Drafting:
             pace.match = proposal.match
         else:
             self._expect(pace, proposal.tokens[0], proposal.match, count)
-            self._pace.note_refusal(pace)
+            self._pace.note_refusal(pace, least_chance)
         return drafts
 
     def _candidate(self, row: int, most: int) -> Candidate | None:

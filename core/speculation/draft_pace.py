@@ -31,8 +31,11 @@ _MAX_MATCH: Final = 16
 _FEW: Final = 4.0
 """Weight, in drafts, of what all requests accept beside what one request accepts."""
 _REST: Final = 3
-"""Number of steps for which nothing is proposed after a proposal that was worth nothing, if most were not accepted."""
+"""Number of steps for which nothing is proposed after a proposal that was worth nothing, if most were not accepted, or
+if drafts are dear."""
 _LEAST_SHARE: Final = 0.25
+_DEAR: Final = 0.5
+"""Least chance of a draft above which proposals are worth little, so that they rest after each that is worth nothing."""
 _LOOK_REST: Final = 16
 """The same after a token of a draft model that became no draft, because each of them takes a run of that model."""
 _ENGINE_MEMORY: Final = 0.995
@@ -132,10 +135,10 @@ class DraftPace:
             return True
         return False
 
-    def note_refusal(self, request: RequestPace) -> None:
-        """Note that nothing of a proposal became a draft."""
+    def note_refusal(self, request: RequestPace, least_chance: float) -> None:
+        """Note that nothing was proposed, or that nothing of the proposal became a draft."""
         share = request.share
-        if share.total >= _FEW and share.accepted < _LEAST_SHARE * share.total:
+        if least_chance > _DEAR or (share.total >= _FEW and share.accepted < _LEAST_SHARE * share.total):
             request.rest = _REST
 
     def note_unused(self, request: RequestPace, chance: float, least_chance: float) -> None:

@@ -18,7 +18,7 @@ class EagerPace:
     def is_resting(self, request):
         return False
 
-    def note_refusal(self, request):
+    def note_refusal(self, request, least_chance):
         """Do nothing."""
 
     def note_draft(self, request, kind, is_accepted):

@@ -45,10 +45,12 @@ def test_proposals_of_a_request_rest_while_hardly_any_is_accepted():
     for _ in range(8):
         pace.note_drafts(lucky, 3, 1, 1)
         pace.note_drafts(unlucky, 3, 1, 0)
-    pace.note_refusal(lucky)
+    pace.note_refusal(lucky, 0.1)
     assert not pace.is_resting(lucky)
-    pace.note_refusal(unlucky)
+    pace.note_refusal(unlucky, 0.1)
     assert [pace.is_resting(unlucky) for _ in range(5)] == [True, True, True, False, False]
+    pace.note_refusal(lucky, 0.6)  # drafts are dear
+    assert [pace.is_resting(lucky) for _ in range(4)] == [True, True, True, False]
 
 
 def test_the_dearer_a_draft_the_fewer_are_worth_it():
