@@ -14,8 +14,8 @@ _FIRST_RATIO: Final = 0.25
 _MAX_RATIO: Final = 2.0
 _MARGIN: Final = 0.05
 _CAUTION: Final = 1.3
-"""The chance of a draft must exceed `_CAUTION` times its cost by `_MARGIN`: both are uncertain, and where the cost is high
-there is little to gain."""
+"""The chance of a draft must exceed `_CAUTION` times its cost by `_MARGIN`: both are uncertain, and where the cost is
+high there is little to gain."""
 _MEMORY: Final = 0.8
 """Weight of what is known of the steps of a size beside the next such step."""
 _MAX_SURPRISE: Final = 1.5
@@ -35,7 +35,7 @@ _REST: Final = 3
 if drafts are dear."""
 _LEAST_SHARE: Final = 0.25
 _DEAR: Final = 0.5
-"""Least chance of a draft above which proposals are worth little, so that they rest after each that is worth nothing."""
+"""Least chance of a draft above which there is little to gain: then a request rests after a proposal worth nothing."""
 _LOOK_REST: Final = 16
 """The same after a token of a draft model that became no draft, because each of them takes a run of that model."""
 _ENGINE_MEMORY: Final = 0.995
