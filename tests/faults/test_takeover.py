@@ -205,7 +205,7 @@ def test_new_core_serves_no_client_while_the_old_engine_is_stopped(served, small
             looks = []
 
             def continue_at_fifth_look():
-                looks.append(not page.exists() and core.page.read().state == CoreState.LOADING)
+                looks.append(not page.exists() and core.page.read().state not in (CoreState.IDLE, CoreState.STEPPING))
                 if len(looks) == 5:
                     old.send_signal(signal.SIGCONT)
 

@@ -30,7 +30,8 @@ def server(default_model, core_template, tmp_path_factory) -> Iterator[ServedMod
         children = psutil.Process(process.pid).children(recursive=True)
         process.process.terminate()
         assert process.process.wait(30) == 0, process.log.read_text()
-        assert not any(child.is_running() for child in children)
+        _, left = psutil.wait_procs(children, timeout=10)
+        assert not left
         assert [path.name for path in folder.iterdir()] == ["server.log"]
 
 
