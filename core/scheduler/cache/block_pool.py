@@ -2,12 +2,12 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.core.scheduler.cache.seal_table import FoundBlock, SealTable
+from vllm_mp.core.scheduler.cache.seal_table import FoundBlocks, SealTable
 
 
 class BlockPool:
@@ -33,10 +33,10 @@ class BlockPool:
         """Registered blocks by hash; `_hash_of` is its inverse."""
         self._hash_of: dict[int, bytes] = {}
         self._table = table
-        self._after: dict[bytes, list[FoundBlock]] = {}
-        """Blocks of an earlier core by the hash of what precedes them, as far as they were not allocated since."""
-        self.num_found = 0
-        """Number of blocks that `adopt` was given."""
+        self._found: FoundBlocks | None = None
+        """What `adopt` was given."""
+        self._after: dict[bytes, list[int]] = {}
+        """Places in `_found` by the hash of what precedes each block, as far as it was not allocated since."""
         self._before: dict[int, bytes] = {}
         """The hash of what precedes each block in `_after`."""
 
@@ -44,6 +44,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Number of blocks without a user, whether or not they can be found by their hash."""
         return len(self._free)
+
+    @property
+    def num_found(self) -> int:
+        """Number of blocks that an earlier core has left."""
+        return 0 if self._found is None else len(self._found)
 
     def allocate(self, count: int) -> npt.NDArray[np.int32]:
         """Return `count` block ids [count] for one user; raise RuntimeError if fewer are free."""
@@ -97,15 +102,17 @@ class BlockPool:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
-    def adopt(self, found: Sequence[FoundBlock]) -> None:
-        """Let the blocks of an earlier core be found, the oldest first in `found`. No block may be in use."""
-        self.num_found = len(found)
-        for each in found:
-            if each.digest is not None:
-                self.register(each.block, each.digest)
-            self._after.setdefault(each.before, []).append(each)
-            self._before[each.block] = each.before
-            self._free.move_to_end(each.block)
+    def adopt(self, found: FoundBlocks) -> None:
+        """Let the blocks of an earlier core be found. No block may be in use or registered."""
+        self._found = found
+        full = np.flatnonzero(found.is_full)[::-1].tolist()  # of equal blocks the oldest is registered
+        self._block_of = {found.digests[at]: found.blocks[at] for at in full}
+        self._hash_of = {block: digest for digest, block in self._block_of.items()}
+        self._before = dict(zip(found.blocks, found.before, strict=True))
+        for at, before in enumerate(found.before):
+            self._after.setdefault(before, []).append(at)
+        for block in found.blocks:
+            self._free.move_to_end(block)
 
     def find_begun(self, before: bytes, tokens: npt.NDArray[np.int32]) -> tuple[int, int]:
         """Return a free block of an earlier core that begins with some of `tokens` [n], and with how many.
@@ -114,7 +121,9 @@ class BlockPool:
         and of these one with the fewest others, which an equal request that was further may need. (0, 0): none.
         """
         best = 0, 0, 0
-        for each in self._after.get(before, ()):
+        for at in self._after.get(before, ()):
+            assert self._found is not None
+            each = self._found[at]
             if not self._num_users[each.block]:
                 count = min(len(tokens), len(each.tokens))
                 differs = np.flatnonzero(each.tokens[:count] != tokens[:count])
@@ -143,7 +152,8 @@ class BlockPool:
             del self._block_of[digest]
         before = self._before.pop(block, None)
         if before is not None:
-            left = [each for each in self._after.pop(before) if each.block != block]
+            assert self._found is not None
+            left = [at for at in self._after.pop(before) if self._found.blocks[at] != block]
             if left:
                 self._after[before] = left
 

@@ -8,7 +8,7 @@ valid word describes what the block holds.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -31,6 +31,43 @@ class FoundBlock(NamedTuple):
     """[n] the tokens in it; `NO_TOKEN` for embeddings."""
     digest: bytes | None
     """Its own hash; None: the block is not full."""
+
+
+class FoundBlocks:
+    """Blocks of an earlier core, the oldest first, by columns: a block on its own is made when it is asked for."""
+
+    def __init__(
+        self,
+        blocks: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        before: npt.NDArray[np.uint8],
+        digests: npt.NDArray[np.uint8],
+        tokens: npt.NDArray[np.int32],
+    ) -> None:
+        """`blocks` [n], the `counts` [n] of their tokens, and what else `SealTable` has of them, [n, ...] each."""
+        self.blocks: list[int] = blocks.tolist()
+        self.before = _each_row(before)
+        """[n] hash of all tokens before each block."""
+        self.digests = _each_row(digests)
+        """[n] own hash of each block, if it is full."""
+        self.is_full: npt.NDArray[np.bool_] = counts == tokens.shape[1]
+        """[n]"""
+        self._counts = counts
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator[FoundBlock]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> FoundBlock:
+        return FoundBlock(
+            self.blocks[index],
+            self.before[index],
+            self._tokens[index, : self._counts[index]],
+            self.digests[index] if self.is_full[index] else None,
+        )
 
 
 class SealTable:
@@ -84,23 +121,12 @@ class SealTable:
         self._ages[blocks] = self._age
         self._words[blocks] = counts | (counts ^ _MASK) << _SHIFT
 
-    def found(self) -> list[FoundBlock]:
-        """Return what the valid entries describe, the oldest first; entries whose word is damaged are none."""
+    def found(self) -> FoundBlocks:
+        """Return what the valid entries describe; entries whose word is damaged are none."""
         counts = _valid_counts(self._words, self._block_size)
-        is_valid = counts > 0
-        blocks = np.flatnonzero(is_valid)
+        blocks = np.flatnonzero(counts > 0)
         blocks = blocks[np.argsort(self._ages[blocks], kind="stable")]
-        before, digests = self._before[blocks].tobytes(), self._digests[blocks].tobytes()
-        tokens = self._tokens[blocks]
-        return [
-            FoundBlock(
-                block,
-                before[at * HASH_BYTES : (at + 1) * HASH_BYTES],
-                tokens[at, :count],
-                digests[at * HASH_BYTES : (at + 1) * HASH_BYTES] if count == self._block_size else None,
-            )
-            for at, (block, count) in enumerate(zip(blocks.tolist(), counts[blocks].tolist(), strict=True))
-        ]
+        return FoundBlocks(blocks, counts[blocks], self._before[blocks], self._digests[blocks], self._tokens[blocks])
 
 
 class SealReader:
@@ -154,6 +180,12 @@ def _fields(num_blocks: int, block_size: int) -> list[tuple[tuple[int, ...], typ
         ((num_blocks, HASH_BYTES), np.uint8),
         ((num_blocks, block_size), np.int32),
     ]
+
+
+def _each_row(hashes: npt.NDArray[np.uint8]) -> list[bytes]:
+    """Return the hashes [n, HASH_BYTES] one by one."""
+    rows: list[bytes] = hashes.view(f"V{HASH_BYTES}")[:, 0].tolist()
+    return rows
 
 
 def _rows(hashes: Sequence[bytes]) -> npt.NDArray[np.uint8]:

@@ -225,13 +225,13 @@ def test_blocks_are_evicted_in_the_order_of_their_last_use():
     engine = Engine(NUM_BLOCKS, table=SealTable(memory, NUM_BLOCKS + 1, BLOCK))
     order = engine.pool.allocate(NUM_BLOCKS).tolist()
     assert order[-3:] == [5, 3, 9]
-    assert table.found() == []
+    assert len(table.found()) == 0
 
 
 def test_prefixes_that_were_forgotten_are_not_found_by_the_successor():
     life = Life(0, dies_at=120)
     life.engine.cache.forget_prefixes()
-    assert SealTable(life.memory, NUM_BLOCKS + 1, BLOCK).found() == []
+    assert len(SealTable(life.memory, NUM_BLOCKS + 1, BLOCK).found()) == 0
 
 
 def test_embeddings_are_described_by_the_hash_of_a_full_block_alone():

@@ -136,7 +136,7 @@ def test_memory_of_another_model_or_that_is_not_trusted_is_given_back(descriptor
     assert memory.num_blocks(BLOCK, ("another model", *IDENTITY[1:]) if adopts else IDENTITY) == 0
     assert os.fstat(descriptor).st_size == 0
     memory.caches(3, SHAPES, torch.bfloat16)
-    assert memory.table().found() == []
+    assert len(memory.table().found()) == 0
 
 
 @pytest.mark.parametrize("offset", [0, 70])
