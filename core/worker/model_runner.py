@@ -416,8 +416,8 @@ class ModelRunner:
         inputs: list[Tensor] = [] if received is None else [received]
         if embeds is not None:
             inputs.append(self.memory.model.embed_input_ids(input_ids).index_copy_(0, embeds.indices, embeds.values))
-        if self.memory.kept is not None and self._device.type == "cpu":
-            self.memory.kept.use_blocks(int(metadata.cell_mapping.max()) // self._config.cache_config.block_size + 1)
+        if self.memory.kept is not None:
+            self.memory.kept.use_cells(metadata.cell_mapping)
         hidden: Tensor = self.memory.model(input_ids, positions, self.memory.kv_caches, metadata, *inputs)
         return hidden
 

@@ -36,7 +36,7 @@ class BlockPool:
         self._found: FoundBlocks | None = None
         """What `adopt` was given."""
         self._after: dict[bytes, list[int]] = {}
-        """Places in `_found` by the hash of what precedes each block, as far as it was not allocated since."""
+        """Indices in `_found` by the hash of what precedes each block, as far as it was not allocated since."""
         self._before: dict[int, bytes] = {}
         """The hash of what precedes each block in `_after`."""
 

@@ -38,20 +38,17 @@ def map_aligned(descriptor: int, num_bytes: int) -> npt.NDArray[np.uint8]:
 
     They stay mapped as long as something refers to the array. Raises OSError if the system cannot.
     """
-    reserved = _mmap(None, num_bytes + HUGE_PAGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    size = num_bytes + HUGE_PAGE_BYTES
+    reserved = _mmap(None, size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     address = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     try:
         _mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
     except OSError:
-        _libc.munmap(reserved, num_bytes + HUGE_PAGE_BYTES)
+        _libc.munmap(reserved, size)
         raise
-    end, reserved_end = address + -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, reserved + num_bytes + HUGE_PAGE_BYTES
-    for begin, stop in ((reserved, address), (end, reserved_end)):
-        if begin < stop:
-            _libc.munmap(begin, stop - begin)
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
     # Not at the end of the process, in which other threads may still use the memory.
-    weakref.finalize(memory, _libc.munmap, address, num_bytes).atexit = False
+    weakref.finalize(memory, _libc.munmap, reserved, size).atexit = False
     return np.ctypeslib.as_array(memory)
 
 
@@ -115,7 +112,7 @@ class HugePages:
     def _make(self, page: int) -> bool:
         """Make a huge page of whatever is there; return whether the system did."""
         address = self._address + page * HUGE_PAGE_BYTES
-        map_pages(address, mmap.PAGESIZE)  # the system makes none of a stretch of which nothing is mapped
+        map_pages(address, mmap.PAGESIZE)  # the system makes none where nothing is mapped
         if _libc.madvise(address, HUGE_PAGE_BYTES, _MADV_COLLAPSE):
             logger.info("the system gives the KV cache no more huge pages: %s", os.strerror(ctypes.get_errno()))
             return False

@@ -235,15 +235,15 @@ class KeptMemory:
         write_header(self._descriptor, self._header)
         return list(zip(tensors[::2], tensors[1::2], strict=True))
 
-    def use_blocks(self, num_blocks: int) -> None:
-        """Prepare the memory of the first `num_blocks` blocks for their use, which need not be their first."""
+    def use_cells(self, cells: Tensor) -> None:
+        """Prepare the memory of the cells `cells` [n], int64, for a step that writes them; no-op on a GPU."""
         if self._huge_pages is not None:
-            self._huge_pages.cover(num_blocks)
+            self._huge_pages.cover(int(cells.max()) // self._block_size + 1)
 
     def _num_used_blocks(self) -> int:
         """Return how many blocks the file has memory for already, by its first segment."""
         begin, size = self._segments[0]
-        return max(0, os.lseek(self._descriptor, begin, os.SEEK_HOLE) - begin) // size
+        return (os.lseek(self._descriptor, begin, os.SEEK_HOLE) - begin) // size
 
     def table(self) -> SealTable:
         """Return the table of what the blocks hold; `caches` must have been called."""
