@@ -1,8 +1,9 @@
 """Weights in block types as the C++ kernels read them, and the products with them."""
 
 import ctypes
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from vllm_mp.kernels.cpu.library import (
 from vllm_mp.kernels.cpu.packed import Arena
 from vllm_mp.kernels.sampling import TokenMasks
 
-LONGEST_REWRITTEN_ROW = 1152
-"""Bytes of a row. Longer rows are read at the speed of the memory where they lie, and are most of a large model."""
+IN_PLACE_VARIABLE: Final = "VLLM_MP_BLOCKS_IN_PLACE"
+"""Environment variable: 1: all matrices are read where they lie."""
 _MAX_EMBEDDED_BY_ONE = 2**20
 """Number of elements of embeddings up to which one thread makes them, in a millisecond or two: threads that other
 programs keep from their processors would be waited for much longer."""
@@ -31,10 +32,10 @@ programs keep from their processors would be waited for much longer."""
 class BlockLinear:
     """`x @ weight.T + bias`, with weights in block types.
 
-    The weight consists of the rows of the parts, which may have different types. They are read where they lie, unless
-    they are so short that it pays to rewrite them in strips, with the same results. Rows of `x` are quantized to 8 bits
-    with a scale for each 32 inputs, which adds an error of about 0.6 % to each product (relative, root mean square, for
-    normally distributed values). Results are batch-invariant.
+    The weight consists of the rows of the parts, which may have different types. They are rewritten in strips, in the
+    order in which they are read. Where memory is short, they are read where they lie, which is slower and has the same
+    results. Rows of `x` are quantized to 8 bits with a scale for each 32 inputs, which adds an error of about 0.6 % to
+    each product (relative, root mean square, for normally distributed values). Results are batch-invariant.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class BlockLinear:
         self._pointer = ctypes.byref(self.interface)
         self._kept: tuple[Any, ...] = (parts, c_parts)
         """Owners of memory that `interface` points to."""
-        is_short = all(part.data.shape[1] <= LONGEST_REWRITTEN_ROW for part in parts)
-        if is_short and (num_bytes := library.strip_bytes(self._pointer)):
-            memory = (arena or Arena()).empty(num_bytes, torch.uint8)
+        arena = arena or Arena()
+        num_bytes = 0 if os.environ.get(IN_PLACE_VARIABLE) == "1" else library.strip_bytes(self._pointer)
+        if num_bytes and arena.has_room(num_bytes):
+            memory = arena.empty(num_bytes, torch.uint8)
             strips = (CBlockStrip * (2 * panels))()
             library.write_strips(self._pointer, memory.data_ptr(), strips, torch.get_num_threads())
             self.interface.parts, self.interface.num_parts, self.interface.strips = None, 0, strips

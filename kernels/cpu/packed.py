@@ -11,6 +11,7 @@ from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.library import DTYPES, CLinear, CTokenMasks, Library, address
 from vllm_mp.kernels.cpu.packed_forms import PackedForm, next_form, note_form
 from vllm_mp.kernels.sampling import TokenMasks
+from vllm_mp.machine.host_memory import host_memory
 
 MAX_INT8_INPUTS: Final = 65_536
 """With more inputs, a sum of 8-bit products may overflow 32 bits."""
@@ -27,6 +28,14 @@ class Arena:
     def __init__(self) -> None:
         self._stretch = torch.empty(0, dtype=torch.uint8)
         self._used = 0
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether a quarter of the memory stays free with so many bytes more, of a container's if there is one."""
+        if self._used + num_bytes <= len(self._stretch):
+            return True
+        memory = host_memory()
+        total = memory.total if memory.group_limit is None else min(memory.total, memory.group_limit)
+        return memory.available - max(num_bytes, _STRETCH_BYTES) >= total // 4
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor [size]."""

@@ -61,10 +61,10 @@ def outputs_of(build, decoders, rows, dtype, adapters=None):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "longest_rewritten"), [(torch.float32, 1152), (torch.float32, 0), (torch.bfloat16, 1152)], ids=str
+    ("dtype", "in_place"), [(torch.float32, "0"), (torch.float32, "1"), (torch.bfloat16, "0")], ids=str
 )
-def test_fused_decoder_takes_block_types_that_differ_within_a_layer(build, dtype, longest_rewritten, monkeypatch):
-    monkeypatch.setattr(block_linear, "LONGEST_REWRITTEN_ROW", longest_rewritten)
+def test_fused_decoder_takes_block_types_that_differ_within_a_layer(build, dtype, in_place, monkeypatch):
+    monkeypatch.setenv(block_linear.IN_PLACE_VARIABLE, in_place)
     layers = [random_layer(dtype) for _ in range(NUM_LAYERS)]
     norm = torch.rand(HIDDEN).add(0.5).to(dtype)
     decoders = [

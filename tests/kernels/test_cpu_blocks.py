@@ -11,8 +11,9 @@ from support.random_blocks import SCALES_AT, random_weight
 from vllm_mp.kernels import ops, reference
 from vllm_mp.kernels.block_linear import TorchBlockLinear
 from vllm_mp.kernels.block_weight import BLOCK_TYPES, BlockWeight
-from vllm_mp.kernels.cpu import block_linear
+from vllm_mp.kernels.cpu import block_linear, packed
 from vllm_mp.kernels.cpu.block_linear import BlockLinear
+from vllm_mp.machine.host_memory import HostMemory
 
 ROUNDING_OF_ROWS = 0.008
 """The greatest error, relative and root mean square, that rows of 8 bits may add."""
@@ -40,15 +41,26 @@ def test_rewritten_rows_give_the_results_of_rows_where_they_lie(build, name, mon
     parts = [dataclasses.replace(weight, release=functools.partial(released.append, weight)) for weight in weights]
     rewritten = BlockLinear(build, parts, torch.arange(75.0), torch.float32)
     assert released == weights
-    monkeypatch.setattr(block_linear, "LONGEST_REWRITTEN_ROW", 0)
+    monkeypatch.setenv(block_linear.IN_PLACE_VARIABLE, "1")
     in_place = BlockLinear(build, parts, torch.arange(75.0), torch.float32)
     assert len(released) == len(weights)
     for weight in weights[:2]:
         weight.data.zero_()  # only products that read it where it lies see this
-    for rows in (1, 3, 20):
+    for rows in (1, 3, 7, 20):
         got, expected = rewritten(x[:rows]), in_place(x[:rows])
         assert torch.equal(got[:, 45:], expected[:, 45:])
         assert not torch.equal(got[:, :45], expected[:, :45])
+
+
+def test_rows_stay_where_they_lie_where_memory_is_short(build, monkeypatch):
+    weight, released = random_weight("Q4_0", 40), []
+    part = dataclasses.replace(weight, release=functools.partial(released.append, weight))
+    monkeypatch.setattr(packed, "host_memory", lambda: HostMemory(2**40, 2**38, 2**30))
+    BlockLinear(build, [part], None, torch.float32)
+    assert released == [weight]
+    monkeypatch.setattr(packed, "host_memory", lambda: HostMemory(2**40, 2**28, 2**30))
+    BlockLinear(build, [part], None, torch.float32)
+    assert released == [weight]
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

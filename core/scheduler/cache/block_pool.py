@@ -60,6 +60,7 @@ class BlockPool:
         result = np.array(blocks, np.int32)
         if self._table is not None:
             self._table.forget(result)
+            self._table.note_use(result)
         self._num_users[result] = 1
         return result
 
@@ -70,8 +71,10 @@ class BlockPool:
         self.num_returned += len(blocks)
         self._num_users[blocks] -= 1
         # From the last to the first, so that the beginning, which more requests share, is evicted last.
-        for block in reversed(blocks[self._num_users[blocks] == 0].tolist()):
-            self._free[block] = None
+        unused = blocks[self._num_users[blocks] == 0][::-1].tolist()
+        self._free.update(dict.fromkeys(unused))
+        if self._table is not None:
+            self._table.note_end(unused)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks registered under `hashes`, up to the first hash without a block."""
@@ -92,6 +95,8 @@ class BlockPool:
         for block in blocks:
             self._free.pop(block, None)
         self._num_users[blocks] += 1
+        if self._table is not None:
+            self._table.note_use(blocks)
 
     def register(self, block: int, digest: bytes) -> None:
         """Let `find` return `block` for `digest`, unless another block is registered under it.
@@ -105,7 +110,7 @@ class BlockPool:
     def adopt(self, found: FoundBlocks) -> None:
         """Let the blocks of an earlier core be found. No block may be in use or registered."""
         self._found = found
-        full = np.flatnonzero(found.is_full)[::-1].tolist()  # of equal blocks the oldest is registered
+        full = np.flatnonzero(found.is_full).tolist()  # of equal blocks the one that is evicted last is registered
         self._block_of = {found.digests[at]: found.blocks[at] for at in full}
         self._hash_of = {block: digest for digest, block in self._block_of.items()}
         self._before = dict(zip(found.blocks, found.before, strict=True))
@@ -137,6 +142,7 @@ class BlockPool:
         self._num_users[block] = 1
         self._forget(block)
         if self._table is not None:
+            self._table.note_use([block])
             self._table.seal(np.array([block], np.int32), count)
 
     def forget_all(self) -> None:

@@ -5,6 +5,9 @@ once it is full. So an entry that is wrong by a flipped bit is found by no reque
 says how many tokens are valid, is written last, in a single store, after the step that has computed the tokens; it is
 zero from before the block is given to another request. So wherever the core dies between two writes, an entry with a
 valid word describes what the block holds.
+
+Beside the entries the table has when the use of each block ended. Blocks that were in use are the last that the next
+core evicts, because the requests that continue look for them, however long ago they were computed.
 """
 
 import os
@@ -17,6 +20,8 @@ import numpy.typing as npt
 HASH_BYTES: Final = 32
 NO_TOKEN: Final = -1
 """In place of the tokens of a block that only its own hash describes."""
+_IN_USE: Final = 1 << 62
+"""In place of when the use of a block ended; larger numbers count as it, which a flipped bit makes of it."""
 _SHIFT, _MASK = 32, 0x5EA1ED00
 """A word is its count of tokens, and shifted by `_SHIFT` the count combined with `_MASK`."""
 
@@ -34,7 +39,10 @@ class FoundBlock(NamedTuple):
 
 
 class FoundBlocks:
-    """Blocks of an earlier core, the oldest first, by columns: a block on its own is made when it is asked for."""
+    """Blocks of an earlier core, by columns: a block on its own is made when it is asked for.
+
+    The first are those whose use ended first, the last those that were in use.
+    """
 
     def __init__(
         self,
@@ -81,9 +89,10 @@ class SealTable:
             np.frombuffer(memory, kind, int(np.prod(shape)), offset).reshape(shape)
             for (shape, kind), offset in zip(fields, offsets, strict=False)
         ]
-        self._words, self._ages, self._before, self._digests, self._tokens = arrays
+        self._words, self._ages, self._before, self._digests, self._tokens, self._ends = arrays
         self._block_size = block_size
         self._age = int(self._ages.max(initial=0))
+        self._num_ends = int(self._ends.max(initial=0, where=self._ends < _IN_USE))
 
     @staticmethod
     def num_bytes(num_blocks: int, block_size: int) -> int:
@@ -97,6 +106,15 @@ class SealTable:
     def forget(self, blocks: npt.NDArray[np.int32]) -> None:
         """Remove the entries of `blocks` [n], before anything is written to them."""
         self._words[blocks] = 0
+
+    def note_use(self, blocks: npt.NDArray[np.int32] | list[int]) -> None:
+        """Note that `blocks` [n] are in use."""
+        self._ends[blocks] = _IN_USE
+
+    def note_end(self, blocks: list[int]) -> None:
+        """Note that the use of `blocks` has ended, of one after the other."""
+        self._ends[blocks] = np.arange(self._num_ends, self._num_ends + len(blocks)) + 1
+        self._num_ends += len(blocks)
 
     def begin_step(self) -> None:
         """Count a step: what is noted from now on is younger than what was noted before."""
@@ -125,7 +143,7 @@ class SealTable:
         """Return what the valid entries describe; entries whose word is damaged are none."""
         counts = _valid_counts(self._words, self._block_size)
         blocks = np.flatnonzero(counts > 0)
-        blocks = blocks[np.argsort(self._ages[blocks], kind="stable")]
+        blocks = blocks[np.lexsort((self._ages[blocks], self._ends[blocks]))]
         return FoundBlocks(blocks, counts[blocks], self._before[blocks], self._digests[blocks], self._tokens[blocks])
 
 
@@ -179,6 +197,7 @@ def _fields(num_blocks: int, block_size: int) -> list[tuple[tuple[int, ...], typ
         ((num_blocks, HASH_BYTES), np.uint8),
         ((num_blocks, HASH_BYTES), np.uint8),
         ((num_blocks, block_size), np.int32),
+        ((num_blocks,), np.int64),
     ]
 
 

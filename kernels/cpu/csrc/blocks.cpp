@@ -147,7 +147,7 @@ struct Rows {
         const int64_t bytes = 8 / BLOCKS * Type::BYTES, ahead = k / 8 * bytes + BYTES_AHEAD;
         const uint8_t* from = ahead < row_bytes ? at + ahead : next + (ahead - row_bytes);
         for (int row = W * part / 8; row < W * (part + 1) / 8; ++row)
-            for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + row * stride + byte, 0, 2);
+            for (int64_t byte = 0; byte < bytes; byte += 64) prefetch_here(from + row * stride + byte);
     }
 };
 
@@ -166,7 +166,7 @@ struct Strip {
     ALWAYS_INLINE void ask(int64_t k, int index) const {
         constexpr int GROUPS = Type::WEIGHTS / Type::GROUP, LINES = (W * Type::BYTES + 63) / 64;
         for (int line = LINES * index / GROUPS; line < LINES * (index + 1) / GROUPS; ++line)
-            __builtin_prefetch(block(k).at + BYTES_AHEAD + 64 * line, 0, 2);
+            prefetch_here(block(k).at + BYTES_AHEAD + 64 * line);
     }
 };
 
@@ -318,9 +318,10 @@ constexpr BlockFunctions block_functions(std::integer_sequence<int, FEW...>) {
 inline const BlockFunctions& block_functions(int64_t number, bool is_strip) {
     const BlockFunctions* found = nullptr;
     with_block_type(number, [&](auto type) {
-        constexpr auto few = std::make_integer_sequence<int, FEW_ROWS>{};
-        static constexpr BlockFunctions OF_ROWS = block_functions<Rows<decltype(type)>>(few);
-        static constexpr BlockFunctions OF_STRIPS = block_functions<Strip<decltype(type)>>(few);
+        static constexpr BlockFunctions OF_ROWS =
+            block_functions<Rows<decltype(type)>>(std::make_integer_sequence<int, FEW_ROWS_IN_PLACE>{});
+        static constexpr BlockFunctions OF_STRIPS =
+            block_functions<Strip<decltype(type)>>(std::make_integer_sequence<int, FEW_ROWS>{});
         found = is_strip ? &OF_STRIPS : &OF_ROWS;
     });
     return *found;
@@ -446,7 +447,7 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t 
     };
     if (!slices[1].count)
         for (int64_t r = 0; r < rows; ++r) sums[2 * r + 1] = vf{};
-    if (rows <= FEW_ROWS) {
+    if (rows <= (w.strips ? FEW_ROWS : FEW_ROWS_IN_PLACE)) {
         each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
             vf got[FEW_ROWS];
             functions.multiply[rows - 1](x, stride, got, whole_rows(slice), slice.row_bytes, w.inputs, next);

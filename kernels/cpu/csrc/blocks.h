@@ -12,12 +12,15 @@
 
 namespace vmp {
 
-// The most rows that are multiplied with weights in registers.
-#if defined(__AVX512F__)
+// The most rows that are multiplied with weights in registers: with strips, and with rows of the matrix where they lie.
+#if defined(__AMX_TILE__)
 constexpr int FEW_ROWS = 4;
+#elif defined(__AVX512F__)
+constexpr int FEW_ROWS = 8;
 #else
 constexpr int FEW_ROWS = 2;
 #endif
+constexpr int FEW_ROWS_IN_PLACE = FEW_ROWS < 4 ? FEW_ROWS : 4;
 
 // 32 inputs of a row, quantized.
 struct alignas(64) RowBlock {

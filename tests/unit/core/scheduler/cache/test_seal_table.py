@@ -37,7 +37,7 @@ class Watched(np.ndarray):
 
 def watched_table(memory, before_store):
     table = SealTable(memory, NUM_BLOCKS + 1, BLOCK)
-    for name in ("_words", "_ages", "_before", "_digests", "_tokens"):
+    for name in ("_words", "_ages", "_before", "_digests", "_tokens", "_ends"):
         array = getattr(table, name).view(Watched)
         array.before_store = before_store
         setattr(table, name, array)
@@ -226,6 +226,35 @@ def test_blocks_are_evicted_in_the_order_of_their_last_use():
     order = engine.pool.allocate(NUM_BLOCKS).tolist()
     assert order[-3:] == [5, 3, 9]
     assert len(table.found()) == 0
+
+
+def test_blocks_in_use_outlive_younger_ones_in_the_successor():
+    """A request that continues finds its prefix, which an equal request computed before all other blocks."""
+    memory, prompt = new_memory(), [7] * 9
+    first = Engine(12, table=SealTable(memory, 13, BLOCK))
+    first.add(0, prompt=prompt, max_tokens=1)
+    first.run()
+    first.add(1, prompt=prompt, max_tokens=50)
+    for token in range(20, 26):
+        first.add(token, prompt=[token] * 9, max_tokens=1)
+        first.step(30)
+    assert set(first.outputs) - set(first.ends) == {1}
+    second = Engine(12, table=SealTable(memory, 13, BLOCK), contents=first.contents)
+    second.add(3, prompt=[27] * 15, max_tokens=1)
+    second.outputs[1] = first.outputs[1]
+    second.add(1, prompt=prompt, max_tokens=50, output=first.outputs[1])
+    assert sorted(second.step(30).counts.tolist()) == [1, 15]
+
+
+def test_ends_of_uses_continue_in_the_successor():
+    memory = new_memory()
+    for prompt in ([7] * 9, [8] * 9):
+        engine = Engine(NUM_BLOCKS, table=SealTable(memory, NUM_BLOCKS + 1, BLOCK))
+        engine.add(0, prompt=prompt, max_tokens=1)
+        engine.run()
+    found = [each.tokens.tolist() for each in SealTable(memory, NUM_BLOCKS + 1, BLOCK).found()]
+    # The beginning of each prompt is evicted last.
+    assert found == [[7], [7] * 4, [7] * 4, [8], [8] * 4, [8] * 4]
 
 
 def test_prefixes_that_were_forgotten_are_not_found_by_the_successor():
