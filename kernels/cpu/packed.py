@@ -30,7 +30,7 @@ class Arena:
         self._used = 0
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether a quarter of the memory stays free with so many bytes more, of a container's if there is one."""
+        """Return whether a quarter of the memory, or of a container's, stays free with `num_bytes` more."""
         if self._used + num_bytes <= len(self._stretch):
             return True
         memory = host_memory()

@@ -13,8 +13,8 @@
 namespace vmp {
 
 // The most rows that are multiplied with weights in registers: with strips, and with rows of the matrix where they lie.
-#if defined(__AMX_TILE__)
-constexpr int FEW_ROWS = 4;
+#if defined(VMP_TILE_MODEL) || defined(__AMX_TILE__)
+constexpr int FEW_ROWS = 4;  // tiles multiply more of them faster
 #elif defined(__AVX512F__)
 constexpr int FEW_ROWS = 8;
 #else
