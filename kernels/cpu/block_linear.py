@@ -1,6 +1,8 @@
 """Weights in block types as the C++ kernels read them, and the products with them."""
 
 import ctypes
+import functools
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,6 +23,8 @@ from vllm_mp.kernels.cpu.library import (
 )
 from vllm_mp.kernels.cpu.packed import Arena
 from vllm_mp.kernels.sampling import TokenMasks
+
+logger = logging.getLogger(__name__)
 
 IN_PLACE_VARIABLE: Final = "VLLM_MP_BLOCKS_IN_PLACE"
 """Environment variable: 1: all matrices are read where they lie."""
@@ -73,7 +77,9 @@ class BlockLinear:
         """Owners of memory that `interface` points to."""
         arena = arena or Arena()
         num_bytes = 0 if os.environ.get(IN_PLACE_VARIABLE) == "1" else library.strip_bytes(self._pointer)
-        if num_bytes and arena.has_room(num_bytes):
+        if num_bytes and not arena.has_room(num_bytes):
+            _say_that_memory_is_short()
+        elif num_bytes:
             memory = arena.empty(num_bytes, torch.uint8)
             strips = (CBlockStrip * (2 * panels))()
             library.write_strips(self._pointer, memory.data_ptr(), strips, torch.get_num_threads())
@@ -119,6 +125,15 @@ class BlockLinear:
             torch.get_num_threads(),
         )
         return indices
+
+
+@functools.cache
+def _say_that_memory_is_short() -> None:
+    """Log it once for all matrices."""
+    logger.info(
+        "weights in block types are read where they lie, which is slower for several rows: a copy would leave less "
+        "than a quarter of the memory free"
+    )
 
 
 def embedding(library: Library, weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Give each stream a prompt of its own of N tokens. Default: a few words.",
     )
     parser.add_argument(
+        "--output-tokens",
+        type=positive_integer,
+        metavar="N",
+        help="End each stream after N tokens, and start it again with another prompt. Default: 200; with --replace, "
+        "as many as the context allows.",
+    )
+    parser.add_argument(
         "--replace",
         action="store_true",
         help="Replace the core by a new process, as restart_core does, instead of killing it. Default: off.",
@@ -81,13 +88,14 @@ def run(args: argparse.Namespace) -> int:
         f"tokens that the next core computed again, median and max: {sorted(recomputed)[len(recomputed) // 2]:,}, "
         f"{max(recomputed):,}"
     )
-    options = {name: getattr(args, name) for name in ("model", "kills", "streams", "prompt_tokens", "replace")}
+    options = {name: getattr(args, name) for name in _REPORTED}
     options |= {name: getattr(engine_args, name) for name in ("core_template", "recover_kv_cache")}
     report = {**options, "recomputed_tokens": recomputed, **figures}
     write_json(args.json, report)
     return 0
 
 
+_REPORTED = ("model", "kills", "streams", "prompt_tokens", "output_tokens", "replace")
 _USUAL = "usual wait"
 """The time between two tokens of a stream before the kill or the replacement, which no pause can be shorter than."""
 _PARTS = ("death is seen", "process is started", "model is loaded", "first token")
@@ -153,7 +161,8 @@ def _raise_if_failed(tasks: "list[asyncio.Task[None]]") -> None:
 async def _measure(llm: "AsyncLLM", args: argparse.Namespace) -> tuple[dict[str, list[float]], list[int]]:
     """Return the pauses, in seconds, by what they are, and the number of tokens that each next core computed again."""
     # A replacement lasts for seconds, in which the end of a stream and its next prompt would count as a wait.
-    load = _Load(llm, args.streams, args.prompt_tokens, None if args.replace else 200)
+    max_tokens = args.output_tokens or (None if args.replace else 200)
+    load = _Load(llm, args.streams, args.prompt_tokens, max_tokens)
     tasks = [asyncio.create_task(load.run(i)) for i in range(args.streams)]
     pauses: dict[str, list[float]] = {}
     recomputed = []
@@ -180,10 +189,10 @@ async def _kill(llm: "AsyncLLM", load: _Load, tasks: "list[asyncio.Task[None]]")
     os.kill(status["pid"], signal.SIGKILL)
     await llm.core_status()  # answered by the next core
     await load.go_on(tasks)
-    # Tokens in transit at the kill arrive at once, so a stream's longest gap is the wait for the next core.
-    gaps = [max((b - a, b) for a, b in itertools.pairwise(times))[1] - killed for times in load.times]
     restart = llm.cores.first.supervisor.last_restart
     assert restart is not None
+    # Tokens in transit at the kill arrive at once.
+    gaps = [next(at for at in times if at > restart.serves) - killed for times in load.times]
     ends = itertools.pairwise((killed, *restart, killed + min(gaps)))
     parts = {name: [end - begin] for name, (begin, end) in zip(_PARTS, ends, strict=True)}
     return {_USUAL: usual, "first stream": [min(gaps)], **parts, "every stream": gaps}
