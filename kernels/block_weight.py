@@ -60,8 +60,8 @@ class BlockWeight:
     data: Tensor
     type: BlockType
     inputs: int
-    release: Callable[[], None] = lambda: None
-    """Lets the system take back the memory of `data`, if it lies in a mapped file; it can be read again."""
+    release: Callable[[], None] | None = None
+    """Lets the system take back the memory of `data`, which can be read again; None: it lies in no mapped file."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if `data` has another shape or dtype than `type` and `inputs` require."""

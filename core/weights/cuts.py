@@ -111,5 +111,6 @@ def _block_part(name: str, weight: BlockWeight, layer: LinearLayer, ranges: Sequ
         )
     begin, end = (border // kind.weights * kind.num_bytes for border in (first, last))
     part = weight.data[:, begin:end].contiguous()
-    weight.release()
+    if weight.release is not None:
+        weight.release()
     return BlockWeight(part, kind, last - first)

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 IN_PLACE_VARIABLE: Final = "VLLM_MP_BLOCKS_IN_PLACE"
 """Environment variable: 1: all matrices are read where they lie."""
+_LONGEST_COPIED_ROW = 1152
+"""Bytes of a row up to which a matrix in memory of its own is copied too. Longer rows are most of a large model, which
+keeps the matrix."""
 _MAX_EMBEDDED_BY_ONE = 2**20
 """Number of elements of embeddings up to which one thread makes them, in a millisecond or two: threads that other
 programs keep from their processors would be waited for much longer."""
@@ -36,10 +39,12 @@ programs keep from their processors would be waited for much longer."""
 class BlockLinear:
     """`x @ weight.T + bias`, with weights in block types.
 
-    The weight consists of the rows of the parts, which may have different types. They are rewritten in strips, in the
-    order in which they are read. Where memory is short, they are read where they lie, which is slower and has the same
-    results. Rows of `x` are quantized to 8 bits with a scale for each 32 inputs, which adds an error of about 0.6 % to
-    each product (relative, root mean square, for normally distributed values). Results are batch-invariant.
+    The weight consists of the rows of the parts, which may have different types. Those of a mapped file, and short
+    ones, are rewritten in strips, in the order in which they are read. Others, and all where memory is short, are read
+    where they lie, which is slower and has the same results.
+
+    Rows of `x` are quantized to 8 bits with a scale for each 32 inputs, which adds an error of about 0.6 % to each
+    product (relative, root mean square, for normally distributed values). Results are batch-invariant.
     """
 
     def __init__(
@@ -76,7 +81,9 @@ class BlockLinear:
         self._kept: tuple[Any, ...] = (parts, c_parts)
         """Owners of memory that `interface` points to."""
         arena = arena or Arena()
-        num_bytes = 0 if os.environ.get(IN_PLACE_VARIABLE) == "1" else library.strip_bytes(self._pointer)
+        is_kept = any(part.release is None and part.data.shape[1] > _LONGEST_COPIED_ROW for part in parts)
+        in_place = is_kept or os.environ.get(IN_PLACE_VARIABLE) == "1"
+        num_bytes = 0 if in_place else library.strip_bytes(self._pointer)
         if num_bytes and not arena.has_room(num_bytes):
             _say_that_memory_is_short()
         elif num_bytes:
@@ -86,7 +93,8 @@ class BlockLinear:
             self.interface.parts, self.interface.num_parts, self.interface.strips = None, 0, strips
             self._kept = (memory, strips)
             for part in parts:
-                part.release()
+                if part.release is not None:
+                    part.release()
 
     def __call__(
         self,
