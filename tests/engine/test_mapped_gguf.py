@@ -34,6 +34,7 @@ from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, SamplingParams
 from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.torch_threads import one_thread
 from vllm_mp.kernels import ops
+from vllm_mp.kernels.cpu.block_linear import IN_PLACE_VARIABLE
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.model_store import gguf, resolve_model
 from vllm_mp.testing.engines import running_engine
@@ -277,10 +278,11 @@ def test_engine_gives_the_greedy_tokens_of_the_dequantized_weights(tmp_path):
 
 
 @pytest.mark.usefixtures("_no_tokenizer")
-def test_core_maps_the_file_again_after_a_kill_and_a_sleep_and_names_it_when_it_was_truncated(tmp_path):
+def test_core_maps_the_file_again_after_a_kill_and_a_sleep_and_names_it_when_it_was_truncated(tmp_path, monkeypatch):
+    monkeypatch.setenv(IN_PLACE_VARIABLE, "1")
     path = tmp_path / "tiny.gguf"
     config = LlamaConfig(**{**SIZES, "intermediate_size": 4096}, tie_word_embeddings=True)
-    write_random_gguf(path, "llama", config, kinds=KINDS)  # its rows of 4,096 inputs are read where they lie
+    write_random_gguf(path, "llama", config, kinds=KINDS)
 
     async def run(engine):
         expected = await tokens_of(engine, PROMPTS[0], 20)
@@ -304,7 +306,8 @@ def replace_file(path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_no_tokenizer")
-def test_core_that_is_forked_with_a_truncated_model_is_followed_by_one_that_names_the_file(tmp_path):
+def test_core_that_is_forked_with_a_truncated_model_is_followed_by_one_that_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.setenv(IN_PLACE_VARIABLE, "1")
     path = tmp_path / "tiny.gguf"
     config = LlamaConfig(**{**SIZES, "intermediate_size": 4096}, tie_word_embeddings=True)
     write_random_gguf(path, "llama", config, kinds=KINDS)
