@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from vllm_mp import wire
 from vllm_mp.arguments.counted import counted
 from vllm_mp.client.cores.connection import run_on_and_wait
-from vllm_mp.client.cores.pending_call import PendingCall
+from vllm_mp.client.cores.pending_call import CallLimit, PendingCall
 from vllm_mp.client.cores.pings import Pings
 from vllm_mp.client.cores.recovery.blame import Blame
 from vllm_mp.client.cores.recovery.engine_deaths import EngineDeaths
@@ -97,6 +97,7 @@ class EngineCoreClient:
         """The cause of the death, while there is no core."""
         self._closed_with: EngineDeadError | None = None
         self._calls: dict[int, PendingCall] = {}
+        self._call_limits: dict[int, CallLimit] = {}
         """By id: the calls that the core has not answered."""
         self._call_ids = itertools.count(secrets.randbits(62))
         """Numbers for calls and requests, in the order in which they are sent; no other client uses them for calls."""
@@ -244,17 +245,25 @@ class EngineCoreClient:
         call = self._begin_call(name, args)
         call.reply.add_done_callback(call.report_failure)
 
-    async def call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> Any:
+    async def call(
+        self, name: str, timeout: float | None, *args: wire.CallArgument, awaits_successor: bool = False
+    ) -> Any:
         """Run an operation in the core, or in its successor if the core dies before it answers.
 
         Raises TimeoutError if there is no answer within `timeout` seconds, and EngineError if the answer is an error:
-        NotOperatorError if only operators may make the call.
+        NotOperatorError if only operators may make the call. With `awaits_successor` each core has `timeout` seconds,
+        and the time without a core does not count.
         """
         call = self._begin_call(name, args)
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as limit:
+                if awaits_successor and timeout is not None:
+                    self._call_limits[call.call_id] = CallLimit(limit, timeout)
+                    if self._recovers_from is not None:
+                        self._call_limits[call.call_id].suspend()
                 return await call.reply
         finally:
+            self._call_limits.pop(call.call_id, None)
             self._calls.pop(call.call_id, None)
             self._blame.forget_call(call.call_id)
 
@@ -425,6 +434,8 @@ class EngineCoreClient:
 
     def _on_death(self, death: Death) -> None:
         self._recovers_from = death.cause
+        for limit in self._call_limits.values():
+            limit.suspend()
         num_requests = len(self.requests.streams())
         self._restart = self._stats.note_death(death.kind, death.time, death.cause)
         others = "other cores" if self._group.num_serving else "the next core"
@@ -453,6 +464,8 @@ class EngineCoreClient:
         self._note_pause(core.connection.was_paused)
         self._blame.note_successor(old, core)
         self._recovers_from = None
+        for limit in self._call_limits.values():
+            limit.begin()
         if convicted := self._blame.convicted:  # also if an earlier core was told, which may not have read that
             self._send(wire.Convicted(self.incarnation, convicted))
         self.requests.forget_core()

@@ -158,7 +158,9 @@ class CoreGroup:
         else:
             run_on(loop, self._abort_stream, stream)
 
-    async def call(self, name: str, timeout: float | None, *args: wire.CallArgument) -> list[Any]:
+    async def call(
+        self, name: str, timeout: float | None, *args: wire.CallArgument, awaits_successor: bool = False
+    ) -> list[Any]:
         """Run an operation in every core, as `EngineCoreClient.call` does, and return the results of those that serve.
 
         A core that is away is not waited for while another one serves. If the operation changes its state, the core
@@ -166,7 +168,7 @@ class CoreGroup:
         """
         clients = self._lasting_clients()
         if len(clients) == 1:
-            return [await clients[0].call(name, timeout, *args)]
+            return [await clients[0].call(name, timeout, *args, awaits_successor=awaits_successor)]
         serving = [client for client in clients if client.has_core]
         if serving and name in _KEPT_CALLS:
             for client in clients:
@@ -177,7 +179,8 @@ class CoreGroup:
             for client in clients:
                 self._router.forget_prefixes(client.rank)
         replies = await asyncio.gather(
-            *(client.call(name, timeout, *args) for client in called), return_exceptions=True
+            *(client.call(name, timeout, *args, awaits_successor=awaits_successor) for client in called),
+            return_exceptions=True,
         )
         errors = [reply for reply in replies if isinstance(reply, BaseException)]
         results = [reply for reply in replies if not isinstance(reply, BaseException)]

@@ -38,3 +38,20 @@ class PendingCall(NamedTuple):
             self.reply.set_result(result)
         else:
             self.reply.set_exception(error)
+
+
+class CallLimit(NamedTuple):
+    """The time that each core has to answer a call."""
+
+    timeout: asyncio.Timeout
+    seconds: float
+
+    def suspend(self) -> None:
+        """Let the time not count, because there is no core."""
+        if not self.timeout.expired():
+            self.timeout.reschedule(None)
+
+    def begin(self) -> None:
+        """Count the time of another core."""
+        if not self.timeout.expired():
+            self.timeout.reschedule(asyncio.get_running_loop().time() + self.seconds)

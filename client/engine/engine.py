@@ -25,6 +25,8 @@ OpenCore = Callable[[int, str | None, StatusPage | None], CoreSupervisor]
 """Opens a further core of an engine, given its rank, its address (None: a core is started) and the status page of a
 core whose pause, sleep and adapters it must have too."""
 
+_DETECTION_S = 2.0
+"""Time beyond `engine_iteration_timeout_s` after which a core that hangs has been found and killed."""
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 """The engines of this process."""
 
@@ -132,15 +134,17 @@ class Engine:
         self.attach()
         return await self.cores.call(name, None, *args)
 
-    async def ask(self, name: str, *args: wire.CallArgument) -> list[Any]:
+    async def ask(self, name: str, *args: wire.CallArgument, awaits_successor: bool = True) -> list[Any]:
         """Do what `call` does for an operation that a core answers between two steps; also raise EngineError if not.
 
-        Return at least one result.
+        Return at least one result. With `awaits_successor`, a core that dies or hangs meanwhile costs time only.
         """
         self.attach()
         limit = self.vllm_config.liveness_config.engine_iteration_timeout_s
+        if awaits_successor:
+            limit += _DETECTION_S
         try:
-            return await self.cores.call(name, limit, *args)
+            return await self.cores.call(name, limit, *args, awaits_successor=awaits_successor)
         except TimeoutError as error:
             states = "; ".join(str(client.supervisor.status()) for client in self.cores.clients)
             raise EngineError(f"the core has not answered for {limit:g} s: {states}") from error

@@ -42,7 +42,7 @@ class EngineStatus:
         """Ask the cores for their status; see `AsyncLLM.core_status`."""
         clients = self._cores.clients
         if len(clients) == 1:
-            (status,) = await self._engine.ask("status")
+            (status,) = await self._engine.ask("status", awaits_successor=False)
             return self._with_page(status, clients[0])
         self._engine.attach()
         serving = [client for client in clients if client.has_core]

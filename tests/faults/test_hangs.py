@@ -73,6 +73,18 @@ def test_stacks_of_a_core_that_hangs_in_python_are_in_its_log(make_small_engine,
     asyncio.run(run())
 
 
+def test_call_to_a_core_that_hangs_is_answered_by_its_successor(make_small_engine):
+    engine = make_small_engine(engine_iteration_timeout_s=1.0)
+
+    async def run():
+        await answer(engine, PROMPT, greedy(1))
+        os.kill(supervisor_of(engine).core.process.pid, signal.SIGSTOP)
+        assert await engine.reset_prefix_cache()
+        assert supervisor_of(engine).num_restarts == 1
+
+    asyncio.run(run())
+
+
 def test_step_that_computes_far_longer_than_any_before_is_no_hang(make_small_engine):
     engine = make_small_engine(fault_injection="busy@request=trigger,position=50,once,seconds=3")
 

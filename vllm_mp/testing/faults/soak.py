@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import random
 import signal
@@ -11,11 +12,11 @@ import statistics
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_mp import AsyncLLM, EngineError, RequestOutputKind
+from vllm_mp import AsyncLLM, EngineError, LoRARequest, RequestOutputKind
 from vllm_mp.cli.bench.load_generator import percentiles
 from vllm_mp.core_link.core_status import CoreState, CoreStatus
 from vllm_mp.fault_injection import mark_of_strike
@@ -25,6 +26,7 @@ from vllm_mp.testing.faults.baseline import WAIT_S, Baseline, children, core_add
 from vllm_mp.testing.faults.comparison import ComparedAnswers, Comparison
 from vllm_mp.testing.faults.leaks import held_by_core, nothing_left_behind, private_mib
 from vllm_mp.testing.faults.load import AnyCase, PauseWatch, WatchedEngine, outcome_of
+from vllm_mp.testing.faults.operator import Operator
 from vllm_mp.testing.faults.scenarios import has_ended, has_new_child
 
 _SIGNALS = (signal.SIGKILL,) * 6 + (signal.SIGTERM, signal.SIGTERM, signal.SIGSTOP)
@@ -88,6 +90,10 @@ class SoakResult(ComparedAnswers):
     """Blocks of the KV cache that cores have found there."""
     leaked: int = 0
     """Blocks that were in use in a core without requests."""
+    calls: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Calls of an operator that were carried out."""
+    refused_calls: dict[str, int] = dataclasses.field(default_factory=dict)
+    """The others, by name and reason."""
     other_deaths: list[str] = dataclasses.field(default_factory=list)
     """Causes of deaths of a shared core that no kill explains."""
     next_token_s: list[float] = dataclasses.field(default_factory=list)
@@ -147,6 +153,7 @@ class Disturbance(ABC):
         """Disturb until the number of `kills` or `seconds` is reached. Call `show` after each recovery."""
         streams = range(len(self._baseline.cases))
         workers = [asyncio.create_task(self._stream(client, i)) for client in self._clients for i in streams]
+        workers += [asyncio.create_task(companion) for companion in self._companions()]
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
             while (kills is None or self.result.kills < kills) and (deadline is None or time.monotonic() < deadline):
@@ -158,7 +165,7 @@ class Disturbance(ABC):
             self.result.broken += await self._held_at_end()
             self.result.restarts = (await self._core_status())["restarts"]
             # A core that is killed while it loads does not count as restarted, unless it had just begun to serve.
-            if not 0 <= self.result.restarts - self.result.kills <= self.result.kills_while_loading:
+            if not 0 <= self.result.restarts - self.result.kills <= self._most_other_restarts():
                 others = "".join(f"; {cause}" for cause in self.result.other_deaths)
                 self.result.broken.append(f"{self.result.restarts} restarts after {self.result.kills} kills{others}")
         except Exception as error:  # any unexpected error breaks the promise
@@ -171,6 +178,14 @@ class Disturbance(ABC):
     @abstractmethod
     async def _disturb(self) -> None:
         """Disturb after a random number of outputs, and wait until the streams go on."""
+
+    def _companions(self) -> list[Coroutine[Any, Any, None]]:
+        """Return what runs beside the streams until `_is_over`."""
+        return []
+
+    def _most_other_restarts(self) -> float:
+        """Return how many restarts there may be beside those of the kills."""
+        return self.result.kills_while_loading
 
     async def _held_at_end(self) -> list[str]:
         """Return what the core still holds once the streams have ended, and must not hold."""
@@ -222,17 +237,29 @@ class Disturbance(ABC):
 class Soak(Disturbance):
     """Keeps streams running on one engine and kills its core, at all moments of its life in turn."""
 
-    def __init__(self, baseline: Baseline, engine: AsyncLLM, seed: int, is_random: bool) -> None:
+    def __init__(
+        self, baseline: Baseline, engine: AsyncLLM, seed: int, is_random: bool, spare: LoRARequest | None, calls: bool
+    ) -> None:
         super().__init__(baseline, [engine], Path(core_address(engine).removeprefix("ipc://")).parent, seed)
         self._engine = engine
         self._is_random = is_random
+        self._operator = Operator(engine, lambda: self._page().pid, spare, seed) if calls else None
         self._moments: list[str] = []
         """Those that are left of this round."""
         for index in range(len(_INJECTED)):
             mark_of_strike(self._folder, index).touch()  # until `_strike` removes the mark
 
+    def _companions(self) -> list[Coroutine[Any, Any, None]]:
+        return [] if self._operator is None else [self._operator.run(lambda: self._is_over)]
+
+    def _most_other_restarts(self) -> float:
+        # An operator replaces cores, and a core may end with a process that the operator kills.
+        return super()._most_other_restarts() if self._operator is None else math.inf
+
     async def _held_at_end(self) -> list[str]:
         await self._note_status()
+        if self._operator is not None:
+            self.result.calls, self.result.refused_calls = dict(self._operator.num_done), dict(self._operator.refused)
         return await held_by_core(self._engine)
 
     async def _vary(self, case: AnyCase, chance: random.Random) -> AnyCase:
@@ -294,7 +321,8 @@ class Soak(Disturbance):
             await eventually(is_in_such_a_step, WAIT_S)
         self._watch.strike()
         signals = _FATAL if moment == "idle" else _SIGNALS
-        os.kill(pid, self._chance.choice(signals) if self._is_random else signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the operator has replaced this core
+            os.kill(pid, self._chance.choice(signals) if self._is_random else signal.SIGKILL)
 
     async def _be_idle(self) -> None:
         """Send nothing more, and return when the core has ended all requests; note the blocks that it has not freed."""
@@ -330,6 +358,8 @@ def run_soak(
     seconds: float | None = None,
     seed: int = 0,
     is_random: bool = False,
+    calls: bool = False,
+    spare: LoRARequest | None = None,
     show: Callable[[SoakResult], None] | None = None,
     **options: Any,
 ) -> SoakResult:
@@ -338,7 +368,7 @@ def run_soak(
     The requests come from `baseline`; each is sent again when it has ended. The core is killed while it is idle, reads
     prompts, decodes, publishes a step, writes what the blocks of its KV cache hold, and at any time. With `is_random`
     requests start at random moments, some are aborted, and the core is also stopped, terminated, and killed while it
-    loads.
+    loads. With `calls` an `Operator` disturbs the engine meanwhile, who adds and removes the adapter `spare`.
     """
     limits = {"max_core_restarts": 10**6, "engine_iteration_timeout_s": 5.0 if is_random else 60.0}
     options["fault_injection"] = ";".join([*_INJECTED.values(), options.get("fault_injection", "")])
@@ -347,7 +377,7 @@ def run_soak(
 
     def run() -> tuple[SoakResult, Comparison]:
         with baseline.engine(**{**limits, **options}) as engine:
-            soak = Soak(baseline, engine, seed, is_random)
+            soak = Soak(baseline, engine, seed, is_random, spare, calls)
             asyncio.run(soak.run(kills, seconds, show))
         return soak.result, soak.comparison
 

@@ -1,5 +1,7 @@
 """What a client sends to the next core after a death, and which requests it fails or refuses."""
 
+import asyncio
+
 import pytest
 from support.stand_in_core import StandInSupervisor
 
@@ -251,3 +253,24 @@ def test_requests_after_a_death_are_marked_as_the_next_core_is_paused(cores):
         cores.add(f"paused: {is_paused}")
         (message,) = cores.sent
         assert message.after_pause == is_paused
+
+
+def test_time_without_a_core_does_not_count_against_a_call_that_awaits_the_successor():
+    async def run():
+        cores = Cores()
+        cores.client.attach()
+        patient = asyncio.create_task(cores.client.call("resume", 0.05, awaits_successor=True))
+        await asyncio.sleep(0)
+        cores.client._on_death(Death("it died; log", {}, 0, False, time=1.0))
+        late = asyncio.create_task(cores.client.call("resume", 0.05, awaits_successor=True))
+        with pytest.raises(TimeoutError):
+            await cores.client.call("resume", 0.2)
+        assert not patient.done()
+        assert not late.done()
+        cores.answers["resume"] = {"result": 5}
+        cores.num_deaths += 1
+        cores.core = cores.start(None)
+        cores.client._replay_to(cores.core)
+        assert await asyncio.gather(patient, late) == [5, 5]
+
+    asyncio.run(run())
