@@ -366,7 +366,11 @@ class CoreProcess:
 
     def remove_files(self) -> None:
         """Remove the files of a core that has ended, except its log."""
-        for path in (self._socket_path, self._status_path if self._has_page else self._waiting_path):
+        paths = [self._socket_path, self._status_path if self._has_page else self._waiting_path]
+        # It may have died at its turn, before it moved its page; or the page is that of a process that waits now.
+        if self._has_page and (page := StatusPage.open(self._waiting_path)) is not None and page.read().pid == self.pid:
+            paths.append(self._waiting_path)
+        for path in paths:
             with contextlib.suppress(OSError):
                 path.unlink()
 

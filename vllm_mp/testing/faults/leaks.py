@@ -55,6 +55,22 @@ def _descriptors() -> dict[str, str]:
     return descriptors
 
 
+def _describe(pid: int) -> str:
+    """Return the number, the state, the name and the arguments of a process."""
+    try:
+        process = psutil.Process(pid)
+        return f"{pid} {process.status()} {process.name()} {' '.join(_arguments(process))}"
+    except psutil.NoSuchProcess:
+        return f"{pid}, which has ended since"
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.ZombieProcess:
+        return []
+
+
 @contextlib.contextmanager
 def nothing_left_behind(problems: list[str]) -> Iterator[None]:
     """Add to `problems` what the block leaves behind: descriptors, processes, runtime folders.
@@ -68,7 +84,7 @@ def nothing_left_behind(problems: list[str]) -> Iterator[None]:
         new = [after.descriptors[number] for number in after.descriptors.keys() - before.descriptors.keys()]
         problems.append(f"{count} file descriptors are left open, among {new}")
     if children := after.children - before.children:
-        problems.append(f"processes {sorted(children)} are left")
+        problems.append(f"processes are left: {'; '.join(map(_describe, sorted(children)))}")
     if folders := after.folders - before.folders:
         problems.append(f"folders {sorted(folders)} are left")
 

@@ -11,6 +11,7 @@ import pytest
 
 from vllm_mp.client.cores.sources import process
 from vllm_mp.client.cores.sources.process import CoreProcess
+from vllm_mp.core_link.status_page import StatusPage
 
 
 class Stuck:
@@ -46,6 +47,16 @@ def core_process(monkeypatch, tmp_path):
     monkeypatch.setattr(process.subprocess, "Popen", Stuck)
     monkeypatch.setattr(process, "_exit_descriptor", lambda _: -1)
     return CoreProcess(tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_page_of_a_core_that_dies_at_its_turn_is_removed_but_not_that_of_the_next_standby(core_process, is_own):
+    core_process._has_page = True  # it was told that its turn has come
+    page = core_process._waiting_path
+    StatusPage.create(str(page), 1)
+    core_process.pid = os.getpid() if is_own else 1
+    core_process.remove_files()
+    assert page.exists() != is_own
 
 
 def test_core_gets_a_lower_priority():
