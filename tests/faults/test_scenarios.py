@@ -159,3 +159,10 @@ def overlapping(baseline):
 @pytest.mark.parametrize("scenario", _marked(_WITH_A_PENDING_STEP, _SLOW_WITH_A_PENDING_STEP))
 def test_promise_is_kept_with_a_pending_step(overlapping, scenario):
     assert play(scenario, overlapping).broken == []
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_or_leaked_while_an_operator_calls_and_processes_beside_the_core_die(all_requests):
+    result = run_soak(all_requests, kills=6, seed=1, is_random=True, calls=True, fault_injection=all_requests.pace)
+    assert result.broken == []
+    assert sum(result.calls.values()) > 0
