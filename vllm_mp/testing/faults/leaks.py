@@ -66,7 +66,8 @@ def _describe(pid: int) -> str:
 
 def _arguments(process: psutil.Process) -> list[str]:
     try:
-        return process.cmdline()
+        arguments: list[str] = process.cmdline()
+        return arguments
     except psutil.ZombieProcess:
         return []
 
