@@ -180,9 +180,13 @@ struct Scratch {
     std::vector<E> zeros;
     std::vector<float> scores, part, total, highest, sums, total_highest, total_sums;
 
+    // The highest scores and the sums of a KV head's rows are read and written in whole vectors, so they begin at
+    // multiples of this.
+    static int64_t padded(int64_t rows) { return (rows + W - 1) / W * W; }
+
     // Makes room for `rows` rows of each of `num_heads` KV heads.
     void fit(int64_t rows, int64_t num_heads, const Heads& heads) {
-        const int64_t dim = heads.padded_value_dim(), all = rows * num_heads;
+        const int64_t dim = heads.padded_value_dim(), all = rows * num_heads, padded_all = padded(rows) * num_heads;
         q.resize(all * heads.key_dim);
         k.resize(KEYS * heads.key_dim);
         v.resize(KEYS * dim);
@@ -192,10 +196,10 @@ struct Scratch {
         scores.resize(rows * KEYS);
         part.resize(all * dim);
         total.resize(all * dim);
-        highest.resize(all);
-        sums.resize(all);
-        total_highest.resize(all);
-        total_sums.resize(all);
+        highest.resize(padded_all);
+        sums.resize(padded_all);
+        total_highest.resize(padded_all);
+        total_sums.resize(padded_all);
     }
 };
 
@@ -361,7 +365,6 @@ inline void pack_rows(const E* const* keys, int count, int64_t dim, T* wide, T* 
 inline void merge(float* total, float& total_highest, float& total_sum, const float* other, float other_highest,
                   float other_sum, int64_t dim) {
     const float most = std::max(total_highest, other_highest);
-    if (most == NONE && total_highest == total_highest && other_highest == other_highest) return;
     auto weight = [&](float highest) { return exp(splat(highest == NONE ? -100.0f : highest - most))[0]; };
     const float of_total = weight(total_highest), of_other = weight(other_highest);
     for (int64_t i = 0; i < dim; i += W) store(total + i, load(total + i) * of_total + load(other + i) * of_other);
@@ -369,12 +372,76 @@ inline void merge(float* total, float& total_highest, float& total_sum, const fl
     total_highest = most;
 }
 
-// The running result of the queries of one KV head: `part` [rows, padded value dim], `highest` and `sums` [rows].
+// The running result of the queries of one KV head: `part` [rows, padded value dim]; `highest` and `sums` [rows], which
+// may be read and written up to a multiple of W.
 struct Running {
     float* part;
     float* highest;
     float* sums;
 };
+
+// Turns `scores` [rows, KEYS] of a tile of keys into `weights` of the same shape, and the running result into the one
+// before the weighted values are added. A score that is NaN makes the sum of its row NaN, and so its result. Scales are
+// those of caches with integers.
+template <bool HAS_SCALES, class T>
+void weigh(const Heads& heads, const KeyTile& keys, int count, int64_t rows, int64_t first_position,
+           const int32_t* ends, const float* key_scales, const float* value_scales, const Running& running,
+           float* scores, T* weights) {
+    const int64_t group = heads.group(), dim = heads.padded_value_dim();
+    const bool masks = keys.from > 0 || keys.start + count > first_position + 1 || heads.window;
+    const float of_score = heads.scale, soft_cap = heads.soft_cap;
+    for (int64_t first = 0; first < rows; first += W) {
+        const int some = int(std::min<int64_t>(W, rows - first));
+        vf of_rows[W];
+        for (int r = 0; r < some; ++r) {
+            float* const of_row = scores + (first + r) * KEYS;
+            vi from = {}, to = {};
+            if (masks) {
+                const int64_t token = (first + r) / group, position = first_position + token;
+                const int64_t lowest = heads.window ? position - heads.window + 1 - keys.start : 0;
+                const int64_t end = ends ? ends[token] : position + 1;
+                from += int32_t(std::max<int64_t>(keys.from, lowest));
+                to += int32_t(std::min<int64_t>(keys.to, end - keys.start));
+            }
+            vf most = splat(NONE);
+            for (int i = 0; i < count; i += W) {
+                vf score = load(of_row + i) * of_score;
+                if constexpr (HAS_SCALES) score *= load(key_scales + i);
+                if (soft_cap > 0) {
+                    vf twice = exp(score * (2 / soft_cap));
+                    score = soft_cap * (1.0f - 2.0f / (twice + 1.0f));
+                }
+                if (masks) score = select((LANES + i >= from) & (LANES + i < to), score, splat(NONE));
+                store(of_row + i, score);
+                most = max(score, most);
+            }
+            of_rows[r] = most;
+        }
+        const vf before = load(running.highest + first), now = max(reduce_some(of_rows, some, max), before);
+        const vf kept = select(before == NONE, vf{}, exp_up_to_0(before - now));
+        float shifts[W], all_kept[W];
+        store(running.highest + first, now);
+        store(shifts, select(now == NONE, vf{}, now));
+        store(all_kept, kept);
+        for (int r = 0; r < some; ++r) {
+            const float* const of_row = scores + (first + r) * KEYS;
+            const vf shift = splat(shifts[r]);
+            vf sums = {};
+            for (int i = 0; i < count; i += W) {
+                vf weight = exp_up_to_0(load(of_row + i) - shift);
+                sums += weight;
+                if constexpr (HAS_SCALES) weight *= load(value_scales + i);
+                store(weights + (first + r) * KEYS + i, weight);
+            }
+            of_rows[r] = sums;
+            if (all_kept[r] == 1) continue;
+            float* const out = running.part + (first + r) * dim;
+            for (int64_t i = 0; i < dim; i += W) store(out + i, load(out + i) * all_kept[r]);
+        }
+        const vf sums = reduce_some(of_rows, some, [](vf a, vf b) { return a + b; });
+        store(running.sums + first, load(running.sums + first) * kept + sums);
+    }
+}
 
 // Adds a tile of keys to the result of the queries `q` [rows, key dim] of one KV head. `ends` are those of the query
 // tokens, or null. Few queries read the values in the cache; for many queries, packing the values is faster.
@@ -382,7 +449,7 @@ template <class T, class E>
 void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, const Cache<E>& v,
                  const SoonRows<E>& soon_keys, const SoonRows<E>& soon_values, const T* q, int64_t rows,
                  int64_t first_position, const int32_t* ends, const Running& running, Scratch<T, E>& s) {
-    const int64_t group = heads.group(), dim = heads.padded_value_dim();
+    const int64_t dim = heads.padded_value_dim();
     const int count = (keys.to + NR - 1) / NR * NR;
     const E* rows_of_keys[KEYS];  // or groups
     float key_scales[KEYS], value_scales[KEYS];
@@ -423,49 +490,8 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
             multiply_into(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, all_scores + panel, KEYS, false);
         soon_keys.ask_rest(0);
     }
-    const bool masks = keys.from > 0 || keys.start + count > first_position + 1 || heads.window;
-    for (int64_t row = 0; row < rows; ++row) {
-        const int64_t position = first_position + row / group;
-        float* const scores = all_scores + row * KEYS;
-        vf most = splat(NONE);
-        for (int i = 0; i < count; i += W) {
-            vf score = load(scores + i) * heads.scale;
-            if constexpr (IS_INT8<E>) score *= load(key_scales + i);
-            if (heads.soft_cap > 0) {
-                vf twice = exp(score * (2 / heads.soft_cap));
-                score = heads.soft_cap * (1.0f - 2.0f / (twice + 1.0f));
-            }
-            if (masks) {
-                const int64_t lowest = heads.window ? position - heads.window + 1 - keys.start : 0;
-                const int32_t from = int32_t(std::max<int64_t>(keys.from, lowest));
-                const int64_t end = ends ? ends[row / group] : position + 1;
-                const int32_t to = int32_t(std::min<int64_t>(keys.to, end - keys.start));
-                const vi at = LANES + i;
-                score = select((at >= from) & (at < to), score, splat(NONE));
-            }
-            store(scores + i, score);
-            most = select(score > most, score, select(score != score, score, most));
-        }
-        const float tile_highest = highest(most), before = running.highest[row];
-        const float now = tile_highest > before || tile_highest != tile_highest ? tile_highest : before;
-        running.highest[row] = now;
-        const vf shift = splat(now == NONE ? 0.0f : now);
-        vf sums = {};
-        for (int i = 0; i < count; i += W) {
-            vf weight = exp(load(scores + i) - shift);
-            sums += weight;
-            if constexpr (IS_INT8<E>) weight *= load(value_scales + i);
-            store(weights + row * KEYS + i, weight);
-        }
-        float kept = 1;
-        if (now != before) {
-            kept = before == NONE ? 0.0f : exp(splat(before - now))[0];
-            float* out = running.part + row * dim;
-            if (before != NONE)
-                for (int64_t i = 0; i < dim; i += W) store(out + i, load(out + i) * kept);
-        }
-        running.sums[row] = running.sums[row] * kept + sum(sums);
-    }
+    weigh<IS_INT8<E>>(heads, keys, count, rows, first_position, ends, key_scales, value_scales, running, all_scores,
+                      weights);
     const E* values[KEYS];
     v.rows(keys, count, s.zeros.data(), values);
     if constexpr (ON_TILES<T>) {
@@ -499,18 +525,19 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
 template <class T, class E>
 void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
                  const QueryTile& tile, const Span& span, const Span& next, const Caches<T>& caches, Scratch<T, E>& s) {
-    const int64_t rows = tile.count * heads.group(), dim = heads.padded_value_dim();
+    const int64_t rows = tile.count * heads.group(), padded = s.padded(rows), dim = heads.padded_value_dim();
     const int32_t* ends = step.attention_ends ? step.attention_ends + tile.first : nullptr;
     std::fill_n(s.part.begin(), num_heads * rows * dim, 0.0f);
-    std::fill_n(s.highest.begin(), num_heads * rows, NONE);
-    std::fill_n(s.sums.begin(), num_heads * rows, 0.0f);
+    std::fill_n(s.highest.begin(), num_heads * padded, NONE);
+    std::fill_n(s.sums.begin(), num_heads * padded, 0.0f);
     int64_t cells[PART], next_cells[KEYS];
     const Span first_of_next{next.row, next.begin, std::min(next.end, next.begin / KEYS * KEYS + KEYS)};
     find_cells(step, caches.in_groups ? in_groups(span) : span, cells);
     find_cells(step, caches.in_groups ? in_groups(first_of_next) : first_of_next, next_cells);
     for (int64_t i = 0; i < num_heads; ++i) {
         const int64_t head = first_head + i;
-        const Running running{s.part.data() + i * rows * dim, s.highest.data() + i * rows, s.sums.data() + i * rows};
+        const Running running{s.part.data() + i * rows * dim, s.highest.data() + i * padded,
+                              s.sums.data() + i * padded};
         for (int64_t at = span.begin / KEYS * KEYS; at < span.end; at += KEYS) {
             // Prefetched meanwhile: the next keys of this head, or the first keys of the next head or of `next`.
             const bool goes_on = at + KEYS < span.end, has_more_heads = i + 1 < num_heads;
@@ -544,6 +571,8 @@ void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_hea
     // The query head of a row of the scratch memory, and the query token.
     auto head_of = [&](int64_t row) { return (first_head + row / head_rows) * group + row % group; };
     auto token_of = [&](int64_t row) { return tile.first + row % head_rows / group; };
+    // Where the highest score and the sum of a row are.
+    auto state_of = [&](int64_t row) { return row / head_rows * s.padded(head_rows) + row % head_rows; };
     for (int64_t row = 0; row < rows; ++row)
         std::memcpy(s.q.data() + row * heads.key_dim, q + token_of(row) * q_stride + head_of(row) * heads.key_dim,
                     sizeof(T) * heads.key_dim);
@@ -554,25 +583,27 @@ void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_hea
             const int64_t at = tile.partial + (token_of(row) - tile.first) * tile.parts + tile.part;
             float* partial = partials + (at * heads.queries + head_of(row)) * heads.partial_size();
             std::memcpy(partial, s.part.data() + row * dim, sizeof(float) * dim);
-            partial[dim] = s.highest[row];
-            partial[dim + 1] = s.sums[row];
+            partial[dim] = s.highest[state_of(row)];
+            partial[dim + 1] = s.sums[state_of(row)];
         }
         return;
     }
     std::fill_n(s.total.begin(), rows * dim, 0.0f);
-    std::fill_n(s.total_highest.begin(), rows, NONE);
-    std::fill_n(s.total_sums.begin(), rows, 0.0f);
+    std::fill(s.total_highest.begin(), s.total_highest.end(), NONE);
+    std::fill(s.total_sums.begin(), s.total_sums.end(), 0.0f);
     for (int64_t start = span.begin / PART * PART; start < span.end; start += PART) {
         const int64_t end = std::min(span.end, start + PART);
         const Span part{span.row, std::max(span.begin, start), end};
         const Span then = end < span.end ? Span{span.row, end, span.end} : next;
         attend_part(step, heads, first_head, num_heads, tile, part, then, caches, s);
-        for (int64_t row = 0; row < rows; ++row)
-            merge(s.total.data() + row * dim, s.total_highest[row], s.total_sums[row], s.part.data() + row * dim,
-                  s.highest[row], s.sums[row], dim);
+        for (int64_t row = 0; row < rows; ++row) {
+            const int64_t at = state_of(row);
+            merge(s.total.data() + row * dim, s.total_highest[at], s.total_sums[at], s.part.data() + row * dim,
+                  s.highest[at], s.sums[at], dim);
+        }
     }
     for (int64_t row = 0; row < rows; ++row)
-        put_result(s.total.data() + row * dim, s.total_sums[row], heads.value_dim,
+        put_result(s.total.data() + row * dim, s.total_sums[state_of(row)], heads.value_dim,
                    out + token_of(row) * out_stride + head_of(row) * heads.value_dim);
 }
 

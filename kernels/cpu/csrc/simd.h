@@ -101,7 +101,7 @@ inline vi multiply_pairs(vs a, vs b) {
 #endif
 }
 
-inline vf select(vi condition, vf yes, vf no) { return (vf)(((vi)yes & condition) | ((vi)no & ~condition)); }
+inline vf select(vi condition, vf yes, vf no) { return condition ? yes : no; }
 
 inline vf max(vf a, vf b) { return select(a > b, a, b); }
 
@@ -218,16 +218,43 @@ inline float highest(vf x) {
     return reduce(x, [](vf a, vf b) { return select((a > b) | (a != a), a, b); });
 }
 
-// Returns e to the power of x, accurate to 2 units in the last place: 2^n times a polynomial of the rest (Cephes).
-// Returns 0 below -87.
-inline vf exp(vf x) {
-    const vf lowest = splat(-87.0f), most = splat(88.0f);
-    vi tiny = x < lowest;
-    vi nan = x != x;
-    vf bounded = select(tiny | nan, lowest, select(x > most, most, x));
-    vi n = __builtin_convertvector(bounded * 1.44269504f + select(bounded < vf{}, splat(-0.5f), splat(0.5f)), vi);
+// Combines the halves of two vectors that have groups of 2 * HALF elements: those of x come first.
+template <int HALF, class F>
+inline vf reduce_pair(vf x, vf y, F&& f) {
+    constexpr vi low = vector_of<vi>([](int i) { return i / HALF * 2 * HALF + i % HALF; }), high = low + HALF;
+    return f(__builtin_shuffle(x, y, low), __builtin_shuffle(x, y, high));
+}
+
+// Does what `reduce` does, in the same order, for W vectors: element i of the result is that of vector i.
+template <int HALF = W / 2, class F>
+inline vf reduce_each(const vf (&x)[2 * HALF], F&& f) {
+    vf halves[HALF];
+#pragma GCC unroll 8
+    for (int i = 0; i < HALF; ++i) halves[i] = reduce_pair<HALF>(x[2 * i], x[2 * i + 1], f);
+    if constexpr (HALF > 1)
+        return reduce_each<HALF / 2>(halves, f);
+    else
+        return halves[0];
+}
+
+// Does what `reduce` does for the first `count` of W vectors: element i of the result is that of vector i. The other vectors
+// are overwritten, and the other elements of the result are meaningless.
+template <class F>
+inline vf reduce_some(vf (&x)[W], int count, F&& f) {
+    if (count > 2) {
+        for (int i = count; i < W; ++i) x[i] = vf{};
+        return reduce_each(x, f);
+    }
+    vf first = splat(reduce(x[0], f));
+    if (count == 2) first[1] = reduce(x[1], f);
+    return first;
+}
+
+// Returns 2^n times a polynomial of the rest (Cephes), for x from -87 to 88; `half` is 0.5 with the sign of x.
+inline vf exp_within(vf x, vf half) {
+    vi n = __builtin_convertvector(x * 1.44269504f + half, vi);
     vf whole = __builtin_convertvector(n, vf);
-    vf r = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
+    vf r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
     vf p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -235,8 +262,22 @@ inline vf exp(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    vf y = p * (vf)((n + 127) << 23);
-    return select(nan, x, select(tiny, vf{}, y));
+    return p * (vf)((n + 127) << 23);
+}
+
+// Returns e to the power of x, accurate to 2 units in the last place: 0 below -87, and NaN for NaN.
+inline vf exp(vf x) {
+    const vf lowest = splat(-87.0f), most = splat(88.0f);
+    const vi tiny = x < lowest;
+    const vf bounded = select(tiny, lowest, select(x > most, most, x));
+    return select(tiny, vf{}, exp_within(bounded, select(bounded < vf{}, splat(-0.5f), splat(0.5f))));
+}
+
+// Returns the same for x up to 0, faster.
+inline vf exp_up_to_0(vf x) {
+    const vf lowest = splat(-87.0f);
+    const vi tiny = x < lowest;
+    return select(tiny, vf{}, exp_within(select(tiny, lowest, x), splat(-0.5f)));
 }
 
 }  // namespace vmp
