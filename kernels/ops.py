@@ -384,13 +384,17 @@ def pack_linear(weight: Tensor, bias: Tensor | None, quantization: str | None = 
     return None if kernels is None else PackedLinear(kernels, weight, bias, quantization)
 
 
-def block_linear(parts: Sequence[BlockWeight], bias: Tensor | None, dtype: torch.dtype) -> AnyBlockLinear:
+def block_linear(
+    parts: Sequence[BlockWeight], bias: Tensor | None, dtype: torch.dtype, *, is_kept: bool = False
+) -> AnyBlockLinear:
     """Return the product with `parts`, one below another, and `bias` [outputs], for rows and results of `dtype`.
 
-    The weights stay where they are: `parts` are never copied, and must not change or vanish.
+    The product keeps `parts` or a copy in another order; they must not change. `is_kept`: the caller keeps them too.
     """
     kernels = library() if cpu_blocks.can_read(parts, dtype) else None
-    return TorchBlockLinear(parts, bias, dtype) if kernels is None else BlockLinear(kernels, parts, bias, dtype)
+    if kernels is None:
+        return TorchBlockLinear(parts, bias, dtype)
+    return BlockLinear(kernels, parts, bias, dtype, is_kept=is_kept)
 
 
 def pack_experts(

@@ -85,6 +85,8 @@ class ExpertMLP(Packable):
         if not isinstance(gate_up, Tensor):
             assert not isinstance(down, Tensor)
             self._packed = ops.block_experts(gate_up, down, self._activation, self._dtype)
+            for matrix in (*self.gate_up, *self.down):
+                matrix.give_up()
             return
         assert isinstance(down, Tensor)
         self._packed = ops.pack_experts(gate_up, down, self._activation, quantization)

@@ -81,7 +81,7 @@ class GPT2LMHeadModel(RankModule):
             self.wpe = nn.Parameter(torch.empty(arch.max_position, arch.hidden_size, **at))
         if self.is_first and arch.has_head:
             head = self.wte if arch.tie_word_embeddings else vocabulary_matrix(arch, dtype, device)
-            self.lm_head = VocabularyHead(head, dtype, arch.shard)
+            self.lm_head = VocabularyHead(head, dtype, arch.shard, is_tied=arch.tie_word_embeddings)
         self.ln_f: LayerNorm | None = None
         if arch.stage is None or arch.stage.is_last:
             self.ln_f = LayerNorm(arch.hidden_size, arch.norm_eps, dtype, device)

@@ -117,6 +117,7 @@ class Linear(Packable):
             return
         if self.blocks is not None:
             self._packed = ops.block_linear(self.blocks.parts, self.bias, self._at["dtype"])
+            self.blocks.give_up()
             return
         self._packed = pack_linear(self.weight, self.bias, quantization)
         if self._packed is not None:
@@ -124,7 +125,7 @@ class Linear(Packable):
 
     @property
     def parts(self) -> tuple[Any, Tensor | None]:
-        """Weight, or its parts in block types, and bias."""
+        """Weight, or its parts in block types, and bias; call it before `pack`."""
         return (self.blocks.parts if self.blocks else self.weight), self.bias
 
     def make_adapter_stack(self, num_slots: int, max_rank: int) -> ops.AnyAdapterStack:

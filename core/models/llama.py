@@ -339,7 +339,7 @@ class LlamaForCausalLM(RankModule):
             self.embed_tokens = vocabulary_matrix(arch, dtype, device)
         if self.is_first and arch.has_head:
             head = self.embed_tokens if arch.tie_word_embeddings else vocabulary_matrix(arch, dtype, device)
-            self.lm_head = VocabularyHead(head, dtype, arch.shard)
+            self.lm_head = VocabularyHead(head, dtype, arch.shard, is_tied=arch.tie_word_embeddings)
         ropes = [arch.rope] if arch.local_rope is None else [arch.rope, arch.local_rope]
         tables = [cos_sin_cache(rope, arch.head_dim, arch.max_position, dtype, device) for rope in ropes]
         self.cos_sin: Tensor

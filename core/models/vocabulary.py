@@ -27,23 +27,26 @@ def shared_embedding(
 
 
 class VocabularyHead(Packable, RankModule):
-    """The projection to logits; `weight` [vocab_size, hidden_size] may be the weight of the embedding.
+    """The projection to logits; if it `is_tied`, `weight` [vocab_size, hidden_size] is the weight of the embedding.
 
     For a weight in block types, `dtype` is that of the hidden states. With a `shard`, the weight holds the rows of the
     rank's tokens; logits and choices are complete on rank 0 only, and the results of other ranks must not be used.
     """
 
-    def __init__(self, weight: nn.Parameter | BlockMatrix, dtype: torch.dtype, shard: Shard | None = None) -> None:
+    def __init__(
+        self, weight: nn.Parameter | BlockMatrix, dtype: torch.dtype, shard: Shard | None = None, *, is_tied: bool
+    ) -> None:
         super().__init__()
         self.weight = weight
+        self._is_tied = is_tied
         self._dtype = dtype
         self._shard = shard
         self._packed: Any = None
 
     def pack(self, quantization: str | None) -> None:
-        """Pack as `Linear.pack` does; an embedding that shares the weight keeps it."""
+        """Pack as `Linear.pack` does; an embedding keeps the weight that it shares."""
         if isinstance(self.weight, BlockMatrix):
-            self._packed = ops.block_linear(self.weight.parts, None, self._dtype)
+            self._packed = ops.block_linear(self.weight.parts, None, self._dtype, is_kept=self._is_tied)
         else:
             self._packed = pack_linear(self.weight, None, quantization)
         if self._packed is not None:

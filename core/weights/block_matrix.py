@@ -26,11 +26,20 @@ class BlockMatrix(nn.Module):
         self._parts: list[BlockWeight | None] = [None] * len(out_sizes)
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether all parts were stored, and not given up."""
+        return None not in self._parts
+
+    @property
     def parts(self) -> list[BlockWeight]:
         """The parts; call it after all were stored."""
         parts = [part for part in self._parts if part is not None]
         assert len(parts) == len(self.shapes)
         return parts
+
+    def give_up(self) -> None:
+        """Drop the parts, which the product has taken over."""
+        self._parts = [None] * len(self._parts)
 
     def store(self, part: int, weight: Tensor | BlockWeight) -> None:
         """Keep the weights of a part: a float tensor [outputs, inputs], which is rounded, or blocks, as they are."""

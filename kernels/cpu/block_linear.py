@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 IN_PLACE_VARIABLE: Final = "VLLM_MP_BLOCKS_IN_PLACE"
 """Environment variable: 1: all matrices are read where they lie."""
 _LONGEST_COPIED_ROW = 1152
-"""Bytes of a row up to which a matrix in memory of its own is copied too. Longer rows are most of a large model, which
-keeps the matrix."""
+"""Bytes of a row up to which a matrix is copied that stays in memory too. Longer rows take much memory twice."""
 _MAX_EMBEDDED_BY_ONE = 2**20
 """Number of elements of embeddings up to which one thread makes them, in a millisecond or two: threads that other
 programs keep from their processors would be waited for much longer."""
@@ -39,8 +38,8 @@ programs keep from their processors would be waited for much longer."""
 class BlockLinear:
     """`x @ weight.T + bias`, with weights in block types.
 
-    The weight consists of the rows of the parts, which may have different types. Those of a mapped file, and short
-    ones, are rewritten in strips, in the order in which they are read. Others, and all where memory is short, are read
+    The weight consists of the rows of the parts, which may have different types. They are rewritten in strips, in the
+    order in which they are read. Where memory is short, and for long rows that stay in memory anyway, they are read
     where they lie, which is slower and has the same results.
 
     Rows of `x` are quantized to 8 bits with a scale for each 32 inputs, which adds an error of about 0.6 % to each
@@ -55,12 +54,13 @@ class BlockLinear:
         dtype: torch.dtype,
         *,
         is_pair: bool = False,
+        is_kept: bool = False,
         arena: Arena | None = None,
     ) -> None:
         """Keep or rewrite `parts`, which `can_read` must allow; copy `bias` [outputs]. Rows and results have `dtype`.
 
         With `is_pair`, the rows are those of two matrices of the same size, which the kernels take in pairs; only
-        `interface` can be used then. Strips lie in `arena` if it is given.
+        `interface` can be used then. `is_kept`: the caller keeps `parts` too. Strips lie in `arena` if it is given.
         """
         inputs, outputs = parts[0].inputs, sum(part.outputs for part in parts)
         halves = 2 if is_pair else 1
@@ -81,8 +81,9 @@ class BlockLinear:
         self._kept: tuple[Any, ...] = (parts, c_parts)
         """Owners of memory that `interface` points to."""
         arena = arena or Arena()
-        is_kept = any(part.release is None and part.data.shape[1] > _LONGEST_COPIED_ROW for part in parts)
-        in_place = is_kept or os.environ.get(IN_PLACE_VARIABLE) == "1"
+        is_twice = is_kept and any(part.release is None for part in parts)
+        is_long = any(part.data.shape[1] > _LONGEST_COPIED_ROW for part in parts)
+        in_place = (is_twice and is_long) or os.environ.get(IN_PLACE_VARIABLE) == "1"
         num_bytes = 0 if in_place else library.strip_bytes(self._pointer)
         if num_bytes and not arena.has_room(num_bytes):
             _say_that_memory_is_short()

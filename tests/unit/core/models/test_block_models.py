@@ -103,6 +103,12 @@ def test_weights_of_4_bits_made_at_load_compute_what_they_stand_for(name, is_com
                 place.copy_(restored)
     expected = logits(plain, arch)
     blocks.pack(None, torch.float32)
+    assert {
+        path for path, matrix in blocks.named_modules() if isinstance(matrix, BlockMatrix) and matrix.is_loaded
+    } <= {
+        "embed_tokens",
+        "wte",
+    }
     got = logits(blocks, arch)
     error = (got - expected).norm() / expected.norm()
     assert error < (0.05 if is_compiled else 1e-5)  # the kernels round rows to 8 bits
