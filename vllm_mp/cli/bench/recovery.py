@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{what} ({how_often}, {args.streams} streams)")
     print(f"{'':<21}" + "".join(f" {name:>8}" for name in quantiles))
     for name, row in figures.items():
-        label = f"  {name}" if name in _PARTS else name
+        label = f"  {name}" if name in (*_PARTS, *_PARTS_OF_SWITCH) else name
         print(f"{label:<21}" + "".join(f" {value:8.3f}" for value in row.values()))
     print(
         f"tokens that the next core computed again, median and max: {sorted(recomputed)[len(recomputed) // 2]:,}, "
@@ -100,6 +100,8 @@ _USUAL = "usual wait"
 """The time between two tokens of a stream before the kill or the replacement, which no pause can be shorter than."""
 _PARTS = ("death is seen", "process is started", "model is loaded", "first token")
 """What happens between a kill and the first token of any stream."""
+_PARTS_OF_SWITCH = ("old core ends", "new core is told", "new core serves", "first new token")
+"""What happens between the last token of the old core and the first of the new one."""
 
 
 class _Load:
@@ -199,7 +201,9 @@ async def _kill(llm: "AsyncLLM", load: _Load, tasks: "list[asyncio.Task[None]]")
 
 
 async def _replace(llm: "AsyncLLM", load: _Load, tasks: "list[asyncio.Task[None]]") -> dict[str, list[float]]:
-    """Replace the core; return the times between two tokens of each stream around the replacement, and the longest."""
+    """Replace the core; return the times between two tokens of each stream around the switch, with the parts of the
+    switch, and the longest times since the call.
+    """
     usual = load.waits()
     load.forget_times()  # of the first prompts, for which the first streams had to wait
     await llm.restart_core()
@@ -207,5 +211,8 @@ async def _replace(llm: "AsyncLLM", load: _Load, tasks: "list[asyncio.Task[None]
     restart = llm.cores.first.supervisor.last_restart
     assert restart is not None
     waits = [list(itertools.pairwise(times)) for times in load.times]
-    switch = [next(b - a for a, b in of_stream if b > restart.serves) for of_stream in waits]
-    return {_USUAL: usual, "old core to new core": switch, "every stream": [max(b - a for a, b in w) for w in waits]}
+    pairs = [next(pair for pair in of_stream if pair[1] > restart.serves) for of_stream in waits]
+    ends = itertools.pairwise((max(a for a, _ in pairs), *restart, min(b for _, b in pairs)))
+    parts = {name: [end - begin] for name, (begin, end) in zip(_PARTS_OF_SWITCH, ends, strict=True)}
+    longest = [max(b - a for a, b in of_stream) for of_stream in waits]
+    return {_USUAL: usual, "old core to new core": [b - a for a, b in pairs], **parts, "every stream": longest}
