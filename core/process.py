@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 import zmq
 
-from vllm_mp.config import VllmConfig
 from vllm_mp.core.ipc.bound_socket import BoundSocket
 from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.parent_watch import parent_has_ended, wait_for_end_of_parent
 from vllm_mp.core.start_times import StartTimes
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.core.template import LEAVE_MODEL_TEMPLATE, drop_argument, end_standby
-from vllm_mp.core.worker.rare_parts_of_torch import defer_rare_parts_of_torch
+from vllm_mp.core.worker.rare_parts_of_torch import defer_rare_parts_of_torch, needs_all_of_torch
 from vllm_mp.core_link.core_description import CoreDescription
 from vllm_mp.core_link.core_launch import STACKS_SIGNAL, CoreLaunch, KeptCache, waiting_path
 from vllm_mp.core_link.core_status import CoreState
@@ -40,7 +39,6 @@ from vllm_mp.machine.deferred_modules import load_deferred_modules
 from vllm_mp.machine.host_cpus import bind_process
 from vllm_mp.machine.loading_thread import BESIDE_A_CORE
 from vllm_mp.machine.log_setup import set_up_core_log
-from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.version import __version__
 from vllm_mp.wire import PROTOCOL_VERSION, SCHEMA
 
@@ -368,7 +366,7 @@ def _load(start: _Start, page: StatusPage, ranks: "Ranks | None") -> "EngineCore
     gc.enable()
     times.end("imports")
     device, dtype, num_threads = prepare_device(config)
-    if device.type != "cpu" or ranks is not None or not _has_native_models_only(config):
+    if needs_all_of_torch(config, device.type):
         load_deferred_modules()
     times.end("device")
     page.enter(CoreState.LOADING)
@@ -454,17 +452,6 @@ def _load(start: _Start, page: StatusPage, ranks: "Ranks | None") -> "EngineCore
         followers,
         launch.tried_constraints,
     )
-
-
-def _has_native_models_only(config: VllmConfig) -> bool:
-    """Return whether a core runs nothing but native models: no code of the operator, and no part of transformers.
-
-    Models whose weights are random count as others, because they need torch's generators.
-    """
-    is_native = all(
-        isinstance(model.architecture, NativeArchitecture) and model.load_format != "dummy" for model in config.models
-    )
-    return is_native and config.images is None and not config.model_config.logits_processors
 
 
 def _loaded_model(

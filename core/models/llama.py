@@ -341,9 +341,9 @@ class LlamaForCausalLM(RankModule):
             head = self.embed_tokens if arch.tie_word_embeddings else vocabulary_matrix(arch, dtype, device)
             self.lm_head = VocabularyHead(head, dtype, arch.shard, is_tied=arch.tie_word_embeddings)
         ropes = [arch.rope] if arch.local_rope is None else [arch.rope, arch.local_rope]
-        tables = [cos_sin_cache(rope, arch.head_dim, arch.max_position, dtype, device) for rope in ropes]
+        tables = cos_sin_cache(ropes, arch.head_dim, arch.max_position, dtype, device)
         self.cos_sin: Tensor
-        self.register_buffer("cos_sin", torch.stack(tables), persistent=False)
+        self.register_buffer("cos_sin", tables, persistent=False)
         self.embedding_scale = float(torch.tensor(arch.embedding_scale, dtype=dtype))
 
     def forward(

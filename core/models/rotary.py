@@ -32,15 +32,21 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_position: int) -> Tensor:
     return base
 
 
-def cos_sin_cache(rope: Rope, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the table for `ops.rotary`: [max_position, rotary_dim], cosines of each frequency, then sines."""
+def cos_sin_cache(
+    ropes: Sequence[Rope], head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the tables for `ops.rotary`: [ropes, max_position, rotary_dim], cosines of each frequency, then sines."""
+    frequencies = [inverse_frequencies(rope, head_dim, max_position) for rope in ropes]
+    half = len(frequencies[0])
+    tables = torch.empty(len(ropes), max_position, 2 * half, dtype=dtype, device=device)
+    if tables.is_meta:
+        return tables  # torch imports its compilers to compute there, which takes a second
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
-    frequencies = inverse_frequencies(rope, head_dim, max_position).to(device)
-    angles = torch.outer(positions, frequencies)
-    table = torch.empty(max_position, 2 * len(frequencies), dtype=dtype, device=device)
-    table[:, : len(frequencies)] = angles.cos().mul_(rope.attention_factor)
-    table[:, len(frequencies) :] = angles.sin().mul_(rope.attention_factor)
-    return table
+    for table, rope, of_rope in zip(tables, ropes, frequencies, strict=True):
+        angles = torch.outer(positions, of_rope.to(device))
+        table[:, :half] = angles.cos().mul_(rope.attention_factor)
+        table[:, half:] = angles.sin().mul_(rope.attention_factor)
+    return tables
 
 
 def cos_sin_of_sections(cos_sin: Tensor, positions: Tensor, sections: Sequence[int]) -> Tensor:

@@ -65,8 +65,8 @@ def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
     from vllm_mp.core.worker.device import prepare_device
     from vllm_mp.core.worker.memory.plan import memory_to_start
     from vllm_mp.core.worker.model_runner import ModelRunner
+    from vllm_mp.core.worker.rare_parts_of_torch import needs_all_of_torch
 
-    load_deferred_modules()  # the core that has forked this process may have deferred some
     gc.freeze()
     config, rank = launch.config, launch.rank
     memory = mmap.mmap(launch.memory, 0)
@@ -74,6 +74,8 @@ def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
     ring = MessageRing(memory, 0, layout.num_ranks - 1, layout.message_slot, layout.num_messages)
     beat = ring.progress[rank - 1].beat
     device, dtype, num_threads = prepare_device(config, rank)
+    if needs_all_of_torch(config, device.type):
+        load_deferred_modules()  # which the core that has forked this process may have deferred
     torch.set_num_threads(num_threads)
     chosen = chosen_options(config)
     _say(says, Joined(rank=rank, protocol=PROTOCOL, package=__version__, digest=digest_of(config), chosen=chosen))

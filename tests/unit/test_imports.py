@@ -1,5 +1,6 @@
 """Imports run one way, and importing the package and its ground floor is cheap."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -93,6 +94,25 @@ def test_operations_and_models_load_neither_triton_nor_transformers() -> None:
     (modules,) = loaded("vllm_mp.kernels.ops, vllm_mp.core.models, vllm_mp.core.models.loader")
     assert "torch" in modules
     assert not {"triton", "transformers"} & modules
+
+
+def test_a_model_on_the_meta_device_imports_no_compiler_of_torch() -> None:
+    """Each of several ranks makes such a model, and the import would take longer than the rest of its start."""
+    code = """
+import json, sys
+import torch
+from vllm_mp.core.models import build_model
+from vllm_mp.model_config.families.registry import read_architecture
+arch = read_architecture(json.load(sys.stdin))
+build_model(arch, torch.float32, "cpu")
+before = set(sys.modules)
+build_model(arch, torch.float32, "meta")
+print(sorted(set(sys.modules) - before))
+"""
+    sizes = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_attention_heads": 6, **sizes}
+    done = run(sys.executable, "-c", code, text=json.dumps(config | {"max_position_embeddings": 128}))
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_every_public_name_is_listed_and_can_be_imported() -> None:
