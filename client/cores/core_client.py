@@ -97,8 +97,9 @@ class EngineCoreClient:
         """The cause of the death, while there is no core."""
         self._closed_with: EngineDeadError | None = None
         self._calls: dict[int, PendingCall] = {}
-        self._call_limits: dict[int, CallLimit] = {}
         """By id: the calls that the core has not answered."""
+        self._call_limits: dict[int, CallLimit] = {}
+        """By id: the time limits of those that await a successor."""
         self._call_ids = itertools.count(secrets.randbits(62))
         """Numbers for calls and requests, in the order in which they are sent; no other client uses them for calls."""
         self._is_paused = supervisor.core.connection.was_paused
