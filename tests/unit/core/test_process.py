@@ -6,7 +6,6 @@ import types
 
 import pytest
 
-from vllm_mp import AsyncEngineArgs
 from vllm_mp.core import process
 from vllm_mp.core.stop_signal import StopSignal
 
@@ -45,9 +44,3 @@ def test_core_that_nothing_told_to_stop_does_not_wait_for_the_end_of_its_parent(
     monkeypatch.setattr(process, "_PARENT_END_S", 600)
 
     assert not process._parent_has_died(LAUNCH, stop)
-
-
-@pytest.mark.parametrize(("load_format", "can"), [("auto", True), ("dummy", False)])
-def test_core_does_without_rare_parts_of_torch_unless_its_weights_are_random(default_model, load_format, can):
-    config = AsyncEngineArgs(str(default_model), load_format=load_format).create_engine_config()
-    assert process._has_native_models_only(config) is can
