@@ -1,4 +1,4 @@
-"""How a core process tells that its parent has died, and what it can do without."""
+"""How a core process tells that its parent has died."""
 
 import os
 import signal
