@@ -99,7 +99,7 @@ class EngineCoreClient:
         self._calls: dict[int, PendingCall] = {}
         """By id: the calls that the core has not answered."""
         self._call_limits: dict[int, CallLimit] = {}
-        """By id: the time limits of those that await a successor."""
+        """By id: the time limits of calls that await a successor."""
         self._call_ids = itertools.count(secrets.randbits(62))
         """Numbers for calls and requests, in the order in which they are sent; no other client uses them for calls."""
         self._is_paused = supervisor.core.connection.was_paused

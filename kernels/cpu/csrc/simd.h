@@ -237,8 +237,8 @@ inline vf reduce_each(const vf (&x)[2 * HALF], F&& f) {
         return halves[0];
 }
 
-// Does what `reduce` does for the first `count` of W vectors: element i of the result is that of vector i. The other vectors
-// are overwritten, and the other elements of the result are meaningless.
+// Does what `reduce` does for the first `count` of W vectors: element i of the result is that of vector i. The other
+// vectors are overwritten, and the other elements of the result are meaningless.
 template <class F>
 inline vf reduce_some(vf (&x)[W], int count, F&& f) {
     if (count > 2) {

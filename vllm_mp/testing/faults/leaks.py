@@ -56,20 +56,11 @@ def _descriptors() -> dict[str, str]:
 
 
 def _describe(pid: int) -> str:
-    """Return the number, the state, the name and the arguments of a process."""
+    """Return the number, the state, the name and the arguments of a process; a zombie has no arguments."""
     try:
-        process = psutil.Process(pid)
-        return f"{pid} {process.status()} {process.name()} {' '.join(_arguments(process))}"
+        return str(psutil.Process(pid).as_dict(["pid", "status", "name", "cmdline"]))
     except psutil.NoSuchProcess:
         return f"{pid}, which has ended since"
-
-
-def _arguments(process: psutil.Process) -> list[str]:
-    try:
-        arguments: list[str] = process.cmdline()
-        return arguments
-    except psutil.ZombieProcess:
-        return []
 
 
 @contextlib.contextmanager
