@@ -60,6 +60,9 @@ def end_idle_threads() -> None:
     It ends its threads before each fork, and makes them again for the next product of matrices. Return when no other
     thread is left, or after `_END_OF_THREADS_S`: a thread that was joined takes a moment to leave the system.
     """
+    with contextlib.suppress(ForkRefused):  # the system does not tell, which `fork_sibling` reports
+        if count_threads() == 1:
+            return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, about the threads
         child = os.fork()
@@ -67,7 +70,7 @@ def end_idle_threads() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     deadline = time.monotonic() + _END_OF_THREADS_S
-    with contextlib.suppress(ForkRefused):  # the system does not tell, which `fork_sibling` reports
+    with contextlib.suppress(ForkRefused):
         while count_threads() > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
 

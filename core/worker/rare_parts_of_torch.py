@@ -10,9 +10,12 @@ _RARE_PARTS_OF_TORCH: Final = (
     "torch._meta_registrations",
     "torch._native",
     "torch.distributed._meta_registrations",
+    *("torch.distributions", "torch.export", "torch.masked", "torch.nn.intrinsic", "torch.nn.qat"),
+    *("torch.quantization", "torch.utils.data"),
 )
-"""Register what operations do on the device "meta" and in traced programs, and other kernels for GPUs. They and what
-they import are a third of `import torch`, and native models on a CPU use nothing of them."""
+"""The first three register what operations do on the device "meta" and in traced programs, and other kernels for GPUs.
+The others are for training and for exports. They and what they import are a quarter of `import torch`, and native
+models on a CPU use nothing of them."""
 
 
 def defer_rare_parts_of_torch() -> None:

@@ -1,53 +1,76 @@
-"""The library of torch that a core loads in a thread."""
+"""What a template process imports, and in which order."""
 
-import importlib.machinery
-import importlib.util
 import inspect
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 
 from vllm_mp.core import core_imports
 
-PROGRAM = """
-import sys
-from pathlib import Path
-from vllm_mp.core.core_imports import load_torch_library
+LIBRARIES_LATER_THAN_TORCHS = """
+import importlib.machinery, threading
+from vllm_mp.core import core_imports
+from vllm_mp.machine import torch_library
 
-load_torch_library()
-assert "torch" not in sys.modules
-before = "libtorch_cpu.so" in Path("/proc/self/maps").read_text()
+waiting = []
+create = importlib.machinery.ExtensionFileLoader.create_module
+
+def created(loader, spec):
+    if torch_library._thread is not None and not spec.name.startswith("torch."):
+        waiting.append(spec.name)
+    return create(loader, spec)
+
+def finish():
+    finished.append(list(waiting))
+    finish_loading()
+
+finished = []
+finish_loading = torch_library.finish_loading_torch_library
+core_imports.finish_loading_torch_library = finish
+importlib.machinery.ExtensionFileLoader.create_module = created
+core_imports.import_core()
+print(threading.active_count(), *finished[0])
+"""
+RARE_PARTS = """
+from vllm_mp.core.core_imports import import_core
+from vllm_mp.core.worker.rare_parts_of_torch import _RARE_PARTS_OF_TORCH
+from vllm_mp.machine.deferred_modules import load_deferred_modules
+import_core()
+import sys, types
 import torch
-print(before == (torch.version.cuda is None), torch.ones(2, 3).sum().item())
+
+def count_executed():
+    return sum(type(sys.modules[name]) is types.ModuleType for name in _RARE_PARTS_OF_TORCH)
+
+print(len(_RARE_PARTS_OF_TORCH) > 3, count_executed())
+model = torch.nn.Linear(3, 2)
+model(torch.ones(1, 3)).sum().backward()
+print(count_executed())
+load_deferred_modules()
+print(count_executed() == len(_RARE_PARTS_OF_TORCH))
+import torch.utils.data.dataloader
+torch.export.export(model, (torch.ones(1, 3),))
+print(torch.distributions.Normal(0.0, 1.0).mean.item(), torch.empty(2, device="meta").device)
 """
 
 
-def test_library_of_a_build_for_cpus_is_loaded_before_torch_is_imported():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "6.0"]
+def _printed(program: str) -> list[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_no_import_waits_for_the_library_of_torch_and_no_thread_is_left():
+    assert _printed(LIBRARIES_LATER_THAN_TORCHS) == ["1"]
+
+
+def test_rare_parts_of_torch_are_executed_only_when_all_of_it_is_needed():
+    assert _printed(RARE_PARTS) == ["True", "0", "0", "True", "0.0", "meta"]
 
 
 def test_modules_that_are_found_by_name_are_the_usual_ones():
-    things = [core_imports, core_imports.import_core, inspect.currentframe(), importlib.machinery.ModuleSpec]
+    things = [core_imports, core_imports.import_core, inspect.currentframe(), ModuleSpec]
     usual = [inspect.getmodule(thing) for thing in things]
     with core_imports._modules_found_by_name():
         assert [inspect.getmodule(thing) for thing in things] == usual
         assert inspect.getsource(core_imports.import_core).startswith("def import_core")
         assert inspect.getmodule(1) is None
     assert inspect.getmodule.__module__ == "inspect"
-
-
-def test_builds_for_gpus_and_a_missing_torch_are_left_to_the_import(monkeypatch, tmp_path):
-    opened = []
-    monkeypatch.setattr(core_imports.ctypes, "CDLL", lambda name: opened.append(name))
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "libtorch_cuda.so").touch()
-    found = importlib.machinery.ModuleSpec("torch", None, is_package=True)
-    found.submodule_search_locations = [str(tmp_path)]
-    for spec in (found, None):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)
-        core_imports.load_torch_library()
-    assert not opened
-    (tmp_path / "lib" / "libtorch_cuda.so").unlink()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-    core_imports.load_torch_library()
-    assert opened, "a build for CPUs"
