@@ -21,7 +21,7 @@ FORK = """
     def main():
         about = {{
             "line": sys.stdin.readline(),
-            "descriptors": [fd for fd in range(100) if Path(f"/proc/self/fd/{{fd}}").is_symlink()],
+            "descriptors": [fd for fd in range(1000) if Path(f"/proc/self/fd/{{fd}}").is_symlink()],
             "parent": os.getppid(),
             "handles": callable(signal.getsignal(signal.SIGTERM)),
         }}
