@@ -18,7 +18,7 @@ from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Counts, Rows
 from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ModelOutput, PendingStep
-from vllm_mp.core.speculation.draft_pace import DraftPace, RequestPace, kind_of
+from vllm_mp.core.speculation.draft_pace import WEIGHT_OF_ALL, WEIGHT_OF_MODEL, DraftPace, RequestPace, kind_of
 from vllm_mp.core.speculation.drafts import Drafts, spread
 from vllm_mp.core.speculation.methods import make_proposer
 from vllm_mp.core.speculation.request_drafts import RequestDrafts
@@ -136,7 +136,7 @@ class Drafting:
         self._clock = clock
         self._model_seconds: float | None = 0.0
         """Time that the draft model took for the latest step; None: it also computed tokens of long prompts."""
-        self._pace = DraftPace()
+        self._pace = DraftPace(WEIGHT_OF_ALL if model is None else WEIGHT_OF_MODEL)
         self._stops = frozenset(batch.eos_token_ids.tolist())
         self.outside: OutsideWork | None = None
         """Where the requests are published for which the draft model computes; None: nowhere."""

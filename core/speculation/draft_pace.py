@@ -24,12 +24,22 @@ _FIRST_STEPS: Final = 3
 """Number of steps without drafts whose least time is the first that is known; the first of all may be cold."""
 _STEPS_TO_LOOK: Final = 128
 """Number of steps with drafts after which a step without drafts is measured again."""
+_CHANGE: Final = 1.15
+"""Factor by which steps with drafts become slower or faster if the machine, or what it shares with others, does."""
+_STEPS_OF_CHANGE: Final = 3
+"""Number of such steps in a row after which steps without drafts are measured anew."""
+_ROWS_OF_CHANGE: Final = 4
+"""Most rows of such steps. Hardly two steps of more rows have equally many drafts, so that their times say nothing."""
 _FORGETS: Final = 0.995
 """Factor of the cost in each step in which it forbids all drafts, so that it is measured again some time."""
 _MAX_MATCH: Final = 16
 """Matches of so many tokens or more are one kind."""
 _FEW: Final = 4.0
-"""Weight, in drafts, of what all requests accept beside what one request accepts."""
+"""Number of drafts from which the share of a request says something."""
+WEIGHT_OF_ALL: Final = 4.0
+"""Weight, in drafts, of what all requests accept beside what one request accepts, if the texts are what matters."""
+WEIGHT_OF_MODEL: Final = 32.0
+"""The same for a draft model, whose probabilities say how sure each draft is."""
 _REST: Final = 3
 """Number of steps for which nothing is proposed after a proposal that was worth nothing, if most were not accepted, or
 if drafts are dear."""
@@ -80,7 +90,9 @@ class RequestPace:
 class DraftPace:
     """Decides how many of the proposed tokens of a row become drafts."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight_of_all: float = WEIGHT_OF_ALL) -> None:
+        """`weight_of_all`: weight, in drafts, of what all requests accept beside what one request accepts."""
+        self._weight_of_all = weight_of_all
         self._seconds: dict[int, float] = {}
         """Seconds of a step without drafts, by the size of the step."""
         self._num_timed: dict[int, int] = {}
@@ -90,6 +102,10 @@ class DraftPace:
         self._shares = [Share(_ENGINE_MEMORY, 0.5, 1.0) for _ in range(_MAX_MATCH + 1)]
         """Of the drafts of all requests, by the length of the match before each, or by their kinds (`kind_of`)."""
         self._num_to_look = 0
+        self._drafted: dict[tuple[int, int], float] = {}
+        """Seconds of a step with drafts, by the numbers of its rows and of its drafts."""
+        self._num_changed = 0
+        """Number of latest steps that were all slower, or if below 0 all faster, than such steps were."""
         self._is_refused = False
         """In the step that is being scheduled, the cost has forbidden a draft."""
 
@@ -122,7 +138,8 @@ class DraftPace:
         `kind` is the length of the match before it, or of a draft model `kind_of`.
         """
         of_all, share = self._shares[min(kind, _MAX_MATCH)], request.share
-        return (_FEW * of_all.accepted / of_all.total + share.accepted) / (_FEW + share.total)
+        weight = self._weight_of_all
+        return (weight * of_all.accepted / of_all.total + share.accepted) / (weight + share.total)
 
     def note_too_dear(self) -> None:
         """Note that a draft model was not asked, because no draft has a chance above the cost of one."""
@@ -172,12 +189,30 @@ class DraftPace:
                 self._seconds[size] = _MEMORY * known + (1 - _MEMORY) * min(seconds, _MAX_SURPRISE * known)
             return
         self._num_to_look += 1
+        if num_rows <= _ROWS_OF_CHANGE:
+            self._note_change((num_rows, num_drafts), seconds)
         if alone:
             known = self._ratios.get(size, _FIRST_RATIO)
             most = _MAX_SURPRISE * (alone + known * alone / num_rows * num_drafts)
             ratio = (min(seconds, most) - alone) / num_drafts * num_rows / alone
             ratio = max(0.0, min(_MAX_RATIO, ratio))
             self._ratios[size] = _MEMORY * known + (1 - _MEMORY) * ratio
+
+    def _note_change(self, numbers: tuple[int, int], seconds: float) -> None:
+        """Have steps without drafts measured anew if the latest steps took longer, or less long, than such steps did.
+
+        The cost of drafts is what steps with them take beyond those without, so both must be of the same time.
+        `numbers` are those of the rows and the drafts of a step.
+        """
+        known = self._drafted.get(numbers, seconds)
+        self._drafted[numbers] = _MEMORY * known + (1 - _MEMORY) * seconds
+        sign = (seconds > _CHANGE * known) - (seconds < known / _CHANGE)
+        self._num_changed = self._num_changed + sign if sign * self._num_changed > 0 else sign
+        if abs(self._num_changed) >= _STEPS_OF_CHANGE:
+            self._num_changed = 0
+            self._drafted.clear()
+            self._num_timed.clear()
+            self._seconds.clear()
 
 
 def kind_of(probability: float) -> int:

@@ -1,6 +1,6 @@
 """How many drafts pay, by what is accepted and by what they cost."""
 
-from vllm_mp.core.speculation.draft_pace import DraftPace, RequestPace
+from vllm_mp.core.speculation.draft_pace import WEIGHT_OF_ALL, WEIGHT_OF_MODEL, DraftPace, RequestPace
 
 LOOKS = 2.0
 """The least chance in a step that shows what steps without drafts take."""
@@ -77,7 +77,7 @@ def test_steps_without_drafts_are_measured_again_from_time_to_time():
     for _ in range(500):
         is_look = pace.least_chance(2) == LOOKS
         looks += is_look
-        pace.observe(2, 0 if is_look else 4, 0.01)
+        pace.observe(2, 0 if is_look else 4, 0.002 if is_look else 0.0024)
     assert 2 <= looks <= 5
 
 
@@ -98,3 +98,37 @@ def test_one_slow_step_does_not_forbid_drafts():
         pace.note_drafts(request, 3, 2, 2)
     pace.observe(1, 2, 10.0)
     assert pace.num_worthwhile(request, 3, 4, pace.least_chance(1)) > 0
+
+
+def test_steps_without_drafts_are_measured_anew_when_the_machine_becomes_slower():
+    pace = measured_pace(1, cost=0.1)
+    before = pace.least_chance(1)
+    assert before < LOOKS
+    num_with_drafts = 0
+    while pace.least_chance(1) < LOOKS:  # everything takes twice as long, so that drafts cost the same share
+        pace.observe(1, 2, 2 * 0.001 * 1.2)
+        num_with_drafts += 1
+    assert num_with_drafts == 3
+    for _ in range(20):
+        num_drafts = 2 if pace.least_chance(1) < LOOKS else 0
+        pace.observe(1, num_drafts, 2 * 0.001 * (1 + 0.1 * num_drafts))
+    assert abs(pace.least_chance(1) - before) < 0.05
+
+
+def test_steps_of_many_rows_which_are_never_alike_tell_no_change_of_the_machine():
+    pace = measured_pace(16, cost=0.3)
+    for num_drafts in (8, 60, 9, 61, 8, 60, 9, 61):
+        assert pace.least_chance(16) < LOOKS
+        pace.observe(16, num_drafts, 0.01 + 0.001 * num_drafts)
+
+
+def test_an_unlucky_run_of_one_request_says_less_of_the_drafts_of_a_model():
+    chances = []
+    for weight in (WEIGHT_OF_ALL, WEIGHT_OF_MODEL):
+        pace, request = DraftPace(weight), RequestPace()
+        for _ in range(40):
+            pace.note_draft(RequestPace(), 15, True)
+        for _ in range(4):
+            pace.note_draft(request, 15, False)
+        chances.append(pace.chance_of(request, 15))
+    assert chances[0] < 0.6 < 0.75 < chances[1]
