@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from vllm_mp.machine.torch_library import finish_loading_torch_library, start_loading_torch_library
+from vllm_mp.core.torch_import.torch_library import finish_loading_torch_library, start_loading_torch_library
 
 
 def import_core() -> None:
@@ -18,7 +18,7 @@ def import_core() -> None:
     # These import no torch.
     import vllm_mp.core.activity_log
     import vllm_mp.core.process
-    from vllm_mp.core.worker.rare_parts_of_torch import defer_rare_parts_of_torch
+    from vllm_mp.core.torch_import.rare_parts_of_torch import defer_rare_parts_of_torch
 
     finish_loading_torch_library()
     defer_rare_parts_of_torch()

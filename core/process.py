@@ -30,7 +30,7 @@ from vllm_mp.core.parent_watch import parent_has_ended, wait_for_end_of_parent
 from vllm_mp.core.start_times import StartTimes
 from vllm_mp.core.stop_signal import StopSignal
 from vllm_mp.core.template import LEAVE_MODEL_TEMPLATE, drop_argument, end_standby
-from vllm_mp.core.worker.rare_parts_of_torch import defer_rare_parts_of_torch, needs_all_of_torch
+from vllm_mp.core.torch_import.rare_parts_of_torch import defer_rare_parts_of_torch, needs_all_of_torch
 from vllm_mp.core_link.core_description import CoreDescription
 from vllm_mp.core_link.core_launch import STACKS_SIGNAL, CoreLaunch, KeptCache, waiting_path
 from vllm_mp.core_link.core_status import CoreState

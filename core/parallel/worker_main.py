@@ -61,11 +61,11 @@ def _serve(launch: WorkerLaunch, says: socket.socket) -> None:
     from vllm_mp.core.parallel.follower import Follower
     from vllm_mp.core.parallel.make_group import make_group
     from vllm_mp.core.parallel.ring import SPIN_S, MessageRing
+    from vllm_mp.core.torch_import.rare_parts_of_torch import needs_all_of_torch
     from vllm_mp.core.weights.digest import weights_digest
     from vllm_mp.core.worker.device import prepare_device
     from vllm_mp.core.worker.memory.plan import memory_to_start
     from vllm_mp.core.worker.model_runner import ModelRunner
-    from vllm_mp.core.worker.rare_parts_of_torch import needs_all_of_torch
 
     gc.freeze()
     config, rank = launch.config, launch.rank

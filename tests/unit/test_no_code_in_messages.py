@@ -18,6 +18,7 @@ ALLOWED = {
     ("client/images/image_process.py", "import_module"): "the names are in a table in client/images/processor.py",
     ("core/models/__init__.py", "import_module"): "the names are in the table of native architectures",
     ("client/async_llm.py", "import_module"): "the names are in a table in the same file",
+    ("core/torch_import/torch_library.py", "import_module"): "the names are in tables in the same file",
     ("kernels/flash.py", "import_module"): "the names are in a table in the same file",
     ("vllm_mp/as_vllm.py", "import_module"): "the names are this package's own, under another name",
     **dict.fromkeys(

@@ -10,7 +10,7 @@ from vllm_mp.core import core_imports
 LIBRARIES_LATER_THAN_TORCHS = """
 import importlib.machinery, threading
 from vllm_mp.core import core_imports
-from vllm_mp.machine import torch_library
+from vllm_mp.core.torch_import import torch_library
 
 waiting = []
 create = importlib.machinery.ExtensionFileLoader.create_module
@@ -33,7 +33,7 @@ print(threading.active_count(), *finished[0])
 """
 RARE_PARTS = """
 from vllm_mp.core.core_imports import import_core
-from vllm_mp.core.worker.rare_parts_of_torch import _RARE_PARTS_OF_TORCH
+from vllm_mp.core.torch_import.rare_parts_of_torch import _RARE_PARTS_OF_TORCH
 from vllm_mp.machine.deferred_modules import load_deferred_modules
 import_core()
 import sys, types

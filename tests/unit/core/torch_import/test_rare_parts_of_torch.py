@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_mp import AsyncEngineArgs
-from vllm_mp.core.worker.rare_parts_of_torch import needs_all_of_torch
+from vllm_mp.core.torch_import.rare_parts_of_torch import needs_all_of_torch
 
 
 @pytest.mark.parametrize(

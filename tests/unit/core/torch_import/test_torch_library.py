@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 
-from vllm_mp.machine import torch_library
+from vllm_mp.core.torch_import import torch_library
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from vllm_mp.machine.torch_library import load_torch_library
+from vllm_mp.core.torch_import.torch_library import load_torch_library
 
 load_torch_library()
 assert "torch" not in sys.modules

@@ -1,0 +1,1 @@
+"""How a core imports torch, which takes longest of all that it imports."""
