@@ -180,6 +180,22 @@ def test_after_a_fork_that_does_not_start_the_next_core_loads_the_model(make_sma
 
 
 @pytest.mark.usefixtures("forked_cores")
+def test_after_a_fork_that_another_process_kills_the_next_core_has_the_model_and_the_cache(make_small_engine, template):
+    engine = make_small_engine(fault_injection="kill@load,incarnation=2")
+
+    async def run():
+        expected = (await answer(engine, PROMPT, PARAMS)).outputs[0].token_ids
+        await wait_until_ready(template)
+        former = await model_template_of(engine)
+        assert await answer_while_the_core_is_killed(engine) == expected
+        status = await engine.core_status()
+        assert (status["incarnation"], status["num_recomputed_tokens"]) == (3, 0)
+        assert (await model_template_of(engine)).pid == former.pid is not None
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("forked_cores")
 def test_sleep_that_drops_the_weights_ends_the_template_that_shares_them(make_small_engine, template):
     engine = make_small_engine()
 

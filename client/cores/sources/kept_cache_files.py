@@ -41,6 +41,8 @@ class KeptCacheFiles:
         self._mode = config.liveness_config.recover_kv_cache
         self._last: Predecessor | None = None
         """The core whose cache the latest successor might use."""
+        self._is_excused = False
+        """The latest successor did not start for another reason than what it found."""
         self.descriptors: list[int] = []
         """By rank; empty: the KV cache ends with the core."""
         self.mailboxes: list[tuple[int, int]] = []
@@ -92,17 +94,18 @@ class KeptCacheFiles:
     def for_successor_of(self, predecessor: Predecessor | None, *, writes: bool = True) -> KeptCache | None:
         """Return what the next core is told of the files; `writes`: also see that the prefix cache file is written.
 
-        A successor that does not start may have failed because of what it found, so a second one finds nothing. After
-        two deaths for want of memory in a row, the memory of the cache is given back.
+        A successor that does not start may have failed because of what it found, so a second one finds nothing, unless
+        the first was excused. After two deaths for want of memory in a row, the memory of the cache is given back.
         """
         if not self.descriptors:
             return None
         last, self._last = self._last, predecessor
         adopts = predecessor is not None and self._mode != "never" and self._is_trusted(predecessor)
         if predecessor is not None and last is not None:
-            is_second_attempt = predecessor.incarnation == last.incarnation
+            is_second_attempt = predecessor.incarnation == last.incarnation and not self._is_excused
             lacks_memory = predecessor.kind == last.kind == _OUT_OF_MEMORY
             adopts = adopts and not is_second_attempt and not lacks_memory
+        self._is_excused = False
         if not adopts:
             for _, receives in self.mailboxes:
                 empty_mailbox(receives)  # here, because a core needs the memory of the GPU before it looks at this
@@ -111,6 +114,10 @@ class KeptCacheFiles:
         if writes:
             self._prefix_file.keep_writing()
         return self._kept(adopts, self._prefix_file.descriptor)
+
+    def excuse_successor(self) -> None:
+        """Note that another process has killed the latest successor, before it served."""
+        self._is_excused = True
 
     def note_end(self, predecessor: Predecessor | None) -> None:
         """Note that a core has ended, after the death of `predecessor`, which may be the same.

@@ -13,7 +13,7 @@ import zmq
 
 from vllm_mp import wire
 from vllm_mp.client.cores.connection import CoreConnection
-from vllm_mp.client.cores.health import HangWatch
+from vllm_mp.client.cores.health import HangWatch, count_oom_kills
 from vllm_mp.client.cores.sources.core_source import (
     Check,
     Core,
@@ -78,6 +78,8 @@ class CoreLauncher:
         self._public: HeldAddress | None = None
         self._first_incarnation = 1
         self._num_started = 0
+        self._oom_kills = 0
+        """Kills for want of memory before the latest core was started."""
         self.predecessor: Predecessor | None = None
         """The latest core that has served, if it died; the next core is told of it."""
         self._operator_key = new_operator_key() if operator_key is None else operator_key
@@ -228,6 +230,7 @@ class CoreLauncher:
         if self._public is not None and self._public.restore():
             self._stop_standby()  # it has inherited the socket that was removed
         self._num_started += 1
+        self._oom_kills = count_oom_kills()
         if self._standby is not None and not self._standby.is_alive():
             self._stop_standby()
         self._process, self._standby = self._standby, None
@@ -292,9 +295,12 @@ class CoreLauncher:
                 self._process = self._connection = None
                 return core
             connection.close()
+            if process.was_killed and count_oom_kills() == self._oom_kills:
+                self._cache.excuse_successor()
+            else:
+                self._keep_model_template(None)  # what has failed may be its memory
             process.kill()
             self.discard(process)
-            self._keep_model_template(None)  # what has failed may be its memory
             raise
         self._process = self._connection = None
         self._ahead_at = time.monotonic() + _AHEAD_DELAY_S

@@ -78,13 +78,24 @@ def plain_cases(count: int, max_tokens: int, seed: int = 0) -> list[AnyCase]:
     return cases
 
 
-def every_case(count: int, max_tokens: int, seed: int = 0, adapters: Sequence[LoRARequest] = ()) -> list[AnyCase]:
-    """Return `mixed_cases`, of which some have a long beginning in common, have an adapter, or are JSON objects."""
+def every_case(
+    count: int,
+    max_tokens: int,
+    seed: int = 0,
+    adapters: Sequence[LoRARequest] = (),
+    placeholder: str | None = None,
+) -> list[AnyCase]:
+    """Return `mixed_cases`, of which some have a long beginning in common, have an adapter, or are JSON objects.
+
+    With the `placeholder` of an image in a prompt, some have images.
+    """
     cases = mixed_cases(count, max_tokens, seed)
     for i, case in enumerate(cases):
         if not isinstance(case, Case):
             continue
-        if i % 4 == 1:
+        if i % 4 == 0 and placeholder is not None:
+            cases[i] = dataclasses.replace(case, prompt=_with_images(case.prompt, placeholder, i // 4))
+        elif i % 4 == 1:
             cases[i] = dataclasses.replace(case, prompt=f"{_BEGINNING}{case.prompt}")
         elif i % 4 == 2 and adapters:
             cases[i] = dataclasses.replace(case, adapter=adapters[i // 4 % len(adapters)])
@@ -93,6 +104,19 @@ def every_case(count: int, max_tokens: int, seed: int = 0, adapters: Sequence[Lo
             own = {"temperature": 0.9, "seed": case.params["seed"], "max_tokens": max_tokens}
             cases[i] = dataclasses.replace(case, params={**own, "structured_outputs": constraint})
     return cases
+
+
+def _with_images(text: str, placeholder: str, number: int) -> dict[str, Any]:
+    """Return a prompt with one image or two; the first of two is that of the prompt `number - 1`."""
+    from PIL import Image
+
+    def image(seed: int) -> Image.Image:
+        generator = np.random.default_rng(seed)
+        height, width = generator.integers(20, 120, 2)
+        return Image.fromarray(generator.integers(0, 256, (height, width, 3), np.uint8))
+
+    images = [image(seed) for seed in range(number - number % 2, number + 1)]
+    return {"prompt": f"{placeholder} " * len(images) + text, "multi_modal_data": {"image": images}}
 
 
 class PauseWatch:

@@ -58,6 +58,13 @@ def test_first_core_and_the_second_attempt_to_start_a_successor_use_no_cache(fil
     assert files.for_successor_of(death(2, is_from_outside=True)).adopts
 
 
+def test_second_attempt_uses_the_cache_if_another_process_has_killed_the_first(files_with):
+    files, dead = files_with(), death(1, is_from_outside=True)
+    assert files.for_successor_of(dead).adopts
+    files.excuse_successor()
+    assert [files.for_successor_of(dead).adopts for _ in range(2)] == [True, False]
+
+
 def test_memory_is_given_back_after_two_deaths_for_want_of_it(files_with):
     files = files_with()
     assert files.for_successor_of(death(1, "out_of_memory")).adopts
