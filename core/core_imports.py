@@ -8,19 +8,17 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from vllm_mp.core.torch_import.torch_library import finish_loading_torch_library, start_loading_torch_library
+from vllm_mp.core.torch_import.torch_library import torch_library_beside
 
 
 def import_core() -> None:
     """Import the modules of a core, without any operation that would start threads or touch a device."""
     gc.disable()
-    start_loading_torch_library()
-    # These import no torch.
-    import vllm_mp.core.activity_log
-    import vllm_mp.core.process
+    with torch_library_beside():  # these import no torch
+        import vllm_mp.core.activity_log
+        import vllm_mp.core.process
     from vllm_mp.core.torch_import.rare_parts_of_torch import defer_rare_parts_of_torch
 
-    finish_loading_torch_library()
     defer_rare_parts_of_torch()
     with _modules_found_by_name():
         import torch  # noqa: F401

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,7 @@ _TORCH_LIBRARIES: Final = {
 }
 """The libraries that take `import torch` the longest, in its order and with its flags."""
 _GPU_LIBRARIES: Final = ("libtorch_cuda.so", "libtorch_hip.so", "libtorch_xpu.so")
-MODULES_WITH_LIBRARIES: Final = (
+_MODULES_WITH_LIBRARIES: Final = (
     *("_asyncio", "_bisect", "_bz2", "_contextvars", "_csv", "_heapq", "_json", "_lzma", "_multiprocessing"),
     *("_pickle", "_posixshmem", "_posixsubprocess", "_queue", "_random", "_sha2", "_sha512", "_socket", "_ssl"),
     *("_struct", "array", "binascii", "cmath", "fcntl", "grp", "hashlib", "math", "mmap", "resource", "select"),
@@ -33,28 +34,21 @@ _MODULES_OF_TORCH: Final = (
     "urllib.request",
 )
 """What `import torch` imports beside itself."""
-_thread: threading.Thread | None = None
 
 
-def start_loading_torch_library() -> None:
-    """Import the modules that would wait for the library, and start to load it in a thread; idempotent.
-
-    `finish_loading_torch_library` must follow, before this process forks or imports torch.
-    """
-    global _thread
-    if _thread is None:
-        _import_modules_with_libraries()
-        _thread = threading.Thread(target=load_torch_library, name="torch-library")
-        _thread.start()
-
-
-def finish_loading_torch_library() -> None:
-    """Wait until the library is loaded, and import meanwhile what torch imports beside itself."""
-    for name in _MODULES_OF_TORCH:
-        with contextlib.suppress(ImportError):  # torch says so itself if it needs it
-            importlib.import_module(name)
-    if _thread is not None:
-        _thread.join()
+@contextlib.contextmanager
+def torch_library_beside() -> Iterator[None]:
+    """Load the library in a thread while the imports of this block run; the thread ends with the block."""
+    _import_modules_with_libraries()
+    thread = threading.Thread(target=load_torch_library, name="torch-library")
+    thread.start()
+    try:
+        yield
+        for name in _MODULES_OF_TORCH:
+            with contextlib.suppress(ImportError):  # torch says so itself if it needs it
+                importlib.import_module(name)
+    finally:
+        thread.join()
 
 
 def load_torch_library() -> None:
@@ -78,10 +72,10 @@ def load_torch_library() -> None:
 
 
 def _import_modules_with_libraries() -> None:
-    """Import `MODULES_WITH_LIBRARIES`. NumPy starts no threads, which would compete and could not be forked."""
+    """Import `_MODULES_WITH_LIBRARIES`. NumPy starts no threads, which would compete and could not be forked."""
     is_limited = "OPENBLAS_NUM_THREADS" in os.environ
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    for name in MODULES_WITH_LIBRARIES:
+    for name in _MODULES_WITH_LIBRARIES:
         with contextlib.suppress(ImportError):  # who needs it says so
             importlib.import_module(name)
     if not is_limited:

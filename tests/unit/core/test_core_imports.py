@@ -9,27 +9,27 @@ from vllm_mp.core import core_imports
 
 LIBRARIES_LATER_THAN_TORCHS = """
 import importlib.machinery, threading
-from vllm_mp.core import core_imports
+from vllm_mp.core.core_imports import import_core
 from vllm_mp.core.torch_import import torch_library
 
-waiting = []
+created = None
+import_first = torch_library._import_modules_with_libraries
 create = importlib.machinery.ExtensionFileLoader.create_module
 
-def created(loader, spec):
-    if torch_library._thread is not None and not spec.name.startswith("torch."):
-        waiting.append(spec.name)
+def note_begin():
+    global created
+    import_first()
+    created = []
+
+def note(loader, spec):
+    if created is not None:
+        created.append(spec.name)
     return create(loader, spec)
 
-def finish():
-    finished.append(list(waiting))
-    finish_loading()
-
-finished = []
-finish_loading = torch_library.finish_loading_torch_library
-core_imports.finish_loading_torch_library = finish
-importlib.machinery.ExtensionFileLoader.create_module = created
-core_imports.import_core()
-print(threading.active_count(), *finished[0])
+torch_library._import_modules_with_libraries = note_begin
+importlib.machinery.ExtensionFileLoader.create_module = note
+import_core()
+print(threading.active_count(), *created[:created.index("torch._C")])
 """
 RARE_PARTS = """
 from vllm_mp.core.core_imports import import_core
