@@ -8,11 +8,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from support.image_models import IMAGE_TOKEN, image_tokenizer, placeholder, save_processor
 
 from vllm_mp import AsyncEngineArgs, LoRARequest
 from vllm_mp.testing.adapters import save_random_adapter
 from vllm_mp.testing.faults import SCENARIOS, Baseline, every_case, play, run_shared_soak, run_soak
 from vllm_mp.testing.faults.soak import MOMENTS
+from vllm_mp.testing.image_models import save_image_model
 from vllm_mp.testing.random_models import save_small_model
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
@@ -166,3 +168,29 @@ def test_nothing_is_lost_or_leaked_while_an_operator_calls_and_processes_beside_
     result = run_soak(all_requests, kills=6, seed=1, is_random=True, calls=True, fault_injection=all_requests.pace)
     assert result.broken == []
     assert sum(result.calls.values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("baseline")  # for its private folder of temporary files
+def test_nothing_is_lost_or_computed_again_of_requests_with_images_and_drafts(tmp_path):
+    tokenizer = image_tokenizer()
+    save_image_model(
+        "qwen2_vl",
+        tmp_path,
+        tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
+        vocab_size=-(-len(tokenizer) // 8) * 8,
+        max_position_embeddings=1024,
+    )
+    save_processor(tmp_path, "qwen2_vl")
+    with_images = Baseline(
+        tmp_path,
+        {"num_threads": 1, "spec_method": "suffix"},
+        streams=12,
+        max_tokens=24,
+        make_cases=functools.partial(every_case, placeholder=placeholder("qwen2_vl")),
+        pace_s=0.005,
+    )
+    result = run_soak(with_images, kills=8, seed=1, is_random=True, fault_injection=with_images.pace)
+    assert result.broken == []
+    assert result.has_images
+    assert result.recomputed == result.leaked == 0
