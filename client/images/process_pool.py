@@ -34,6 +34,10 @@ class ImageProcessError(ValueError):
     """An image process ended, or took too long, over an image; the message says so."""
 
 
+class _ImageProcessKilled(ImageProcessError):
+    """SIGKILL has ended an image process: of another process, or for want of memory."""
+
+
 class ImageProcess:
     """A child process that decodes and processes images, for one thread that waits for it."""
 
@@ -102,16 +106,18 @@ class ImageProcess:
                 f"it was not decoded and processed within {time_limit:g} s; make it smaller, or save it again"
             ) from None
         except (BrokenPipeError, EOFError):
-            raise ImageProcessError(f"{self._end_cause()}; make the image smaller, or save it again") from None
+            raise self._end_error() from None
 
-    def _end_cause(self) -> str:
-        """Return how the process, whose pipe is closed, has ended."""
+    def _end_error(self) -> ImageProcessError:
+        """Return the error that says how the process, whose pipe is closed, has ended."""
+        remedy = "make the image smaller, or save it again"
         try:
             code = self._child.wait(1.0)
         except subprocess.TimeoutExpired:
-            return "the process that decodes it closed its pipe"
-        how = f"of signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return f"the process that decodes it ended {how}"
+            return ImageProcessError(f"the process that decodes it closed its pipe; {remedy}")
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        kind = _ImageProcessKilled if code == -signal.SIGKILL else ImageProcessError
+        return kind(f"the process that decodes it ended {how}; {remedy}")
 
     def _write(self, data: bytes, deadline: float) -> None:
         view = memoryview(data)
@@ -149,7 +155,8 @@ class ImageProcesses:
     """Runs the image jobs of an engine, each on one of a few processes, in the order in which they come.
 
     A process is started when there is a job and no process is free. One that dies, or takes too long over an image,
-    fails this job alone, and is replaced at the next.
+    fails this job alone, and is replaced at the next. If it was killed, perhaps not because of the image, the job has
+    another try.
     """
 
     def __init__(self, settings: ProcessorSettings) -> None:
@@ -217,9 +224,16 @@ class ImageProcesses:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                if process is None:
+                try:
+                    process = process or self._start()
+                    result = process.run(job)
+                except _ImageProcessKilled:
+                    self._drop(process)
+                    process = None
+                    if self._is_closed:
+                        raise
                     process = self._start()
-                result = process.run(job)
+                    result = process.run(job)
             except BaseException as error:
                 self._drop(process)
                 process = None

@@ -17,6 +17,7 @@ from vllm_mp.testing.faults.load import AnyCase, mixed_cases, outcomes_of
 
 WAIT_S = 180.0
 """Limit for every wait of a scenario, far longer than needed, so that slow machines pass."""
+_IMAGE_MODULE = "vllm_mp.client.images.image_process"
 COMMON_OPTIONS: dict[str, Any] = {"max_logprobs": -1}
 """Engine options of every scenario."""
 
@@ -109,6 +110,11 @@ def core_address(engine: AsyncLLM) -> str:
     return engine.cores.first.supervisor.core.connection.address
 
 
-def children() -> set[int]:
-    """Return the ids of this process's live child processes."""
-    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+def core_children() -> set[int]:
+    """Return the ids of this process's live child processes, except those that decode images."""
+    found = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE and _IMAGE_MODULE not in child.cmdline():
+                found.add(child.pid)
+    return found

@@ -19,7 +19,7 @@ import zmq
 
 from vllm_mp import RequestOutput, SamplingParams, StructuredOutputsParams
 from vllm_mp.testing.engines import answer, eventually, greedy, rest
-from vllm_mp.testing.faults.baseline import WAIT_S, children, core_address
+from vllm_mp.testing.faults.baseline import WAIT_S, core_address, core_children
 from vllm_mp.testing.faults.comparison import ROUNDING
 from vllm_mp.testing.faults.playing import Scenario, ScenarioRun, trigger_of
 
@@ -187,10 +187,10 @@ async def exit_while_loading(run: ScenarioRun) -> None:
 async def kill_while_loading(run: ScenarioRun) -> None:
     if (standby := run.engine.cores.first.supervisor.standby_pid) is not None:
         os.kill(standby, signal.SIGKILL)  # it would become the core at once
-    known = children()
+    known = core_children()
     run.signal(signal.SIGKILL)
     await eventually(has_new_child(known), WAIT_S)
-    for child in children() - known:
+    for child in core_children() - known:
         os.kill(child, signal.SIGKILL)
 
 
@@ -198,7 +198,7 @@ def has_new_child(known: set[int]) -> Callable[[], Awaitable[bool]]:
     """Return a condition for `eventually`: this process has a child that is not among the `known` ones."""
 
     async def condition() -> bool:
-        return bool(children() - known)
+        return bool(core_children() - known)
 
     return condition
 

@@ -22,7 +22,7 @@ from vllm_mp.core_link.core_status import CoreState, CoreStatus
 from vllm_mp.fault_injection import mark_of_strike
 from vllm_mp.testing.differential import Case
 from vllm_mp.testing.engines import eventually
-from vllm_mp.testing.faults.baseline import WAIT_S, Baseline, children, core_address, core_page
+from vllm_mp.testing.faults.baseline import WAIT_S, Baseline, core_address, core_children, core_page
 from vllm_mp.testing.faults.comparison import ComparedAnswers, Comparison
 from vllm_mp.testing.faults.leaks import held_by_core, nothing_left_behind, private_mib
 from vllm_mp.testing.faults.load import AnyCase, PauseWatch, WatchedEngine, outcome_of
@@ -285,7 +285,7 @@ class Soak(Disturbance):
         if moment == "idle":
             await self._be_idle()
         await self._note_status()
-        known, page = children(), self._page()
+        known, page = core_children(), self._page()
         await self._strike(moment, page.pid)
         self.result.kills += 1
         self.result.kills_at[moment] = self.result.kills_at.get(moment, 0) + 1
@@ -354,7 +354,7 @@ class Soak(Disturbance):
     async def _kill_loading_core(self, known: set[int]) -> None:
         """Kill the next core, or its standby, whose process is not among the `known` ones, before it serves."""
         await eventually(has_new_child(known), WAIT_S)
-        for child in children() - known:
+        for child in core_children() - known:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
                 self.result.kills_while_loading += 1

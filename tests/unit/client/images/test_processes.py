@@ -58,25 +58,44 @@ def test_digest_covers_pixels_and_options(processes):
     assert len(set(digests)) == 3
 
 
-def test_killed_process_costs_its_image_an_error_and_is_replaced(processes):
+async def answers_while_processes_are_killed(processes, number):
+    """Return the answers to as many jobs as there are processes, while the process of each is killed `number` times."""
+    former = set(processes.pids)
+    for pid in former:
+        os.kill(pid, signal.SIGSTOP)  # so that the job does not end first
+    jobs = asyncio.gather(*[processes.run(JOB) for _ in former], return_exceptions=True)
+    await asyncio.sleep(0)
+    while processes._jobs:  # noqa: ASYNC110, one that waits would be processed by the next process
+        await asyncio.sleep(0.01)
+    for pid in former:
+        os.kill(pid, signal.SIGKILL)
+    if number > 1:
+        while len(set(processes.pids) - former) < len(former):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for pid in processes.pids:
+            os.kill(pid, signal.SIGKILL)
+    return await jobs
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_killed_process_is_replaced_and_costs_its_image_an_error_only_the_second_time(processes, number, monkeypatch):
     while len(processes.pids) < process_pool._NUM_PROCESSES:
         run(processes, *[JOB] * process_pool._NUM_PROCESSES)
-    pids = processes.pids
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)  # so that the job does not end first
+    pids, run_job = processes.pids, ImageProcess.run
 
-    async def killed():
-        jobs = asyncio.gather(*[processes.run(JOB) for _ in pids], return_exceptions=True)
-        await asyncio.sleep(0)
-        while processes._jobs:  # noqa: ASYNC110, one that waits would be processed by the next process
-            await asyncio.sleep(0.01)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        return await jobs
+    def stop_and_run(process, job):
+        os.kill(process.pid, signal.SIGSTOP)
+        return run_job(process, job)
 
-    for error in asyncio.run(killed()):
-        assert isinstance(error, ImageProcessError)
-        assert "SIGKILL" in str(error) or "closed its pipe" in str(error)
+    if number > 1:  # the second process must not be done before it is killed
+        monkeypatch.setattr(ImageProcess, "run", stop_and_run)
+    for answer in asyncio.run(answers_while_processes_are_killed(processes, number)):
+        if number == 1:
+            assert not answer.error
+        else:
+            assert isinstance(answer, ImageProcessError)
+            assert "SIGKILL" in str(answer)
+    monkeypatch.undo()
     [result] = run(processes, JOB)
     assert not result.error
     assert not set(pids) & set(processes.pids)
