@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import threading
 import time
 import types
 import uuid
@@ -27,7 +26,6 @@ from vllm_mp.client.engine_client import EngineClient
 from vllm_mp.client.threads.background_call import call_in_thread
 from vllm_mp.client.threads.completed_call import AwaitableInt, CompletedCall
 from vllm_mp.core_link.early_template import template_beside_imports
-from vllm_mp.machine.loading_thread import BESIDE_A_CORE, lower_priority
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import SamplingParams
@@ -207,7 +205,7 @@ class AsyncLLM(EngineClient):
         Raises what `from_engine_args` raises.
         """
         with template_beside_imports(engine_args):
-            await call_in_thread(_import_rest_beside_template)
+            await call_in_thread(_import_rest)
             return cls(await start_engine_in_thread(engine_args, stat_loggers))
 
     @classmethod
@@ -1060,12 +1058,6 @@ def _import_rest() -> None:
     for module_name, names in _IMPORTED_BESIDE_CORE.items():
         module = importlib.import_module(f"vllm_mp.{module_name}")
         globals().update({name: getattr(module, name) for name in names})
-
-
-def _import_rest_beside_template() -> None:
-    """Do so in a thread that leaves the processors to the template, whose imports take longer."""
-    lower_priority(threading.get_native_id(), BESIDE_A_CORE)
-    _import_rest()
 
 
 AsyncLLMEngine = AsyncLLM
