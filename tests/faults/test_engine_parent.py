@@ -12,6 +12,7 @@ from support.forked_cores import HELPER_NAMES
 
 from vllm_mp import AsyncLLM, EngineError
 from vllm_mp.client.cores import supervisor
+from vllm_mp.client.cores.process_activity import is_stopped
 from vllm_mp.core_link.core_launch import status_path
 from vllm_mp.testing.engines import answer, eventually, greedy, make_keys, standalone_core
 from vllm_mp.testing.random_models import CONFIGS, save_random_model
@@ -212,9 +213,14 @@ def test_stopped_core_ends_with_its_parent_and_streams_go_on_on_the_next(model, 
             await eventually(are_under_way(clients))
             core = core_of(process)
             core.send_signal(signal.SIGSTOP)
+
+            async def has_stopped():
+                return all(is_stopped(thread.id) for thread in core.threads())
+
+            await eventually(has_stopped)  # the system does not wake a process that has yet to stop
             process.kill()
             process.wait()
-            await asyncio.to_thread(core.wait)
+            await asyncio.to_thread(core.wait, 60)
             with standalone_core(model, address, *FLAGS):
                 assert await streams == expected
 
