@@ -27,7 +27,7 @@ _STEPS_TO_LOOK: Final = 128
 _CHANGE: Final = 1.15
 """Factor by which steps with drafts become slower or faster if the machine, or what it shares with others, does."""
 _STEPS_OF_CHANGE: Final = 3
-"""Number of such steps in a row after which steps without drafts are measured anew."""
+"""Number of such steps in a row after which steps without drafts are measured again."""
 _ROWS_OF_CHANGE: Final = 4
 """Most rows of such steps. Hardly two steps of more rows have equally many drafts, so that their times say nothing."""
 _FORGETS: Final = 0.995
@@ -199,7 +199,7 @@ class DraftPace:
             self._ratios[size] = _MEMORY * known + (1 - _MEMORY) * ratio
 
     def _note_change(self, numbers: tuple[int, int], seconds: float) -> None:
-        """Have steps without drafts measured anew if the latest steps took longer, or less long, than such steps did.
+        """Have steps without drafts measured again if the latest steps took longer, or less long, than such steps did.
 
         The cost of drafts is what steps with them take beyond those without, so both must be of the same time.
         `numbers` are those of the rows and the drafts of a step.

@@ -100,7 +100,7 @@ def test_one_slow_step_does_not_forbid_drafts():
     assert pace.num_worthwhile(request, 3, 4, pace.least_chance(1)) > 0
 
 
-def test_steps_without_drafts_are_measured_anew_when_the_machine_becomes_slower():
+def test_steps_without_drafts_are_measured_again_when_the_machine_becomes_slower():
     pace = measured_pace(1, cost=0.1)
     before = pace.least_chance(1)
     assert before < LOOKS
