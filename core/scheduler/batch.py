@@ -5,6 +5,9 @@ admission to its end, and each step reads and updates whole columns at once. Not
 no cost grows with the length of a sequence.
 """
 
+import math
+import mmap
+
 import numpy as np
 import numpy.typing as npt
 
@@ -42,11 +45,10 @@ class Batch:
         """`block_size` is in tokens; `has_rope_positions` is for models with `Rope.sections`."""
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
-        self.rope_positions = np.zeros((3, max_num_seqs, max_model_len), np.int32) if has_rope_positions else None
+        self.rope_positions = _lazy_zeros((3, max_num_seqs, max_model_len)) if has_rope_positions else None
         """The positions in time, rows and columns by which each token is rotated; None: all are its index."""
-        # Pages of these arrays that no request has reached take no memory.
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.token_ids = _lazy_zeros((max_num_seqs, max_model_len))
+        self.block_table = _lazy_zeros((max_num_seqs, max_blocks))
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self.tenancy = np.zeros(max_num_seqs, np.int64)
         """Number of requests that have got the row so far; while it stays the same, blocks are only appended."""
@@ -157,7 +159,7 @@ class Batch:
         at = len(self.order)
         while at and self.request(int(self.order[at - 1])).order > request.order:
             at -= 1
-        self.order = np.insert(self.order, at, row)
+        self.order = np.concatenate((self.order[:at], [row], self.order[at:]))
         return row
 
     def remove(self, row: int) -> npt.NDArray[np.int32]:
@@ -200,3 +202,12 @@ class Batch:
         self.min_total_tokens[row] = 0
         self.stops_at_eos[row] = self.has_stop_ids[row] = False
         self.sampling[row] = 0
+
+
+def _lazy_zeros(shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
+    """Return zeros, int32 `shape`, whose pages take neither memory nor time before they are written.
+
+    `np.zeros` does not promise this: what it gets of memory that was used before it fills with zeros.
+    """
+    memory = mmap.mmap(-1, 4 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.int32).reshape(shape)
