@@ -21,6 +21,7 @@ from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.lora.adapter_cache import AdapterCache
 from vllm_mp.core.lora.reader import adapter_reader
 from vllm_mp.core.outside_work import OutsideWork
+from vllm_mp.core.pages.weight_pages import move_weights_later
 from vllm_mp.core.parallel.followers import Followers, GroupMemory, GroupProfiler
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
@@ -187,6 +188,7 @@ class EngineCore:
     def run(self) -> None:
         """Serve until told to stop; if the stop drains, until there is no work left."""
         self._note_state()
+        move_weights_later(self._outside.between_steps)
         with contextlib.suppress(StopSignal.Stopped):  # from a wake-up that loads weights
             while not self._stop.is_set or (self._stop.drain and self._has_unfinished_work):
                 self._wait_for_work()
@@ -260,6 +262,7 @@ class EngineCore:
         if self._sleep.is_due:
             self._process_all_but(0)
             self._sleep.settle()
+            move_weights_later(self._outside.between_steps)  # those that were mapped anew
             self._note_state()
 
     def _settle_adapters(self) -> None:

@@ -95,6 +95,12 @@ class OutsideWork:
                     self._exclusive = None
                 self._changed.notify_all()
 
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[bool]:
+        """Let nothing else be under way in this block, which runs in a thread; False if the core stops instead."""
+        with self.of((), alone=True):
+            yield not self._is_closed
+
     def run_alone(self, beat: Callable[[], object]) -> None:
         """Let the work run that waits until it may run alone, and wait for its end; no step may be pending.
 

@@ -4,7 +4,6 @@ It holds the forms in which the C++ kernels read matrices (`kernels.cpu.packed_f
 model still has. Like the cache, it is for one user, and it is complete: it is renamed into place as the last act.
 """
 
-import ctypes
 import fcntl
 import os
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_mp.core.pages.weight_pages import map_weights
 from vllm_mp.kernels.cpu.packed_forms import PackedForm
 from vllm_mp.machine.file_owner import check_private
 
@@ -30,7 +30,6 @@ _MAX_HEADER_BYTES: Final = 64 * 2**20
 _DATA_ALIGNMENT: Final = 2 * 2**20
 """The data begin at a multiple of the size of a huge page."""
 _ALIGNMENT: Final = 64
-_MADV_HUGEPAGE: Final = 14
 _CHUNK_BYTES: Final = 8 * 2**20
 _DTYPES: Final = {
     str(dtype).removeprefix("torch."): dtype
@@ -68,7 +67,7 @@ class _Header(msgspec.Struct):
 
 
 def read_packed_file(path: Path) -> PackedWeights:
-    """Return the weights in the file `path`, mapped, so that all cores share the memory until they write to it.
+    """Return the weights in the file `path`, mapped by `map_weights`.
 
     Raises OSError if it cannot be read, and ValueError if it is damaged or another user can read or write it.
     """
@@ -81,12 +80,9 @@ def read_packed_file(path: Path) -> PackedWeights:
         if start[: len(_MAGIC)] != _MAGIC or not 0 < num_bytes <= _MAX_HEADER_BYTES:
             raise ValueError(f"{path} is not a file of packed weights")
         header = msgspec.msgpack.decode(os.pread(descriptor, num_bytes, _HEADER_AT), type=_Header)
-        # torch opens a path; that of the descriptor is the file that was looked at.
-        path_of_descriptor = f"/proc/self/fd/{descriptor}"
-        file = torch.from_file(path_of_descriptor, shared=False, size=info.st_size, dtype=torch.uint8)
+        file = map_weights(descriptor, info.st_size)
     finally:
         os.close(descriptor)
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(file.data_ptr()), ctypes.c_size_t(len(file)), _MADV_HUGEPAGE)
     data = file[header.data_at :]
 
     def tensor(place: _Place) -> Tensor:

@@ -17,6 +17,7 @@ from vllm_mp.core.collectives.group import ALONE, RankGroup
 from vllm_mp.core.collectives.pipeline import Pipeline
 from vllm_mp.core.images.encoder import ImageEncoder
 from vllm_mp.core.lora.adapter import Adapter
+from vllm_mp.core.pages.weight_pages import map_pages_of_weights
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.cache.prefix_reader import PrefixReader
 from vllm_mp.core.scheduler.cache.seal_table import SealTable
@@ -33,7 +34,6 @@ from vllm_mp.core.worker.memory.encoder_memory import EncoderMemory
 from vllm_mp.core.worker.memory.kept_memory import kept_memory, map_early
 from vllm_mp.core.worker.memory.loaded_model import LoadedModel
 from vllm_mp.core.worker.memory.model_memory import ModelMemory
-from vllm_mp.core.worker.memory.page_tables import map_packed_weights
 from vllm_mp.core.worker.memory.paired_memory import PairedMemory
 from vllm_mp.core.worker.memory.plan import cache_blocks
 from vllm_mp.core.worker.memory.sleep import Memory
@@ -180,7 +180,7 @@ class ModelRunner:
             # Streams wait for this core, which needs no more than one processor before its first step.
             early = early or map_early(kept_cache.descriptors[self._all_ranks.rank])
             if early is not None:
-                early.map_pages_beside(map_packed_weights)
+                early.map_pages_beside(map_pages_of_weights)
         self.memory.keep_cache(kept_memory(kept_cache, self._all_ranks.rank, device, early))
         times.end("turn")
         num_blocks = self._all_ranks.minimum(self.memory.num_kept_blocks(self.digest))

@@ -4,60 +4,17 @@ Without them the first use of each 4 KiB takes a page fault, and the more of the
 takes to end a process and to map the file in its successor. Most systems give shared memory huge pages on demand only.
 """
 
-import ctypes
 import logging
 import math
 import mmap
-import os
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_mp.core.worker.memory.page_tables import map_pages
+from vllm_mp.core.pages.mapping import HUGE_PAGE_BYTES, make_huge, map_pages
 
 logger = logging.getLogger(__name__)
-
-HUGE_PAGE_BYTES: Final = 2 * 2**20
-_MADV_COLLAPSE: Final = 25
-"""Of Linux 6.1."""
-_MAP_FIXED: Final = 0x10
-_FAILED: Final = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-def map_aligned(descriptor: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Map the first `num_bytes` of a file, shared, at a multiple of the size of a huge page; uint8 [num_bytes].
-
-    They stay mapped as long as something refers to the array. Raises OSError if the system cannot.
-    """
-    size = num_bytes + HUGE_PAGE_BYTES
-    reserved = _mmap(None, size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-    address = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    try:
-        _mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
-    except OSError:
-        _libc.munmap(reserved, size)
-        raise
-    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    # Not at the end of the process, in which other threads may still use the memory.
-    weakref.finalize(memory, _libc.munmap, reserved, size).atexit = False
-    return np.ctypeslib.as_array(memory)
-
-
-def _mmap(address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int) -> int:
-    found: Any = _libc.mmap(address, num_bytes, protection, flags, descriptor, 0)
-    if found == _FAILED:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return int(found)
 
 
 class HugePages:
@@ -113,7 +70,9 @@ class HugePages:
         """Make a huge page of whatever is there; return whether the system did."""
         address = self._address + page * HUGE_PAGE_BYTES
         map_pages(address, mmap.PAGESIZE)  # the system makes none where nothing is mapped
-        if _libc.madvise(address, HUGE_PAGE_BYTES, _MADV_COLLAPSE):
-            logger.info("the system gives the KV cache no more huge pages: %s", os.strerror(ctypes.get_errno()))
+        try:
+            make_huge(address, HUGE_PAGE_BYTES)
+        except OSError as error:
+            logger.info("the system gives the KV cache no more huge pages: %s", error)
             return False
         return True

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vllm_mp.core.pages.mapping import map_aligned, map_pages
 from vllm_mp.core.scheduler.cache.file_header import HEADER_BYTES, KeptHeader, read_header, write_header
 from vllm_mp.core.scheduler.cache.prefix_file import PrefixFile
 from vllm_mp.core.scheduler.cache.prefix_reader import PrefixReader
@@ -33,8 +34,7 @@ from vllm_mp.core.scheduler.cache.seal_table import SealTable
 from vllm_mp.core.weights.code_digest import code_digest
 from vllm_mp.core.worker.memory.cuda_driver import CudaDriver
 from vllm_mp.core.worker.memory.device_memory import DeviceMemory, Driver
-from vllm_mp.core.worker.memory.huge_pages import HugePages, map_aligned
-from vllm_mp.core.worker.memory.page_tables import map_pages
+from vllm_mp.core.worker.memory.huge_pages import HugePages
 from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.core_link.mailbox import empty_mailbox
 from vllm_mp.machine.loading_thread import BESIDE_A_CORE, run_in_thread

@@ -1,14 +1,13 @@
 """A KV cache in huge pages: what it holds stays, its memory grows with its use, and it does without them."""
 
-import gc
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from vllm_mp.core.worker.memory import huge_pages as module
-from vllm_mp.core.worker.memory.huge_pages import HUGE_PAGE_BYTES, HugePages, map_aligned
+from vllm_mp.core.pages import mapping
+from vllm_mp.core.pages.mapping import HUGE_PAGE_BYTES, map_aligned
+from vllm_mp.core.worker.memory.huge_pages import HugePages
 
 BLOCK_BYTES = HUGE_PAGE_BYTES // 4
 
@@ -40,28 +39,6 @@ def asked(monkeypatch):
     pages = []
     monkeypatch.setattr(HugePages, "_make", lambda self, page: pages.append(page) or True)
     return pages
-
-
-def test_map_lies_at_a_multiple_of_a_huge_page_and_goes_with_its_last_user():
-    with Memory() as memory:
-        address = memory.bytes.ctypes.data
-        assert address % HUGE_PAGE_BYTES == 0
-        memory.bytes[5] = 7
-        assert os.pread(memory.descriptor, 1, 5) == b"\x07"
-        part = memory.bytes[:10]
-        memory.bytes = memory.pages = None
-        gc.collect()
-        assert part[5] == 7
-        maps = Path("/proc/self/maps").read_text()
-        assert f"{address:x}-" in maps
-        del part
-        gc.collect()
-        assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
-
-
-def test_map_of_no_file_is_an_error():
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        map_aligned(-1, 4096)
 
 
 def test_pages_are_asked_for_a_stretch_ahead_of_the_blocks_in_use_and_little_by_little(asked):
@@ -109,9 +86,10 @@ def test_what_the_memory_holds_stays_and_it_grows_by_the_pages_that_are_used():
 def test_system_that_refuses_a_page_is_not_asked_again(monkeypatch):
     calls = []
     with Memory() as memory:
-        monkeypatch.setattr(module._libc, "madvise", lambda *arguments: calls.append(arguments) or -1)
+        monkeypatch.setattr(mapping._libc, "madvise", lambda *arguments: calls.append(arguments) or -1)
         memory.pages.cover(1)
+        count = len(calls)
         memory.pages.cover(20)
-        assert len(calls) == 1
-        assert calls[0][0] == memory.bytes.ctypes.data + HUGE_PAGE_BYTES
+        assert len(calls) == count > 0
+        assert {address for address, *_ in calls} == {memory.bytes.ctypes.data + HUGE_PAGE_BYTES}
         memory.bytes[:] = 1
