@@ -176,9 +176,9 @@ class ModelRunner:
         adopts = self._all_ranks.minimum(int(kept_cache is not None and kept_cache.adopts))
         if kept_cache is not None:
             kept_cache = msgspec.structs.replace(kept_cache, adopts=bool(adopts))
-        if kept_cache is not None and kept_cache.adopts and device.type == "cpu":
+        if kept_cache is not None and kept_cache.adopts and device.type == "cpu" and early is None:
             # Streams wait for this core, which needs no more than one processor before its first step.
-            early = early or map_early(kept_cache.descriptors[self._all_ranks.rank])
+            early = map_early(kept_cache.descriptors[self._all_ranks.rank])
             if early is not None:
                 early.map_pages_beside(map_pages_of_weights)
         self.memory.keep_cache(kept_memory(kept_cache, self._all_ranks.rank, device, early))
