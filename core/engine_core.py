@@ -188,7 +188,7 @@ class EngineCore:
     def run(self) -> None:
         """Serve until told to stop; if the stop drains, until there is no work left."""
         self._note_state()
-        move_weights_later(self._outside.between_steps)
+        self._move_weights_later()
         with contextlib.suppress(StopSignal.Stopped):  # from a wake-up that loads weights
             while not self._stop.is_set or (self._stop.drain and self._has_unfinished_work):
                 self._wait_for_work()
@@ -262,8 +262,13 @@ class EngineCore:
         if self._sleep.is_due:
             self._process_all_but(0)
             self._sleep.settle()
-            move_weights_later(self._outside.between_steps)  # those that were mapped anew
+            self._move_weights_later()  # those that were mapped anew
             self._note_state()
+
+    def _move_weights_later(self) -> None:
+        """Have weights copied to huge pages, unless the cores of this engine share the memory of their file."""
+        if self._parallel.data_parallel_size == 1:
+            move_weights_later(self._outside.between_steps)
 
     def _settle_adapters(self) -> None:
         """Let requests use the adapters that were loaded, and end requests whose adapters could not be loaded."""

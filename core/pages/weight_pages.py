@@ -6,6 +6,7 @@ not for long where memory is short.
 """
 
 import ctypes
+import errno
 import logging
 import os
 import threading
@@ -103,7 +104,7 @@ def _move(reference: "weakref.ref[MappedBytes]", alone: Callable[[], AbstractCon
         started = time.monotonic()
         try:
             ctypes.memset(source, 1, size)  # which takes the system's memory before the steps wait
-            make_huge(source, size)
+            _check_huge(source, size)
             with alone() as goes_on:
                 memory = reference()
                 if memory is None or not goes_on:
@@ -127,6 +128,15 @@ def _bytes_to_move(reference: "weakref.ref[MappedBytes]") -> int:
     whole = len(memory) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     is_huge = _num_huge_bytes(ctypes.addressof(memory)) > _ENOUGH * whole
     return 0 if is_huge else whole
+
+
+def _check_huge(address: int, num_bytes: int) -> None:
+    """Raise OSError if the memory there, which was to lie in huge pages, does not and cannot."""
+    try:
+        make_huge(address, num_bytes)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # before Linux 6.1, which does not tell
+            raise
 
 
 def _num_huge_bytes(address: int) -> int:
