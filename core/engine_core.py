@@ -262,7 +262,7 @@ class EngineCore:
         if self._sleep.is_due:
             self._process_all_but(0)
             self._sleep.settle()
-            self._move_weights_later()  # those that were mapped anew
+            self._move_weights_later()  # a wake-up has mapped the file again
             self._note_state()
 
     def _move_weights_later(self) -> None:

@@ -74,7 +74,7 @@ def move_weights_later(alone: Callable[[], AbstractContextManager[bool]]) -> Non
     """Start a thread that copies weights that lie in small pages to huge pages, a piece at a time, if there is memory.
 
     Their addresses stay. `alone` returns a context in which no step is computed, and nothing else is done; its value is
-    False if the core stops. The copies are this process's own, as those of a core that has packed its weights itself.
+    False if the core stops. The copies take memory in each core that makes them.
     """
     if _mappings:
         threading.Thread(target=_move_all, args=(alone,), name="weight-mover", daemon=True).start()
