@@ -18,7 +18,7 @@ _MADV_COLLAPSE: Final = 25
 """Of Linux 6.1."""
 _MAP_FIXED: Final = 0x10
 _MREMAP_FLAGS: Final = 0x1 | 0x2 | 0x4
-"""The pages move to the given address, and their place stays mapped (Linux 5.7), so that nothing else can get it."""
+"""The pages move to the given address. Their old addresses stay mapped (Linux 5.7), so that nothing else gets these."""
 _PIECE_BYTES: Final = 32 * 2**20
 """Bytes that are mapped in one call, of about 2 ms. Other threads that map or allocate memory wait for its end."""
 _FAILED: Final = ctypes.c_void_p(-1).value
@@ -83,7 +83,7 @@ def make_huge(address: int, num_bytes: int) -> None:
 
 
 def move_pages(source: int, target: int, num_bytes: int) -> None:
-    """Let the memory at `source`, of no file, lie at `target`, in the place of what is there. Zeros are left.
+    """Replace what is mapped at `target` by the memory at `source`, of no file, where zeros are left.
 
     Both are multiples of the size of a page. Raises OSError if the system cannot.
     """

@@ -1,8 +1,8 @@
 """The mapped files of packed weights, whose pages become huge where the system keeps the file in small ones.
 
 A decode reads all weights in each step. In pages of 4 KiB that takes up to a fifth longer, because the processor looks
-up the place of each page. Linux keeps the files in huge pages itself if the file system can do that, which few can; and
-not for long where memory is short.
+up the address of each page. Linux keeps the files in huge pages itself if the file system can do that, which few can;
+and not for long where memory is short.
 """
 
 import ctypes

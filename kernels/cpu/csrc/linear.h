@@ -34,9 +34,8 @@ constexpr int64_t STEP = 4 * NR;
 // The distance in bytes at which weights that are read once are prefetched.
 constexpr int64_t AHEAD = 4096;
 
-// Weights to prefetch while others are multiplied: from `at`, `stride` bytes further with each step. Those that are read
-// once, of which each step takes STEP bytes, go to the L2 cache: reading them is all that takes time, and lines that are
-// on their way to the L1 cache keep loads waiting.
+// Weights to prefetch while others are multiplied: from `at`, `stride` bytes further with each step. A stride of STEP
+// means that they are read once. They go to the L2 cache then: lines on their way to the L1 cache keep loads waiting.
 struct Soon {
     const char* at;
     int64_t stride;

@@ -1,4 +1,4 @@
-"""Mapped memory: where it lies, how long it stays, and what moves to its place."""
+"""Mapped memory: where it lies, how long it stays, and what replaces it."""
 
 import ctypes
 import gc

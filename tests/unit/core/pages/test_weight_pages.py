@@ -37,12 +37,17 @@ def small_pieces_at_once(monkeypatch):
 
 
 @pytest.fixture
-def weights():
-    """A mapped file in memory, in small pages, with random bytes."""
+def file():
+    """A file in memory, in small pages, with random bytes."""
     descriptor = os.memfd_create("weights")
     os.write(descriptor, os.urandom(NUM_BYTES))
-    yield map_weights(descriptor, NUM_BYTES)
+    yield descriptor
     os.close(descriptor)
+
+
+@pytest.fixture
+def weights(file):
+    return map_weights(file, NUM_BYTES)
 
 
 def move(alone):
@@ -88,19 +93,16 @@ def test_what_is_written_before_a_piece_is_moved_is_not_lost(weights):
     assert (weights[::4096] == 5).all()
 
 
-def test_nothing_is_moved_after_the_core_stops_or_the_weights_were_given_up():
-    descriptor = os.memfd_create("weights")
-    os.write(descriptor, os.urandom(NUM_BYTES))
-    kept = [map_weights(descriptor, NUM_BYTES)]
+def test_nothing_is_moved_after_the_core_stops_or_the_weights_were_given_up(file):
+    kept = [map_weights(file, NUM_BYTES)]
     stops = Alone(lambda: False)
     move(stops)
     assert is_of_the_file(kept[0])
     weight_pages._mappings.clear()
-    kept[0] = map_weights(descriptor, NUM_BYTES)
+    kept[0] = map_weights(file, NUM_BYTES)
     given_up = Alone(lambda: kept.clear() or True)
     move(given_up)
     assert stops.count == given_up.count <= 1
-    os.close(descriptor)
 
 
 @pytest.mark.parametrize("reason", ["little memory", "switched off"])
