@@ -43,7 +43,7 @@ uint64_t sum_of_loops(int threads, int waits_for_threads, int num_loops, int eve
             if (loop % 3 == 0)
                 member.each(COUNT, add);
             else if (loop % 3 == 1)
-                member.each_guided(COUNT, add);
+                member.each_in_stretches(COUNT, add);
             else
                 member.each_in_turn(COUNT, 3, add);
         }
@@ -51,6 +51,14 @@ uint64_t sum_of_loops(int threads, int waits_for_threads, int num_loops, int eve
     uint64_t sum = 0;
     for (uint64_t value : num_loops % 2 ? next : values) sum = sum * 31 + value;
     return sum;
+}
+
+// Returns 1 if a loop with `count` indices calls its function once with each.
+int every_index_comes_once(int64_t count) {
+    std::vector<std::atomic<uint8_t>> calls(count);
+    Team team;
+    team.run(3, [&](Member& member) { member.each_in_stretches(count, [&](int64_t i) { ++calls[i]; }); });
+    return std::all_of(calls.begin(), calls.end(), [](auto& some) { return some == 1; });
 }
 
 // Lets one of two threads begin only when the other has finished `num_loops` loops alone. Returns 1 if that happens.
@@ -62,7 +70,7 @@ int one_thread_is_enough(int num_loops) {
         const bool is_late = omp_get_thread_num() == 1;
         if (is_late) is_enough = holds_soon([&] { return finished == num_loops; });
         for (int loop = 0; loop < num_loops; ++loop) {
-            member.each_guided(COUNT, [](int64_t) {});
+            member.each_in_stretches(COUNT, [](int64_t) {});
             if (!is_late) ++finished;
         }
     });

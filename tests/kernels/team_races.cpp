@@ -100,7 +100,7 @@ void check_region(Team& team, Random& random, int most, Team::Wait wait) {
             if (loop.kind == 0)
                 member.each(loop.count, f_with_pauses);
             else if (loop.kind == 1)
-                member.each_guided(loop.count, f_with_pauses);
+                member.each_in_stretches(loop.count, f_with_pauses);
             else
                 member.each_in_turn(loop.count, 3, f_with_pauses);
         });

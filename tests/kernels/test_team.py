@@ -87,6 +87,11 @@ def test_sums_are_equal_with_any_number_of_threads_that_lose_their_processors(
         assert team.sum_of_loops(threads, waits_for_threads, NUM_LOOPS, 7) == expected
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 100, 2**20 - 1, 2**20 + 1])
+def test_every_index_comes_once(team: ctypes.CDLL, count: int) -> None:
+    assert team.every_index_comes_once(ctypes.c_int64(count))
+
+
 def test_loops_are_finished_without_a_thread_that_has_no_processor(team: ctypes.CDLL) -> None:
     assert team.one_thread_is_enough(NUM_LOOPS)
 

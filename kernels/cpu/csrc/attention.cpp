@@ -80,6 +80,7 @@ struct Cache {
     int64_t stride;
     int64_t dim;
     int log_group = 0;
+    bool has_runs = false;  // whether the cells of W positions from a multiple of W on follow one another
 
     bool is_grouped() const { return log_group > 0; }
     int group_size() const { return 1 << log_group; }
@@ -88,9 +89,20 @@ struct Cache {
     // Returns the elements of a cell or, of a group of keys, the part of its memory that has the same offset there.
     const E* at(int64_t cell) const { return group_of(cell) + (cell & (group_size() - 1)) * dim; }
 
+    // The elements from a cell to the next one of a run.
+    int64_t to_next() const { return is_grouped() ? dim : stride; }
+
     // Points `out` to the rows of a tile's first `count` keys, and to `zeros` for keys that do not exist.
     void rows(const KeyTile& tile, int count, const E* zeros, const E** out) const {
-        for (int i = 0; i < count; ++i) out[i] = i >= tile.from && i < tile.to ? at(tile.cells[i]) : zeros;
+        for (int first = 0; first < count; first += W) {
+            if (has_runs && first >= tile.from && first + W <= tile.to) {
+                const E* row = at(tile.cells[first]);
+                for (int i = first; i < first + W; ++i, row += to_next()) out[i] = row;
+            } else {
+                for (int i = first; i < first + W; ++i)
+                    out[i] = i >= tile.from && i < tile.to ? at(tile.cells[i]) : zeros;
+            }
+        }
     }
 
     // Points `out` to the groups of a tile's first `count` keys, and to `zeros` [W, dim] for groups without a key.
@@ -117,20 +129,20 @@ struct Cache {
 
 // The keys or values of one head in a cache of `num_heads`.
 template <class E>
-Cache<E> cache_of_head(const void* cache, int64_t num_heads, int64_t head, int64_t dim, bool is_grouped) {
+Cache<E> cache_of_head(const void* cache, int64_t num_heads, int64_t head, int64_t dim, bool is_grouped, bool has_runs) {
     const int log_group = is_grouped ? LOG_W : 0;
     const int64_t size = (dim + (IS_INT8<E> ? SCALE_BYTES : 0)) << log_group;
-    return {(const E*)cache + head * size, num_heads * size, dim, log_group};
+    return {(const E*)cache + head * size, num_heads * size, dim, log_group, has_runs};
 }
 
 template <class E, class T>
 Cache<E> keys_in(const Caches<T>& caches, const Heads& heads, int64_t head) {
-    return cache_of_head<E>(caches.k, heads.keys, head, heads.key_dim, caches.in_groups);
+    return cache_of_head<E>(caches.k, heads.keys, head, heads.key_dim, caches.in_groups, caches.in_groups);
 }
 
 template <class E, class T>
 Cache<E> values_in(const Caches<T>& caches, const Heads& heads, int64_t head) {
-    return cache_of_head<E>(caches.v, heads.keys, head, heads.value_dim, IS_INT8<E> && caches.in_groups);
+    return cache_of_head<E>(caches.v, heads.keys, head, heads.value_dim, IS_INT8<E> && caches.in_groups, caches.in_groups);
 }
 
 // Rows of the cache to prefetch while other rows are multiplied, ROWS_A_STEP with each step.
@@ -139,36 +151,48 @@ struct SoonRows {
     Cache<E> cache;
     const int64_t* cells;
     int at, end;
+    const E* row = nullptr;
 
     SoonRows(const Cache<E>& cache, const KeyTile& tile)
         : cache(cache),
           cells(tile.cells),
           at(tile.from & -cache.group_size()),
-          end((tile.to + cache.group_size() - 1) & -cache.group_size()) {}
+          end((tile.to + cache.group_size() - 1) & -cache.group_size()) {
+        if (at < end) row = cache.at(cells[at]);
+    }
 
     ALWAYS_INLINE void ask() {
         for (int n = 0; n < ROWS_A_STEP; ++n)
-            if (at < end) prefetch(at++);
+            if (at < end) prefetch();
     }
 
     ALWAYS_INLINE void ask(int64_t steps) {
         const int until = int(std::min<int64_t>(end, at + steps * ROWS_A_STEP));
-        while (at < until) prefetch(at++);
+        while (at < until) prefetch();
     }
 
     // Prefetches the rows that are left after `steps` steps.
     ALWAYS_INLINE void ask_rest(int64_t steps) const {
-        for (int64_t i = at + steps * ROWS_A_STEP; i < end; ++i) prefetch(int(i));
+        if (at + steps * ROWS_A_STEP >= end) return;
+        SoonRows rest = *this;
+        rest.at += int(steps * ROWS_A_STEP);
+        rest.row = cache.at(cells[rest.at]);
+        while (rest.at < end) rest.prefetch();
     }
 
    private:
     static constexpr int ROWS_A_STEP = 2;
 
-    ALWAYS_INLINE void prefetch(int i) const {
-        const E* row = cache.at(cells[i]);
-        for (int64_t n = 0; n < cache.dim; n += 64 / int64_t(sizeof(E))) __builtin_prefetch(row + n);
+    // Asks for the next row. The lines go to the L2 cache: on their way to the L1 cache they keep loads waiting.
+    ALWAYS_INLINE void prefetch() {
+        for (int64_t n = 0; n < cache.dim; n += 64 / int64_t(sizeof(E))) prefetch_here(row + n);
         const int last = cache.group_size() - 1;
-        if (IS_INT8<E> && (cells[i] & last) == last) __builtin_prefetch(row + cache.dim);  // the scales
+        if (IS_INT8<E> && (cells[at] & last) == last) prefetch_here(row + cache.dim);  // the scales
+        ++at;
+        if (cache.has_runs && at % W)
+            row += cache.to_next();
+        else if (at < end)
+            row = cache.at(cells[at]);
     }
 };
 
@@ -636,13 +660,13 @@ void attend_to(Member& member, const AttentionMetadata& step, const Heads& heads
                scratch);
     };
     if (together)
-        member.each_in_turn(num_tiles, 1, [&](int64_t i) {
+        member.each_in_stretches(num_tiles, [&](int64_t i) {
             const int64_t num_heads = todo.tiles[i].count == 1 ? heads.keys : 1;
             for (int64_t head = 0; head < heads.keys; head += num_heads) attend_heads(i, head, num_heads);
         });
     else
-        member.each_in_turn(num_tiles * heads.keys, 1,
-                            [&](int64_t i) { attend_heads(i / heads.keys, i % heads.keys, 1); });
+        member.each_in_stretches(num_tiles * heads.keys,
+                                 [&](int64_t i) { attend_heads(i / heads.keys, i % heads.keys, 1); });
     if (todo.merges.empty()) return;
     member.each(int64_t(todo.merges.size()) * heads.queries, [&](int64_t i) {
         merge_parts(heads, i % heads.queries, todo.merges[i / heads.queries], partials, out, out_stride, scratch);

@@ -151,11 +151,13 @@ struct Rows {
     }
 };
 
-// W rows of a matrix in a strip. Strips lie one after another, so what is BYTES_AHEAD is read next.
+// The distance in bytes at which strips are prefetched.
+constexpr int64_t STRIP_BYTES_AHEAD = 8192;
+
+// W rows of a matrix in a strip. Strips lie one after another, so what is STRIP_BYTES_AHEAD is read next.
 template <class Type_>
 struct Strip {
     using Type = Type_;
-    static constexpr int64_t BYTES_AHEAD = 8192;
 
     const uint8_t* at;
 
@@ -166,7 +168,7 @@ struct Strip {
     ALWAYS_INLINE void ask(int64_t k, int index) const {
         constexpr int GROUPS = Type::WEIGHTS / Type::GROUP, LINES = (W * Type::BYTES + 63) / 64;
         for (int line = LINES * index / GROUPS; line < LINES * (index + 1) / GROUPS; ++line)
-            prefetch_here(block(k).at + BYTES_AHEAD + 64 * line);
+            prefetch_here(block(k).at + STRIP_BYTES_AHEAD + 64 * line);
     }
 };
 
@@ -371,10 +373,10 @@ inline BlockSlices block_slices(const BlockMatrix& w, int64_t i, int half) {
     return slices;
 }
 
-// Returns the bytes of panel `i`, if there is such a panel: of the first slice of each vector.
+// Returns the bytes of panel `i`: of the first slice of each vector.
 SoonBytes bytes_of_panel(const BlockMatrix& w, int64_t i) {
     SoonBytes soon;
-    for (int half = 0; half < 2 && i < w.panels(); ++half) {
+    for (int half = 0; half < 2; ++half) {
         const BlockSlices slices = block_slices(w, i, half);
         if (!slices.count) continue;
         const BlockSlice& slice = slices.some[0];
@@ -427,19 +429,21 @@ void multiply_tiles(const BlockFunctions& functions, const vf* const (&panels)[C
 
 }  // namespace
 
-void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t stride, int64_t rows, vf* sums) {
+void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next, const RowBlock* x, int64_t stride,
+                    int64_t rows, vf* sums) {
+    auto begin_of_panel = [](const auto& some) { return block_slices(*some.matrix, some.panel, 0).begin(); };
     const BlockSlices slices[2] = {block_slices(w, i, 0), block_slices(w, i, 1)};
     vf bias[2] = {};
     if (w.bias)
         for (int half = 0; half < 2; ++half) bias[half] = load(w.bias + i * NR + half * W);
     // Calls `f` for each slice, with the address of the rows that are read after it.
     auto each_slice = [&](auto&& f) {
-        const uint8_t* next = w.strips ? nullptr : block_slices(w, i + 1 < w.panels() ? i + 1 : i, 0).begin();
+        const uint8_t* after = begin_of_panel(next);
         for (int half = 0; half < 2; ++half)
             for (int s = 0; s < slices[half].count; ++s) {
                 const BlockSlice& slice = slices[half].some[s];
                 f(half, slice, block_functions(slice.type, w.strips),
-                  half == 0 && slices[1].count ? slices[1].begin() : next);
+                  half == 0 && slices[1].count ? slices[1].begin() : after);
             }
     };
     auto put = [&](int half, const BlockSlice& slice, int64_t row, vf got) {
@@ -453,12 +457,13 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t 
             functions.multiply[rows - 1](x, stride, got, whole_rows(slice), slice.row_bytes, w.inputs, next);
             for (int64_t r = 0; r < rows; ++r) put(half, slice, r, got[r]);
         });
+        if (next.matrix != &w && w.strips) prefetch_all(begin_of_panel(next), STRIP_BYTES_AHEAD);
         return;
     }
     thread_local std::vector<vf> unpacked;
     const int64_t size = w.inputs / 16 * MOST_VECTORS;
     unpacked.resize(std::max<int64_t>(unpacked.size(), 2 * size));
-    SoonBytes soon = bytes_of_panel(w, i + 1);
+    SoonBytes soon = bytes_of_panel(*next.matrix, next.panel);
     const BlockSlice &slice0 = slices[0].some[0], &slice1 = slices[1].some[0];
     if (slices[0].count == 1 && slices[1].count == 1 && slice0.type == slice1.type) {
         each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
@@ -500,7 +505,7 @@ void write_strips(const BlockMatrix& w, uint8_t* out, BlockStrip* strips, int th
     }
     team().run(threads, [&](Member& member) {
         std::vector<uint8_t> copy;
-        member.each_guided(count, [&](int64_t i) {
+        member.each_in_stretches(count, [&](int64_t i) {
             const BlockSlices slices = slices_of_parts(w, i / 2, int(i % 2));
             if (!slices.count) return;
             const BlockSlice& first = slices.some[0];

@@ -155,7 +155,8 @@ struct BlockMatrix {
 };
 
 // Multiplies `rows` rows, `stride` blocks each, with panel `i`: writes the panel's two vectors for each row to `sums`.
-void multiply_panel(const BlockMatrix& w, int64_t i, const RowBlock* x, int64_t stride, int64_t rows, vf* sums);
+void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next, const RowBlock* x, int64_t stride,
+                    int64_t rows, vf* sums);
 
 // Returns the bytes that strips of the matrix take; 0 if W rows have more than one type, so that they make no strip.
 int64_t strip_bytes(const BlockMatrix& w);
@@ -183,10 +184,11 @@ struct BlockLinear : BlockMatrix {
 
 // Multiplies all rows with panel `i` and adds the bias: calls `take(row, first, second)` with the panel's two vectors.
 template <class T, class Take>
-inline void products(const BlockLinear<T>& w, int64_t i, const BlockRows<T>& x, Take&& take) {
+inline void products(const BlockLinear<T>& w, int64_t i, const Next<BlockLinear<T>>& next, const BlockRows<T>& x,
+                     Take&& take) {
     thread_local std::vector<vf> sums;
     sums.resize(std::max<int64_t>(sums.size(), 2 * x.count));
-    multiply_panel(w, i, x.blocks, x.stride, x.count, sums.data());
+    multiply_panel(w, i, {next.matrix, next.panel}, x.blocks, x.stride, x.count, sums.data());
     for (int64_t r = 0; r < x.count; ++r) take(r, sums[2 * r], sums[2 * r + 1]);
 }
 

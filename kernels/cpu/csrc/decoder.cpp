@@ -47,7 +47,7 @@ void route_and_compute(Member& member, const DecoderLayer<Weight>& layer, const 
     const Router<T>& router = *layer.router;
     const int64_t tokens = rows.count, hidden = layer.qkv.inputs, chosen = router.num_chosen;
     const int64_t num_scores = router.scores.outputs, num_experts = experts.num_experts;
-    multiply_all(member, router.scores, Rows<T>{rows.values, nullptr, nullptr, tokens}, Additions<T>{},
+    multiply_all(member, router.scores, (const Linear<T>*)nullptr, Rows<T>{rows.values, nullptr, nullptr, tokens}, Additions<T>{},
                  [&](int64_t row, int64_t column, vf sums, int count) {
                      store_some(b.scores.data() + row * num_scores + column, sums, count);
                  });
@@ -82,7 +82,8 @@ void route_and_compute(Member& member, const DecoderLayer<Weight>& layer, const 
 template <class Weight, class T = typename Weight::Value>
 void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLayer<Weight>& layer,
                const LayerAdapters<T>& adapters, const AttentionMetadata& step, const Attention& todo, T* x,
-               const int64_t* positions, const RotaryTables<T>& rotary, const Caches<T>& caches, Buffers<Weight>& b) {
+               const int64_t* positions, const RotaryTables<T>& rotary, const Caches<T>& caches, const Weight* following,
+               Buffers<Weight>& b) {
     const Heads& heads = layer.heads;
     const int64_t tokens = step.num_tokens, hidden = layer.qkv.inputs, head_dim = heads.key_dim;
     const int64_t qkv_size = layer.qkv.outputs, attended_size = layer.o.inputs, all_heads = heads.queries + 2 * heads.keys;
@@ -121,8 +122,9 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
         }
     };
     // Adds a product to `x`, normed if there is a norm.
-    auto add_product = [&](const Weight& w, const auto& rows, const AdapterStack<T>* stack, const float* weight) {
-        multiply_all(member, w, rows, added(stack, rows), [&](int64_t row, int64_t column, vf sums, int count) {
+    auto add_product = [&](const Weight& w, const Weight* next, const auto& rows, const AdapterStack<T>* stack,
+                           const float* weight) {
+        multiply_all(member, w, next, rows, added(stack, rows), [&](int64_t row, int64_t column, vf sums, int count) {
             const int64_t at = row * hidden + column;
             if (weight)
                 store_some(b.projected.data() + at, sums, count);
@@ -133,7 +135,7 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
     };
 
     const auto attention_rows = norm(layer.input_norm, layer.qkv);
-    multiply_all(member, layer.qkv, attention_rows, added(adapters.qkv, attention_rows),
+    multiply_all(member, layer.qkv, &layer.o, attention_rows, added(adapters.qkv, attention_rows),
                  [&](int64_t row, int64_t column, vf sums, int count) {
                      store_some(b.qkv.data() + row * qkv_size + column, sums, count);
                  });
@@ -162,7 +164,7 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
     });
     attend_all(member, step, heads, todo, b.qkv.data(), qkv_size, caches, b.attended.data(), attended_size,
                b.partials.data());
-    add_product(layer.o, rows_of(b.attended.data(), layer.o), adapters.o, layer.attention_output_norm);
+    add_product(layer.o, layer.experts ? nullptr : &layer.gate_up, rows_of(b.attended.data(), layer.o), adapters.o, layer.attention_output_norm);
 
     if (layer.experts) {
         const auto rows = norm(layer.mlp_norm, layer.experts->gate_up[0]);
@@ -181,14 +183,14 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
     }
     const auto mlp_rows = norm(layer.mlp_norm, layer.gate_up);
     const Additions<T> gate_up_added = added(adapters.gate_up, mlp_rows);
-    member.each_guided(layer.gate_up.panels(), [&](int64_t i) {
+    each_panel(member, layer.gate_up, &layer.down, [&](int64_t i, const Next<Weight>& next) {
         const int64_t column = i * W;
         const int count = int(std::min<int64_t>(W, layer.inner - column));
-        products(layer.gate_up, i, mlp_rows, gate_up_added, [&](int64_t row, vf gate, vf up) {
+        products(layer.gate_up, i, next, mlp_rows, gate_up_added, [&](int64_t row, vf gate, vf up) {
             store_some(b.inner.data() + row * layer.inner + column, gated<T>(gate, up, decoder.is_gelu), count);
         });
     });
-    add_product(layer.down, rows_of(b.inner.data(), layer.down), adapters.down, layer.mlp_output_norm);
+    add_product(layer.down, following, rows_of(b.inner.data(), layer.down), adapters.down, layer.mlp_output_norm);
 }
 
 }  // namespace
@@ -236,7 +238,8 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
         for (int64_t i = first; i < end; ++i)
             add_layer(member, decoder, decoder.layers[i], adapters ? adapters[i] : LayerAdapters<T>{}, step,
                       *plan_of[i - first], x, positions, rotary,
-                      Caches<T>{k_caches[i], v_caches[i], in_groups, is_int8}, b);
+                      Caches<T>{k_caches[i], v_caches[i], in_groups, is_int8},
+                      i + 1 < end ? &decoder.layers[i + 1].qkv : nullptr, b);
         if (end == decoder.num_layers)
             member.each(tokens, [&](int64_t i) {
                 rms_norm(x + i * hidden, decoder.norm, hidden, decoder.eps, decoder.rounds_norms, out + i * hidden);

@@ -26,14 +26,20 @@ void compute_experts(Member& member, const Experts<Weight>& experts, const typen
                             const Input& rows_of_shared, auto&& put, auto&& put_shared) {
             const int64_t panels = weights->panels(), active = choices.experts.size();
             const int64_t shared_panels = of_shared ? of_shared->panels() : 0;
-            member.each_guided(shared_panels + active * panels, [&](int64_t i) {
+            const int64_t all_panels = shared_panels + active * panels;
+            auto panel_at = [&](int64_t i) -> Next<Weight> {
+                if (i < shared_panels) return {of_shared, i};
+                return {weights + choices.experts[(i - shared_panels) / panels], (i - shared_panels) % panels};
+            };
+            member.each_in_stretches(all_panels, [&](int64_t i) {
+                const auto [w, panel] = panel_at(i);
+                const Next<Weight> next = panel_at(std::min(i + 1, all_panels - 1));
                 if (i < shared_panels)
-                    return products(*of_shared, i, rows_of_shared,
+                    return products(*w, panel, next, rows_of_shared,
                                     [&](int64_t row, vf v0, vf v1) { put_shared(row, i, v0, v1); });
-                const int64_t which = (i - shared_panels) / panels, panel = (i - shared_panels) % panels;
+                const int64_t which = (i - shared_panels) / panels;
                 const int64_t position = choices.firsts[which], end = choices.firsts[which + 1];
-                const Weight& w = weights[choices.experts[which]];
-                products(w, panel, w.part(rows, are_by_position ? position : 0, end - position),
+                products(*w, panel, next, w->part(rows, are_by_position ? position : 0, end - position),
                          [&](int64_t row, vf v0, vf v1) { put(position + row, panel, v0, v1); });
             });
         };

@@ -56,7 +56,7 @@ void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
     team().run(threads, [&](Member& member) {
         const auto given = input(member, w, x, rows, buffer);
         const Additions<T> added = additions(member, adapters, adapter_rows, x, ranked.data());
-        multiply_all(member, w, given, added, [&](int64_t row, int64_t column, vf sums, int count) {
+        multiply_all(member, w, (const Weight*)nullptr, given, added, [&](int64_t row, int64_t column, vf sums, int count) {
             store_some(out + row * w.outputs + column, sums, count);
         });
     });
@@ -82,8 +82,8 @@ void argmax(const Weight& w, const T* x, int64_t rows, int64_t* indices, const T
         const vf none = splat(-std::numeric_limits<float>::infinity());
         best.assign(rows, {{none, none}, {}});
         const auto given = input(member, w, x, rows, buffer);
-        member.each_guided(w.panels(), [&](int64_t i) {
-            products(w, i, given, [&](int64_t row, vf first, vf second) {
+        each_panel(member, w, (const Weight*)nullptr, [&](int64_t i, const Next<Weight>& next) {
+            products(w, i, next, given, [&](int64_t row, vf first, vf second) {
                 const uint32_t* const mask = mask_of_row[row];
                 auto take = [&](int half, vf value) {
                     const vi column = LANES + int32_t(i * NR + half * W);

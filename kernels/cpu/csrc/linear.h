@@ -31,22 +31,26 @@ constexpr int MOST_ROWS = ON_TILES<T> ? BLOCK_ROWS : MR;
 // The bytes of a panel that are multiplied with one 32-bit word of each row.
 constexpr int64_t STEP = 4 * NR;
 
-// The distance in bytes at which weights that are read once are prefetched.
+// The distance in bytes at which weights that are read once are prefetched, and so what is prefetched of a panel that does
+// not lie behind the last one.
 constexpr int64_t AHEAD = 4096;
 
-// Weights to prefetch while others are multiplied: from `at`, `stride` bytes further with each step. A stride of STEP
-// means that they are read once. They go to the L2 cache then: lines on their way to the L1 cache keep loads waiting.
+// The panel that a thread is expected to multiply after another one.
+template <class Weight>
+struct Next {
+    const Weight* matrix;
+    int64_t panel;
+};
+
+// Weights to prefetch while others are multiplied: from `at`, `stride` bytes further with each step, at most STEP. They go
+// to the L2 cache: lines on their way to the L1 cache keep loads waiting.
 struct Soon {
     const char* at;
     int64_t stride;
 
-    void ask() {
-        for (const char* line : {at, at + STEP / 2}) {
-            if (stride == STEP)
-                prefetch_here((const uint8_t*)line);
-            else
-                __builtin_prefetch(line);
-        }
+    ALWAYS_INLINE void ask() {
+        prefetch_here(at);
+        if (stride > 64) prefetch_here(at + 64);
         at += stride;
     }
 
@@ -105,6 +109,8 @@ struct Linear {
     const Weight* panel(int64_t i) const {
         return (const Weight*)weight + i * NR * inputs;
     }
+
+    const void* address_of_panel(int64_t i) const { return quantizes() ? (const void*)panel<int8_t>(i) : panel<T>(i); }
 };
 
 // The most values that are rotated together.
@@ -264,24 +270,26 @@ void multiply_some(int rows, const T* x, int64_t stride, const void* panel, int6
                    int64_t out_stride, bool adds);
 
 // Divides any number of rows into blocks of about the same height for `multiply_some`: calls `f(first, end, soon)` for
-// each. With more than one block, the later blocks read the weights from a cache, and meanwhile the next panel is
-// prefetched.
+// each. With more than one block, the later blocks read the weights from a cache, and meanwhile the panel that comes
+// `next` is prefetched.
 template <class T, class F>
-inline void each_block(int64_t rows, const void* panel, int64_t panel_bytes, F&& f) {
+inline void each_block(int64_t rows, const void* panel, int64_t panel_bytes, const void* next, F&& f) {
     const int64_t blocks = (rows + MOST_ROWS<T> - 1) / MOST_ROWS<T>;
-    const char* bytes = (const char*)panel;
+    const char *bytes = (const char*)panel, *next_bytes = (const char*)next;
     for (int64_t i = 0, row = 0; i < blocks; ++i) {
         const int64_t end = rows * (i + 1) / blocks;
-        f(row, end, blocks > 1 ? Soon{bytes + panel_bytes + panel_bytes * i / blocks, (STEP + blocks - 1) / blocks}
+        f(row, end, blocks > 1 ? Soon{next_bytes + panel_bytes * i / blocks, (STEP + blocks - 1) / blocks}
                                : Soon{bytes + AHEAD, STEP});
         row = end;
     }
+    if (blocks == 1 && next_bytes != bytes + panel_bytes) prefetch_all(next, AHEAD);
 }
 
 // Multiplies any number of rows with a panel: calls `take(row, first, second)` with the two vectors of each row.
 template <class T, class Weight, class Take>
-inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs, Take&& take) {
-    each_block<T>(rows, panel, inputs * NR * int64_t(sizeof(Weight)), [&](int64_t first, int64_t end, Soon soon) {
+inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs,
+                           const void* next, Take&& take) {
+    each_block<T>(rows, panel, inputs * NR * int64_t(sizeof(Weight)), next, [&](int64_t first, int64_t end, Soon soon) {
         Sum<T> sums[MOST_ROWS<T>][2];
         multiply_some(int(end - first), x + first * stride, stride, panel, inputs, soon, (Element<T>*)sums, NR, false);
         for (int64_t r = first; r < end; ++r) take(r, sums[r - first][0], sums[r - first][1]);
@@ -292,20 +300,23 @@ inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weigh
 template <class T>
 inline void multiply_into(int64_t rows, const T* x, int64_t stride, const T* panel, int64_t inputs, float* out,
                           int64_t out_stride, bool adds) {
-    each_block<T>(rows, panel, inputs * NR * int64_t(sizeof(T)), [&](int64_t first, int64_t end, Soon soon) {
+    const int64_t panel_bytes = inputs * NR * int64_t(sizeof(T));
+    each_block<T>(rows, panel, panel_bytes, (const char*)panel + panel_bytes, [&](int64_t first, int64_t end, Soon soon) {
         multiply_some(int(end - first), x + first * stride, stride, panel, inputs, soon, out + first * out_stride,
                       out_stride, adds);
     });
 }
 
 // Multiplies all rows with panel `i` and adds the bias: calls `take(row, first, second)` with the panel's two vectors.
+// Prefetches of the panel that comes `next` as much as is worth it.
 template <class T, class Take>
-inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& take) {
+inline void products(const Linear<T>& w, int64_t i, const Next<Linear<T>>& next, const Rows<T>& x, Take&& take) {
     vf bias0 = {}, bias1 = {};
     if (w.bias) {
         bias0 = load(w.bias + i * NR);
         bias1 = load(w.bias + i * NR + W);
     }
+    const void* const after = next.matrix->address_of_panel(next.panel);
     if (w.scales) {
         const vf scale0 = load(w.scales + i * NR), scale1 = load(w.scales + i * NR + W);
         vi sum0 = {}, sum1 = {};
@@ -313,14 +324,14 @@ inline void products(const Linear<T>& w, int64_t i, const Rows<T>& x, Take&& tak
             sum0 = read<vi>(w.sums + i * NR);
             sum1 = read<vi>(w.sums + i * NR + W);
         }
-        multiply_panel(x.count, x.bytes, w.inputs, w.template panel<int8_t>(i), w.inputs,
+        multiply_panel(x.count, x.bytes, w.inputs, w.template panel<int8_t>(i), w.inputs, after,
                        [&](int64_t row, vi first, vi second) {
                            const vf scale = splat(x.scales[row]);
                            take(row, __builtin_convertvector(first - sum0, vf) * (scale0 * scale) + bias0,
                                 __builtin_convertvector(second - sum1, vf) * (scale1 * scale) + bias1);
                        });
     } else {
-        multiply_panel(x.count, x.values, w.inputs, w.template panel<T>(i), w.inputs,
+        multiply_panel(x.count, x.values, w.inputs, w.template panel<T>(i), w.inputs, after,
                        [&](int64_t row, vf first, vf second) { take(row, first + bias0, second + bias1); });
     }
 }

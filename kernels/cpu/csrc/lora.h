@@ -72,9 +72,10 @@ Additions<T> additions(Member& member, const AdapterStack<T>* stack, const Adapt
 
 // Does what `products` does, with additions; `Weight` and `Input` are Linear and Rows, or BlockLinear and BlockRows.
 template <class T, class Weight, class Input, class Take>
-inline void products(const Weight& w, int64_t i, const Input& x, const Additions<T>& added, Take&& take) {
+inline void products(const Weight& w, int64_t i, const Next<Weight>& next, const Input& x, const Additions<T>& added,
+                     Take&& take) {
     const PanelSums sums = added.panel(i);
-    products(w, i, x, [&](int64_t row, vf first, vf second) {
+    products(w, i, next, x, [&](int64_t row, vf first, vf second) {
         const int64_t index = sums.at ? added.rows->indices[row] : -1;
         if (index >= 0) {
             const vf* at = sums.at + index * sums.row_stride;
@@ -85,14 +86,29 @@ inline void products(const Weight& w, int64_t i, const Input& x, const Additions
     });
 }
 
+// Calls `f(i, next)` for the panels of a matrix with all members of a team; `following` is the matrix with which they
+// multiply after this one, or null.
+template <class Weight, class F>
+inline void each_panel(Member& member, const Weight& w, const Weight* following, F&& f) {
+    const int64_t count = w.panels(), end = member.end_of_stretch(count);
+    member.each_in_stretches(count, [&](int64_t i) {
+        if (i + 1 == end && following)
+            f(i, Next<Weight>{following, member.begin_of_stretch(following->panels())});
+        else
+            f(i, Next<Weight>{&w, std::min(i + 1, count - 1)});
+    });
+}
+
 // Multiplies all rows with the whole matrix: calls `put(row, column, vector, count)` for each vector of outputs.
+// `following` as in `each_panel`.
 template <class T, class Weight, class Input, class Put>
-inline void multiply_all(Member& member, const Weight& w, const Input& x, const Additions<T>& added, Put&& put) {
-    member.each_guided(w.panels(), [&](int64_t i) {
+inline void multiply_all(Member& member, const Weight& w, const Weight* following, const Input& x,
+                         const Additions<T>& added, Put&& put) {
+    each_panel(member, w, following, [&](int64_t i, const Next<Weight>& next) {
         const int64_t column = i * NR;
         const int count0 = int(std::min<int64_t>(W, w.outputs - column));
         const int count1 = int(std::min<int64_t>(W, w.outputs - column - W));
-        products(w, i, x, added, [&](int64_t row, vf first, vf second) {
+        products(w, i, next, x, added, [&](int64_t row, vf first, vf second) {
             put(row, column, first, count0);
             if (count1 > 0) put(row, column + W, second, count1);
         });

@@ -38,7 +38,7 @@ inline int64_t argmax_of_row(const T* scores, int64_t size) {
 template <class T>
 void argmax_rows(const T* scores, int64_t stride, int64_t size, int64_t count, int64_t* indices, int threads) {
     team().run(threads, [&](Member& member) {
-        member.each_guided(count, [&](int64_t row) { indices[row] = argmax_of_row(scores + row * stride, size); });
+        member.each_in_stretches(count, [&](int64_t row) { indices[row] = argmax_of_row(scores + row * stride, size); });
     });
 }
 
@@ -203,7 +203,7 @@ void sample_rows(const T* logits, int64_t stride, int64_t size, int64_t count, c
                  int threads) {
     team().run(threads, [&](Member& member) {
         thread_local Sampler sampler;
-        member.each_guided(count, [&](int64_t row) { tokens[row] = sampler.sample(logits + row * stride, size, draws, row); });
+        member.each_in_stretches(count, [&](int64_t row) { tokens[row] = sampler.sample(logits + row * stride, size, draws, row); });
     });
 }
 

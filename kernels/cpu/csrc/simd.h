@@ -26,12 +26,17 @@ namespace vmp {
 
 // Asks for the cache line of `p`, for the L2 cache, where this is called: GCC gathers the calls of __builtin_prefetch in
 // a loop without branches, and so many at once keep each other and the loads waiting.
-ALWAYS_INLINE void prefetch_here(const uint8_t* p) {
+ALWAYS_INLINE void prefetch_here(const void* p) {
 #if defined(__x86_64__)
-    asm volatile("prefetcht1 %0" : : "m"(*p));
+    asm volatile("prefetcht1 %0" : : "m"(*(const char*)p));
 #else
     __builtin_prefetch(p, 0, 2);
 #endif
+}
+
+// Asks for all cache lines of so many bytes.
+inline void prefetch_all(const void* from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) prefetch_here((const char*)from + at);
 }
 
 // The number of 32-bit elements of a vector.

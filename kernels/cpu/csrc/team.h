@@ -13,6 +13,7 @@
 #include <climits>
 #include <cstdint>
 #include <limits>
+#include <vector>
 
 #include "team_size.h"
 #include "tiles.h"
@@ -42,13 +43,33 @@ class Team {
         FOR_THREADS,
     };
 
+    // The indices that a thread has left in a loop, as one word.
+    struct Stretch {
+        static constexpr int BITS = 20;
+        static constexpr int64_t MOST = (1 << BITS) - 1;  // indices of a loop
+
+        uint64_t loop = 0;  // its number, plus 1
+        int64_t begin = 0, end = 0;
+
+        static Stretch of(uint64_t word) {
+            return {word >> (2 * BITS), int64_t(word >> BITS) & MOST, int64_t(word) & MOST};
+        }
+        uint64_t word() const { return loop << (2 * BITS) | uint64_t(begin) << BITS | uint64_t(end); }
+        bool is_empty() const { return begin == end; }
+    };
+
+    struct alignas(64) AtomicStretch {
+        std::atomic<uint64_t> word{0};
+    };
+
     // One thread's view of a region. All threads of the team execute the same loops. A free thread takes the next range
     // of indices, so if a thread loses its processor, the others take over the rest. When it is back, it passes the
     // loops that were finished meanwhile. A layer has six loops, so sharing them out and waiting take only a few atomic
     // operations.
     class Member {
        public:
-        Member(Team& team, int size, Wait wait) : team_(team), size_(size), wait_(wait) {}
+        Member(Team& team, int number, int size, Wait wait)
+            : team_(team), number_(number), size_(size), wait_(wait) {}
 
         // Calls `f(i)` for the indices below `count`, which is below 2^32, in a few ranges of the same size.
         template <class F>
@@ -56,10 +77,18 @@ class Team {
             each_in_turn(count, std::max<int64_t>(1, count / (2 * size_)), f);
         }
 
-        // Does the same in ranges that become shorter towards the end.
+        // Does the same for memory that is read best in order: each thread has a stretch of the indices, which it takes one
+        // after another from the start, and then half of what another thread has left. So it knows what it reads next.
         template <class F>
-        void each_guided(int64_t count, F&& f) {
-            share_out(count, [&](int64_t left) { return std::max<int64_t>(1, left / (2 * size_)); }, f);
+        void each_in_stretches(int64_t count, F&& f) {
+            if (count <= 0) return;
+            if (count > Stretch::MOST) return each(count, f);
+            indices_ += count;
+            int64_t done = 0;
+            do {
+                for (int64_t i; (i = take_one(count)) >= 0; ++done) f(i);
+            } while (take_half(count));
+            end_loop(done, count);
         }
 
         // Does the same in ranges of `chunk` indices, which free threads take in order.
@@ -68,11 +97,15 @@ class Team {
             share_out(count, [&](int64_t left) { return std::min(chunk, left); }, f);
         }
 
+        // Where this thread's stretch of a loop begins and ends.
+        int64_t begin_of_stretch(int64_t count) const { return count * number_ / size_; }
+        int64_t end_of_stretch(int64_t count) const { return count * (number_ + 1) / size_; }
+
        private:
         friend Team;
 
         Team& team_;
-        const int size_;
+        const int number_, size_;
         const Wait wait_;
         uint32_t loop_ = 0;     // number of the next loop in the region
         uint64_t indices_ = 0;  // of all loops so far
@@ -91,6 +124,46 @@ class Team {
                 done += end - begin;
                 next = team_.next_.load(std::memory_order_acquire);
             }
+            end_loop(done, count);
+        }
+
+        // Returns what `thread`, which has this word, has left in this loop. The word is of an earlier loop until somebody
+        // takes an index of the stretch; if it is of a later one, this loop is finished.
+        Stretch left(uint64_t word, int thread, int64_t count) const {
+            const Stretch known = Stretch::of(word);
+            const uint64_t loop = uint64_t(loop_) + 1;
+            if (known.loop >= loop) return known.loop == loop ? known : Stretch{};
+            return {loop, count * thread / size_, count * (thread + 1) / size_};
+        }
+
+        // Takes the first index of this thread's stretch; returns -1 if there is none.
+        int64_t take_one(int64_t count) {
+            std::atomic<uint64_t>& own = team_.stretches_[number_].word;
+            for (uint64_t word = own.load();;) {
+                const Stretch some = left(word, number_, count);
+                if (some.is_empty()) return -1;
+                if (own.compare_exchange_weak(word, Stretch{some.loop, some.begin + 1, some.end}.word())) return some.begin;
+            }
+        }
+
+        // Moves the second half of what another thread has left to this one; returns false if there is nothing.
+        bool take_half(int64_t count) {
+            for (int i = 1; i < size_; ++i) {
+                const int other = (number_ + i) % size_;
+                std::atomic<uint64_t>& of_other = team_.stretches_[other].word;
+                for (uint64_t word = of_other.load();;) {
+                    const Stretch some = left(word, other, count);
+                    if (some.is_empty()) break;
+                    const int64_t middle = (some.begin + some.end) / 2;
+                    if (!of_other.compare_exchange_weak(word, Stretch{some.loop, some.begin, middle}.word())) continue;
+                    team_.stretches_[number_].word.store(Stretch{some.loop, middle, some.end}.word());
+                    return true;
+                }
+            }
+            return false;
+        }
+
+        void end_loop(int64_t done, int64_t count) {
             if (wait_ == Wait::FOR_WORK)
                 finish(done, count);
             else
@@ -132,11 +205,13 @@ class Team {
         uint64_t indices = 0;
         next_.store(0, std::memory_order_relaxed);
         loop_.store(0, std::memory_order_relaxed);
+        if (size_t(threads) > stretches_.size()) stretches_ = std::vector<AtomicStretch>(threads);
+        for (AtomicStretch& some : stretches_) some.word.store(0, std::memory_order_relaxed);
 #pragma omp parallel num_threads(threads) reduction(min : least)
         {
             const double start = seconds(CLOCK_THREAD_CPUTIME_ID);
             const int size = omp_get_num_threads();
-            Member member(*this, size, wait);
+            Member member(*this, omp_get_thread_num(), size, wait);
             body(member);
             release_tiles();
             if (omp_get_thread_num() == 0) indices = member.indices_;
@@ -163,6 +238,7 @@ class Team {
     alignas(64) std::atomic<int64_t> finished_{0};  // indices, or threads, of the loop
     alignas(64) std::atomic<uint32_t> loop_{0};     // number of the loop; threads sleep on it
     std::atomic<int> sleepers_{0};
+    std::vector<AtomicStretch> stretches_;  // of each thread
     TeamSize size_;
 };
 

@@ -61,7 +61,7 @@ void apply_token_masks(T* logits, int64_t vocab_size, const uint32_t* masks, int
     const int64_t words = (vocab_size + MASK_WORD - 1) / MASK_WORD;
     const int64_t parts = (words + MASK_PART_WORDS - 1) / MASK_PART_WORDS;
     team().run(threads, [&](Member& member) {
-        member.each_guided(count * parts, [&](int64_t i) {
+        member.each_in_stretches(count * parts, [&](int64_t i) {
             const uint32_t* mask = masks + i / parts * num_words;
             T* row = logits + rows[i / parts] * vocab_size;
             const int64_t first = i % parts * MASK_PART_WORDS;
