@@ -545,10 +545,12 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
 }
 
 // Attends from the queries of a tile, for `num_heads` KV heads from `first_head` on, to the keys of `span`, which lie
-// in one part. The result goes to part, highest and sums of the scratch memory. The first keys of `next` are prefetched.
+// in one part. The result goes to part, highest and sums of the scratch memory. Of `next`, the first keys of `next_head` are
+// prefetched.
 template <class T, class E>
 void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
-                 const QueryTile& tile, const Span& span, const Span& next, const Caches<T>& caches, Scratch<T, E>& s) {
+                 const QueryTile& tile, const Span& span, const Span& next, int64_t next_head, const Caches<T>& caches,
+                 Scratch<T, E>& s) {
     const int64_t rows = tile.count * heads.group(), padded = s.padded(rows), dim = heads.padded_value_dim();
     const int32_t* ends = step.attention_ends ? step.attention_ends + tile.first : nullptr;
     std::fill_n(s.part.begin(), num_heads * rows * dim, 0.0f);
@@ -565,7 +567,7 @@ void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t firs
         for (int64_t at = span.begin / KEYS * KEYS; at < span.end; at += KEYS) {
             // Prefetched meanwhile: the next keys of this head, or the first keys of the next head or of `next`.
             const bool goes_on = at + KEYS < span.end, has_more_heads = i + 1 < num_heads;
-            const int64_t then_head = goes_on ? head : has_more_heads ? head + 1 : first_head;
+            const int64_t then_head = goes_on ? head : has_more_heads ? head + 1 : next_head;
             const KeyTile then = goes_on          ? tile_at(span, at + KEYS, cells)
                                  : has_more_heads ? tile_at(span, span.begin, cells)
                                                   : tile_at(first_of_next, first_of_next.begin, next_cells);
@@ -584,11 +586,11 @@ inline void put_result(const float* total, float sum, int64_t dim, T* out) {
 }
 
 // Computes the attention of one tile, for `num_heads` KV heads from `first_head` on. `q` and `out` have a row for each
-// query token, `q_stride` and `out_stride` elements apart. The first keys of `next` are prefetched.
+// query token, `q_stride` and `out_stride` elements apart. Of `next`, the first keys of `next_head` are prefetched.
 template <class T, class E>
 void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
-            const QueryTile& tile, const Span& next, const T* q, int64_t q_stride, const Caches<T>& caches, T* out,
-            int64_t out_stride, float* partials, Scratch<T, E>& s) {
+            const QueryTile& tile, const Span& next, int64_t next_head, const T* q, int64_t q_stride,
+            const Caches<T>& caches, T* out, int64_t out_stride, float* partials, Scratch<T, E>& s) {
     const int64_t group = heads.group(), head_rows = tile.count * group, rows = num_heads * head_rows;
     const int64_t dim = heads.padded_value_dim();
     s.fit(head_rows, num_heads, heads);
@@ -602,7 +604,7 @@ void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_hea
                     sizeof(T) * heads.key_dim);
     const Span span = keys_of(step, heads, tile);
     if (tile.parts > 1) {
-        attend_part(step, heads, first_head, num_heads, tile, span, next, caches, s);
+        attend_part(step, heads, first_head, num_heads, tile, span, next, next_head, caches, s);
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t at = tile.partial + (token_of(row) - tile.first) * tile.parts + tile.part;
             float* partial = partials + (at * heads.queries + head_of(row)) * heads.partial_size();
@@ -618,8 +620,10 @@ void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_hea
     for (int64_t start = span.begin / PART * PART; start < span.end; start += PART) {
         const int64_t end = std::min(span.end, start + PART);
         const Span part{span.row, std::max(span.begin, start), end};
-        const Span then = end < span.end ? Span{span.row, end, span.end} : next;
-        attend_part(step, heads, first_head, num_heads, tile, part, then, caches, s);
+        if (end < span.end)
+            attend_part(step, heads, first_head, num_heads, tile, part, {span.row, end, span.end}, first_head, caches, s);
+        else
+            attend_part(step, heads, first_head, num_heads, tile, part, next, next_head, caches, s);
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t at = state_of(row);
             merge(s.total.data() + row * dim, s.total_highest[at], s.total_sums[at], s.part.data() + row * dim,
@@ -655,9 +659,11 @@ void attend_to(Member& member, const AttentionMetadata& step, const Heads& heads
     // The heads of a tile lie side by side in the cache, so they stay together if there are enough tiles.
     const bool together = num_tiles >= 16;
     auto attend_heads = [&](int64_t i, int64_t first_head, int64_t num_heads) {
-        const Span next = i + 1 < num_tiles ? keys_of(step, heads, todo.tiles[i + 1]) : Span{};
-        attend(step, heads, first_head, num_heads, todo.tiles[i], next, q, q_stride, caches, out, out_stride, partials,
-               scratch);
+        const int64_t end_head = first_head + num_heads, next_head = end_head < heads.keys ? end_head : 0;
+        const int64_t next_tile = i + (next_head == 0);
+        const Span next = next_tile < num_tiles ? keys_of(step, heads, todo.tiles[next_tile]) : Span{};
+        attend(step, heads, first_head, num_heads, todo.tiles[i], next, next_head, q, q_stride, caches, out, out_stride,
+               partials, scratch);
     };
     if (together)
         member.each_in_stretches(num_tiles, [&](int64_t i) {

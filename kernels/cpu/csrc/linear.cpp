@@ -10,11 +10,25 @@ namespace {
 template <class T>
 using Multiply = void(const T*, int64_t, const void*, int64_t, Soon, Element<T>*, int64_t, bool);
 
+// Whether weights are prefetched to the L1 cache. With long panels, up to two rows take 15 % less time so with AVX2, and
+// four rows in bfloat16 25 % less with AVX-512. Other numbers of rows are faster, or as fast, with prefetches to L2.
+template <class T, int ROWS>
+constexpr bool IS_CLOSE = W < 16 || (std::is_same_v<T, bf16> && ROWS >= 3 && ROWS <= 6);
+
+struct SoonClose {
+    Soon soon;
+
+    ALWAYS_INLINE void ask() { soon.ask_closer(); }
+};
+
 template <class T, int ROWS>
 void multiply_exactly(const T* x, int64_t stride, const void* panel, int64_t inputs, Soon soon, Element<T>* out,
                       int64_t out_stride, bool adds) {
     Sum<T> sums[ROWS][2];
-    multiply<ROWS, 2>(x, stride, Packed{panel}, inputs, soon, sums);
+    if constexpr (IS_CLOSE<T, ROWS>)
+        multiply<ROWS, 2>(x, stride, Packed{panel}, inputs, SoonClose{soon}, sums);
+    else
+        multiply<ROWS, 2>(x, stride, Packed{panel}, inputs, soon, sums);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2

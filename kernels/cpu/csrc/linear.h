@@ -42,15 +42,22 @@ struct Next {
     int64_t panel;
 };
 
-// Weights to prefetch while others are multiplied: from `at`, `stride` bytes further with each step, at most STEP. They go
-// to the L2 cache: lines on their way to the L1 cache keep loads waiting.
+// Weights to prefetch while others are multiplied: from `at`, `stride` bytes further with each step, at most STEP.
 struct Soon {
     const char* at;
     int64_t stride;
 
+    // To the L2 cache.
     ALWAYS_INLINE void ask() {
         prefetch_here(at);
         if (stride > 64) prefetch_here(at + 64);
+        at += stride;
+    }
+
+    // To the L1 cache.
+    ALWAYS_INLINE void ask_closer() {
+        __builtin_prefetch(at);
+        if (stride > 64) __builtin_prefetch(at + 64);
         at += stride;
     }
 
