@@ -155,6 +155,7 @@ struct BlockMatrix {
 };
 
 // Multiplies `rows` rows, `stride` blocks each, with panel `i`: writes the panel's two vectors for each row to `sums`.
+// Meanwhile the panel that comes `next` is prefetched, or its beginning.
 void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next, const RowBlock* x, int64_t stride,
                     int64_t rows, vf* sums);
 

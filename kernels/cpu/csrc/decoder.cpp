@@ -47,8 +47,8 @@ void route_and_compute(Member& member, const DecoderLayer<Weight>& layer, const 
     const Router<T>& router = *layer.router;
     const int64_t tokens = rows.count, hidden = layer.qkv.inputs, chosen = router.num_chosen;
     const int64_t num_scores = router.scores.outputs, num_experts = experts.num_experts;
-    multiply_all(member, router.scores, (const Linear<T>*)nullptr, Rows<T>{rows.values, nullptr, nullptr, tokens}, Additions<T>{},
-                 [&](int64_t row, int64_t column, vf sums, int count) {
+    multiply_all(member, router.scores, (const Linear<T>*)nullptr, Rows<T>{rows.values, nullptr, nullptr, tokens},
+                 Additions<T>{}, [&](int64_t row, int64_t column, vf sums, int count) {
                      store_some(b.scores.data() + row * num_scores + column, sums, count);
                  });
     thread_local Routes own;
@@ -164,7 +164,8 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
     });
     attend_all(member, step, heads, todo, b.qkv.data(), qkv_size, caches, b.attended.data(), attended_size,
                b.partials.data());
-    add_product(layer.o, layer.experts ? nullptr : &layer.gate_up, rows_of(b.attended.data(), layer.o), adapters.o, layer.attention_output_norm);
+    add_product(layer.o, layer.experts ? nullptr : &layer.gate_up, rows_of(b.attended.data(), layer.o), adapters.o,
+                layer.attention_output_norm);
 
     if (layer.experts) {
         const auto rows = norm(layer.mlp_norm, layer.experts->gate_up[0]);

@@ -315,7 +315,7 @@ inline void multiply_into(int64_t rows, const T* x, int64_t stride, const T* pan
 }
 
 // Multiplies all rows with panel `i` and adds the bias: calls `take(row, first, second)` with the panel's two vectors.
-// Prefetches of the panel that comes `next` as much as is worth it.
+// Meanwhile the panel that comes `next` is prefetched, or its beginning.
 template <class T, class Take>
 inline void products(const Linear<T>& w, int64_t i, const Next<Linear<T>>& next, const Rows<T>& x, Take&& take) {
     vf bias0 = {}, bias1 = {};
