@@ -170,7 +170,7 @@ class ModelRunner:
         if former_cache is not None and device.type == "cpu" and self._all_ranks.rank == 0:
             if self._all_ranks.size == 1:
                 run_in_thread(self._warm_up, niceness=BESIDE_A_CORE)
-            # The warm-up does not read all of them, such as those of a draft model.
+            # The warm-up does not read all weights: not a draft model's, for example.
             run_in_thread(map_pages_of_weights, niceness=BESIDE_A_CORE)
             early = map_early(former_cache.descriptors[0])
         kept_cache = take_turn(early.map_new_pages if early is not None else lambda: None)

@@ -98,8 +98,8 @@ class Team {
         }
 
         // Where this thread's stretch of a loop begins and ends.
-        int64_t begin_of_stretch(int64_t count) const { return count * number_ / size_; }
-        int64_t end_of_stretch(int64_t count) const { return count * (number_ + 1) / size_; }
+        int64_t begin_of_stretch(int64_t count) const { return begin_of_stretch(count, number_); }
+        int64_t end_of_stretch(int64_t count) const { return begin_of_stretch(count, number_ + 1); }
 
        private:
         friend Team;
@@ -127,13 +127,15 @@ class Team {
             end_loop(done, count);
         }
 
-        // Returns what `thread`, which has this word, has left in this loop. The word is of an earlier loop until somebody
+        int64_t begin_of_stretch(int64_t count, int thread) const { return count * thread / size_; }
+
+        // Returns what `thread`, which has this word, has left in this loop. The word is of an earlier loop until a thread
         // takes an index of the stretch; if it is of a later one, this loop is finished.
         Stretch left(uint64_t word, int thread, int64_t count) const {
             const Stretch known = Stretch::of(word);
             const uint64_t loop = uint64_t(loop_) + 1;
             if (known.loop >= loop) return known.loop == loop ? known : Stretch{};
-            return {loop, count * thread / size_, count * (thread + 1) / size_};
+            return {loop, begin_of_stretch(count, thread), begin_of_stretch(count, thread + 1)};
         }
 
         // Takes the first index of this thread's stretch; returns -1 if there is none.
