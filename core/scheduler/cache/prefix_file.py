@@ -205,8 +205,11 @@ class PrefixFile:
             self._slot_of[entry[:HASH_BYTES]] = slot
         self.note_chains([entry[:HASH_BYTES] for entry in entries.values()])
 
-    def note_chains(self, digests: Iterable[bytes]) -> None:
-        """Note that the blocks with these hashes and all before them are used now, as far as the file has them."""
+    def note_chains(self, digests: Iterable[bytes]) -> set[int]:
+        """Note that the blocks with these hashes and all before them are used now, as far as the file has them.
+
+        Return their slots.
+        """
         depths: dict[int, int] = {}
         for slot in self._slots(digests):
             chain = []
@@ -218,6 +221,7 @@ class PrefixFile:
             first = 0 if at is None else depths[at] + 1
             depths |= {link: depth for depth, link in enumerate(reversed(chain), first)}
         self._write_times(depths)
+        return set(depths)
 
     def _write_times(self, depths: Mapping[int, int]) -> None:
         """Note that the blocks in these slots are used now, each with how many precede it."""

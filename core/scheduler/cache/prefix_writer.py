@@ -112,8 +112,9 @@ class PrefixWriter:
             self._seen = np.full(kept.num_blocks, -1, np.int64)
             self._copied.clear()
             self._limit = header.num_slots
-        if now >= self._retry_at:
+        if self._limit < header.num_slots and now >= self._retry_at:
             self._limit = header.num_slots
+            self._seen[:] = -1
         return True
 
     def _copy(self, table: SealReader, blocks: list[int], ages: npt.NDArray[np.int64], is_last: bool) -> None:
@@ -121,43 +122,58 @@ class PrefixWriter:
         header = self._file.header
         if header is None or header.nonce != self._nonce:
             return  # the file was emptied since `_follow`
-        self._seen[blocks[: -header.num_slots]] = ages[blocks[: -header.num_slots]]
-        blocks = blocks[-header.num_slots :]  # those before them would be replaced at once
+        before, digests = table.hashes()
+        in_memory = {digests[block] for block in np.flatnonzero(ages >= 0)}
+        # The newest, and what precedes them; the others would be replaced at once.
+        chosen = set(_in_order(blocks[::-1], before, digests)[: header.num_slots])
+        self._pass([block for block in blocks if block not in chosen], ages)
+        blocks = _in_order([block for block in blocks if block in chosen], before, digests)
         content = memoryview(bytearray(header.slot_bytes))
         begin, num_bytes = self._clock(), 0
         reserved = {copied.slot for copied in self._copied.values()}
         free = [slot for slot in self._file.free_slots() if slot not in reserved][::-1]
         old: list[int] | None = None
-        for block in blocks:
+        for index, block in enumerate(blocks):
             if (self._clock() > begin + _END_S) if is_last else (num_bytes >= _TURN_BYTES):
                 return
-            before = table.entry(block)
-            digest = before[-1]
-            if self._file.has(digest) or digest in self._copied:
-                self._seen[block] = ages[block]
+            entry = table.entry(block)
+            previous, digest = entry[-2:]
+            # Without what precedes it, a block is never found.
+            if self._has(digest) or (previous in in_memory and not self._has(previous)):
+                self._pass([block], ages)
                 continue
-            if not self._read(block, content) or table.entry(block) != before:
+            if not self._read(block, content) or table.entry(block) != entry:
                 continue  # the block has another content now, and another age
             while free and free[-1] >= self._limit:
                 free.pop()
             if not free:
                 if old is None:
-                    self._file.note_chains([table.entry(block)[-2] for block in blocks])
-                    old = [slot for slot in self._file.least_recently_used() if slot not in reserved][::-1]
+                    kept = reserved | self._file.note_chains([before[block] for block in blocks])
+                    old = [slot for slot in self._file.least_recently_used() if slot not in kept][::-1]
                 if not old:
+                    if not reserved:  # else there may be some when those have become entries
+                        self._pass(blocks[index:], ages)
                     return
                 free.append(old.pop())
                 self._file.remove(free[-1])
             slot = free.pop()
             try:
-                entry = self._file.write(slot, before[-2], digest, content)
+                row = self._file.write(slot, previous, digest, content)
             except OSError as error:
                 self._note_full(error)
                 return
-            self._copied[digest] = _Copied(self._clock() + _TRUST_S, slot, entry)
+            self._copied[digest] = _Copied(self._clock() + _TRUST_S, slot, row)
             reserved.add(slot)
             num_bytes += len(content)
-            self._seen[block] = ages[block]
+            self._pass([block], ages)
+
+    def _has(self, digest: bytes) -> bool:
+        """Return whether the block with this hash is in the file, as an entry or copied."""
+        return self._file.has(digest) or digest in self._copied
+
+    def _pass(self, blocks: list[int], ages: npt.NDArray[np.int64]) -> None:
+        """Deal with `blocks` no more until they hold something else."""
+        self._seen[blocks] = ages[blocks]
 
     def _read(self, block: int, content: memoryview) -> bool:
         """Read what `block` holds into `content`; return False if the memory was given back."""
@@ -193,6 +209,20 @@ class PrefixWriter:
         self._limit = 0
         if self._file.header is not None:
             self._limit = self._file.num_slots_on_disk()
+
+
+def _in_order(blocks: list[int], before: list[bytes], digests: list[bytes]) -> list[int]:
+    """Return `blocks` in their order, but none before the one that precedes it; the hashes are those of all blocks."""
+    block_of = {digests[block]: block for block in blocks}
+    ordered: dict[int, None] = {}
+    for block in blocks:
+        chain: dict[int, None] = {}
+        at: int | None = block
+        while at is not None and at not in ordered and at not in chain:
+            chain[at] = None
+            at = block_of.get(before[at])
+        ordered |= dict.fromkeys(reversed(chain))
+    return list(ordered)
 
 
 def run_when_idle() -> None:

@@ -168,6 +168,16 @@ class SealReader:
         words, ages = np.frombuffer(data, np.int64).reshape(2, self._num_blocks)
         return np.where(_valid_counts(words, self._block_size) == self._block_size, ages, -1)
 
+    def hashes(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the hashes [num_blocks] of all tokens before each block, and the own ones. Raises OSError.
+
+        They may change in the meantime.
+        """
+        size = 2 * HASH_BYTES * self._num_blocks
+        data = os.pread(self._descriptor, size, self._before_at).ljust(size, b"\0")
+        before, digests = np.frombuffer(data, np.uint8).reshape(2, self._num_blocks, HASH_BYTES)
+        return _each_row(before), _each_row(digests)
+
     def entry(self, block: int) -> tuple[bytes, bytes, bytes, bytes]:
         """Return word, age, hash of all tokens before, and own hash of `block`. Raises OSError.
 

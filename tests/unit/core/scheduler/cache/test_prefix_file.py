@@ -10,6 +10,7 @@ import torch
 from vllm_mp.core.scheduler.cache.file_header import HEADER_BYTES
 from vllm_mp.core.scheduler.cache.prefix_file import CHECK_BYTES, PrefixFile
 from vllm_mp.core.scheduler.cache.prefix_reader import PrefixReader
+from vllm_mp.core.scheduler.cache.prefix_writer import _IDLE_PAUSE_S as IDLE
 from vllm_mp.core.scheduler.cache.prefix_writer import PrefixWriter
 from vllm_mp.core.scheduler.cache.seal_table import HASH_BYTES
 from vllm_mp.core.worker.memory import kept_memory
@@ -243,10 +244,12 @@ def test_ends_of_prompts_are_replaced_before_their_beginnings(core):
 
 
 def test_entries_that_lead_into_a_circle_are_written(core):
-    core.fill(1, 1, before=2)
-    core.fill(2, 2, before=1)
+    core.fill(1, 1)
     core.write()
-    assert core.found() == {1, 2}
+    file = core.writer._file
+    content = memoryview(bytes(SLOT_BYTES))
+    file.add({slot: file.write(slot, digest_of(5 - slot), digest_of(slot), content) for slot in (2, 3)})
+    assert [file.has(digest_of(number)) for number in (1, 2, 3)] == [True] * 3
 
 
 def test_newest_blocks_are_kept_if_more_are_new_than_there_is_room_for(core):
@@ -256,6 +259,29 @@ def test_newest_blocks_are_kept_if_more_are_new_than_there_is_room_for(core):
     assert core.found() == {3, 4, 5, 6, 7}
     core.write()
     assert core.found() == {3, 4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_beginning_is_kept_of_a_prompt_longer_than_the_file(core, at_once):
+    for number in range(1, 8):
+        core.fill(8 - number, number, before=number - 1)
+        if not at_once:
+            core.write()
+    core.write()
+    assert core.found() == {1, 2, 3, 4, 5}
+    core.fill(7, 21)
+    core.write()
+    assert core.found() == {1, 2, 3, 4, 21}
+    assert core.writer.turn() == IDLE
+
+
+def test_block_comes_after_the_one_that_precedes_it_if_both_are_of_one_step(core):
+    core.fill(1, 3, before=2)
+    core.fill(2, 2, before=1)
+    core.fill(3, 1)
+    core.table._ages[1:4] = 1
+    core.write()
+    assert core.found() == {1, 2, 3}
 
 
 @pytest.mark.parametrize("change", [{"identity": "another"}, {"num_slots": 6}])
@@ -371,15 +397,18 @@ def test_full_disk_keeps_what_is_there_and_replaces_it_without_growing(core, mon
     core.write()
     core.write()
     assert core.found() == {2, 3}
-    core.fill(4, 4)
+    core.fill(4, 4, before=3)
     core.write()
     assert core.found() == {3, 4}
+    core.fill(5, 5, before=4)
+    core.write()
+    assert core.found() == {3, 4}  # what precedes a block is not replaced by it
+    assert core.writer.turn() == IDLE
     assert caplog.text.count("does not grow") == 1
     monkeypatch.undo()
     core.now += 100
-    core.fill(5, 5)
     core.write()
-    assert core.found() == {3, 4, 5}
+    assert core.found() == {1, 2, 3, 4, 5}
 
 
 def test_nothing_is_found_after_a_reset_whatever_was_being_written(core):
