@@ -94,12 +94,9 @@ inline float quantize_cell(const T* x, int64_t dim, int8_t* out, int64_t stride)
     // Added to a value and subtracted again, it rounds to the nearest integer, ties to even.
     constexpr float ROUNDS = 0x1.8p23f;
     auto part = [&](int64_t i) { return load_some(x + i, int(std::min<int64_t>(W, dim - i))); };
-    vf most = {};
-    for (int64_t i = 0; i < dim; i += W) {
-        const vf value = part(i), size = select(value < vf{}, -value, value);
-        most = select((size > most) | (size != size), size, most);
-    }
-    const float bound = highest(most);
+    vi most = {};
+    for (int64_t i = 0; i < dim; i += W) most = larger(most, sizes_of(part(i)));
+    const float bound = largest(most);
     const bool is_finite = bound < std::numeric_limits<float>::infinity();
     const float scale = bound / MOST;
     // An element that is too small for its scale to be a normal number becomes 0.

@@ -410,27 +410,32 @@ inline void put_slice(const BlockSlice& slice, vf value, vf& sums) {
     for (int i = slice.first; i < slice.end; ++i) sums[i] = value[i];
 }
 
-// Multiplies all rows with COLUMNS * W unpacked rows of a matrix: calls `take(row, vectors)` for each. Meanwhile what
-// comes `soon` is prefetched.
+// The rows whose sums are taken at once, or a few more: their sums stay in the L1 cache.
+constexpr int ROWS_AT_ONCE = 64;
+
+// Multiplies all rows with COLUMNS * W unpacked rows of a matrix: calls `take(first, end, vectors)` for some rows each
+// time. Meanwhile what comes `soon` is prefetched.
 template <int COLUMNS, class Take>
 void multiply_tiles(const BlockFunctions& functions, const vf* const (&panels)[COLUMNS], int64_t inputs,
                     const RowBlock* x, int64_t stride, int64_t rows, SoonBytes& soon, Take&& take) {
     const int64_t tiles = (rows + TILE_OF_ROWS - 1) / TILE_OF_ROWS;
     soon.share_out(tiles * (inputs / functions.group));
-    for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
+    vf out[ROWS_AT_ONCE + TILE_OF_ROWS][COLUMNS];
+    for (int64_t tile = 0, first = 0, row = 0; tile < tiles; ++tile) {
         const int64_t end = rows * (tile + 1) / tiles;
-        vf out[TILE_OF_ROWS][COLUMNS];
         functions.multiply_unpacked[COLUMNS - 1](end - row, panels, inputs, functions.offset, x + row * stride, stride,
-                                                 out[0], soon);
-        for (int64_t r = row; r < end; ++r) take(r, out[r - row]);
+                                                 out[row - first], soon);
         row = end;
+        if (row < rows && row < first + ROWS_AT_ONCE) continue;
+        take(first, row, out);
+        first = row;
     }
 }
 
 }  // namespace
 
 void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next, const RowBlock* x, int64_t stride,
-                    int64_t rows, vf* sums) {
+                    int64_t rows, TakeSums take) {
     auto begin_of_panel = [](const auto& some) { return block_slices(*some.matrix, some.panel, 0).begin(); };
     const BlockSlices slices[2] = {block_slices(w, i, 0), block_slices(w, i, 1)};
     vf bias[2] = {};
@@ -446,19 +451,23 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
                   half == 0 && slices[1].count ? slices[1].begin() : after);
             }
     };
-    auto put = [&](int half, const BlockSlice& slice, int64_t row, vf got) {
-        put_slice(slice, got + bias[half], sums[2 * row + half]);
+    // The sums of all rows, if they are not taken tile by tile.
+    auto all_sums = [&] {
+        thread_local std::vector<vf> sums;
+        sums.resize(std::max<int64_t>(sums.size(), 2 * rows));
+        if (!slices[1].count)
+            for (int64_t r = 0; r < rows; ++r) sums[2 * r + 1] = vf{};
+        return sums.data();
     };
-    if (!slices[1].count)
-        for (int64_t r = 0; r < rows; ++r) sums[2 * r + 1] = vf{};
     if (rows <= (w.strips ? FEW_ROWS : FEW_ROWS_IN_PLACE)) {
+        vf* const sums = all_sums();
         each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
             vf got[FEW_ROWS];
             functions.multiply[rows - 1](x, stride, got, whole_rows(slice), slice.row_bytes, w.inputs, next);
-            for (int64_t r = 0; r < rows; ++r) put(half, slice, r, got[r]);
+            for (int64_t r = 0; r < rows; ++r) put_slice(slice, got[r] + bias[half], sums[2 * r + half]);
         });
         if (next.matrix != &w && w.strips) prefetch_all(begin_of_panel(next), STRIP_BYTES_AHEAD);
-        return;
+        return take(0, rows, sums);
     }
     thread_local std::vector<vf> unpacked;
     const int64_t size = w.inputs / 16 * MOST_VECTORS;
@@ -470,19 +479,24 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
             functions.unpack(unpacked.data() + half * size, whole_rows(slice), slice.row_bytes, w.inputs, next);
         });
         const vf* const panels[2] = {unpacked.data(), unpacked.data() + size};
-        multiply_tiles(block_functions(slice0.type, w.strips), panels, w.inputs, x, stride, rows, soon,
-                       [&](int64_t row, const vf* got) {
-                           put(0, slice0, row, got[0]);
-                           put(1, slice1, row, got[1]);
-                       });
-        return;
+        return multiply_tiles(block_functions(slice0.type, w.strips), panels, w.inputs, x, stride, rows, soon,
+                              [&](int64_t first, int64_t end, vf (*got)[2]) {
+                                  for (int64_t r = 0; r < end - first; ++r)
+                                      for (int half = 0; half < 2; ++half) got[r][half] += bias[half];
+                                  take(first, end, got[0]);
+                              });
     }
+    vf* const sums = all_sums();
     each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
         functions.unpack(unpacked.data(), whole_rows(slice), slice.row_bytes, w.inputs, next);
         const vf* const panels[1] = {unpacked.data()};
         multiply_tiles(functions, panels, w.inputs, x, stride, rows, soon,
-                       [&](int64_t row, const vf* got) { put(half, slice, row, got[0]); });
+                       [&](int64_t first, int64_t end, vf (*got)[1]) {
+                           for (int64_t r = first; r < end; ++r)
+                               put_slice(slice, got[r - first][0] + bias[half], sums[2 * r + half]);
+                       });
     });
+    take(0, rows, sums);
 }
 
 int64_t strip_bytes(const BlockMatrix& w) {

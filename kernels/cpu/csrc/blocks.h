@@ -35,23 +35,22 @@ template <class T>
 inline void quantize_block(const T* x, RowBlock& block) {
     constexpr float LEAST = 1e-36f;            // the inverse of a smaller number may be infinite
     constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: the lowest bits of a sum with it are the rounded number
-    vf highest_of = {};
-    for (int i = 0; i < 32; i += W) {
-        const vf value = load(x + i), size = select(value < vf{}, -value, value);
-        highest_of = select((size > highest_of) | (size != size), size, highest_of);
-    }
-    const float bound = highest(highest_of);
+    vi most = {};
+    for (int i = 0; i < 32; i += W) most = larger(most, sizes_of(load(x + i)));
+    const float bound = largest(most);
     const bool is_finite = bound < std::numeric_limits<float>::infinity();
     const float units = is_finite && bound > LEAST ? 127 / bound : 0;
-    float sums[2] = {};
+    vf sums[2] = {};
     for (int i = 0; i < 32; i += W) {
         const vf value = is_finite ? load(x + i) : vf{};
         const vi whole = (vi)(value * units + TO_INTEGER) - (vi)splat(TO_INTEGER);
         write(block.values + i, __builtin_convertvector(whole, vb));
-        sums[i / 16] += sum(to_floats(whole));
+        sums[i / 16] += to_floats(whole);
     }
     block.scale = !is_finite ? std::numeric_limits<float>::quiet_NaN() : units > 0 ? bound / 127 : 0;
-    const float all[3] = {sums[0], sums[1], sums[0] + sums[1]};
+    const auto add = [](vf a, vf b) { return a + b; };
+    const vf halves = reduce_groups<W / 4>(reduce_pair<W / 2>(sums[0], sums[1], add), add);
+    const float all[3] = {halves[0], halves[W / 2], halves[0] + halves[W / 2]};
     for (int i = 0; i < 3; ++i) {
         block.less[i] = -int32_t(all[i]);
         block.sums[i] = all[i] * block.scale;
@@ -154,10 +153,18 @@ struct BlockMatrix {
     int64_t panels() const { return is_pair ? (outputs / 2 + W - 1) / W : (outputs + NR - 1) / NR; }
 };
 
-// Multiplies `rows` rows, `stride` blocks each, with panel `i`: writes the panel's two vectors for each row to `sums`.
-// Meanwhile the panel that comes `next` is prefetched, or its beginning.
+// Takes the sums of some rows, from `first` up to `end`: the two vectors of a panel for each.
+struct TakeSums {
+    void* context;
+    void (*call)(void* context, int64_t first, int64_t end, const vf* sums);
+
+    void operator()(int64_t first, int64_t end, const vf* sums) const { call(context, first, end, sums); }
+};
+
+// Multiplies `rows` rows, `stride` blocks each, with panel `i`: calls `take` until it has had each row once. Meanwhile
+// the panel that comes `next` is prefetched, or its beginning.
 void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next, const RowBlock* x, int64_t stride,
-                    int64_t rows, vf* sums);
+                    int64_t rows, TakeSums take);
 
 // Returns the bytes that strips of the matrix take; 0 if W rows have more than one type, so that they make no strip.
 int64_t strip_bytes(const BlockMatrix& w);
@@ -187,10 +194,13 @@ struct BlockLinear : BlockMatrix {
 template <class T, class Take>
 inline void products(const BlockLinear<T>& w, int64_t i, const Next<BlockLinear<T>>& next, const BlockRows<T>& x,
                      Take&& take) {
-    thread_local std::vector<vf> sums;
-    sums.resize(std::max<int64_t>(sums.size(), 2 * x.count));
-    multiply_panel(w, i, {next.matrix, next.panel}, x.blocks, x.stride, x.count, sums.data());
-    for (int64_t r = 0; r < x.count; ++r) take(r, sums[2 * r], sums[2 * r + 1]);
+    auto take_some = [&](int64_t first, int64_t end, const vf* sums) {
+        for (int64_t r = first; r < end; ++r, sums += 2) take(r, sums[0], sums[1]);
+    };
+    multiply_panel(w, i, {next.matrix, next.panel}, x.blocks, x.stride, x.count,
+                   {&take_some, [](void* context, int64_t first, int64_t end, const vf* sums) {
+                        (*(decltype(take_some)*)context)(first, end, sums);
+                    }});
 }
 
 }  // namespace vmp

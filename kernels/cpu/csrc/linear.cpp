@@ -53,8 +53,8 @@ void multiply_some(int rows, const T* x, int64_t stride, const void* panel, int6
     if constexpr (ON_TILES<T>)
         multiply_block(rows, x, stride, panel, inputs, soon, out, out_stride, adds);
     else
-        multiply_of<T>(rows, std::make_integer_sequence<int, MR>{})(x, stride, panel, inputs, soon, out, out_stride,
-                                                                    adds);
+        multiply_of<T>(rows, std::make_integer_sequence<int, MOST_ROWS<T>>{})(x, stride, panel, inputs, soon, out,
+                                                                              out_stride, adds);
 }
 
 template void multiply_some(int, const float*, int64_t, const void*, int64_t, Soon, float*, int64_t, bool);

@@ -24,9 +24,13 @@ constexpr int MR = 12;
 constexpr int MR = 6;
 #endif
 
-// The most rows that are multiplied with a panel at a time.
+// The most rows that are multiplied with a panel at a time: if these are all rows, and if there are more. More than 8
+// rows need more addresses than there are registers, and the L1 cache keeps 8 lines of the same part of a page. But up to
+// 12 rows in bfloat16 wait for the memory, and so take less time than two reads of the panel.
 template <class T>
-constexpr int MOST_ROWS = ON_TILES<T> ? BLOCK_ROWS : MR;
+constexpr int MOST_ROWS = ON_TILES<T> ? BLOCK_ROWS : std::is_same_v<T, uint8_t> ? std::min(MR, 8) : MR;
+template <class T>
+constexpr int MOST_OF_MANY = ON_TILES<T> ? BLOCK_ROWS : std::min(MR, 8);
 
 // The bytes of a panel that are multiplied with one 32-bit word of each row.
 constexpr int64_t STEP = 4 * NR;
@@ -187,25 +191,24 @@ inline float quantize(const T* x, int64_t dim, uint8_t* bytes) {
     float* row = rotated.data();
     for (int64_t i = 0; i < dim; i += W) store(row + i, load_some(x + i, int(std::min<int64_t>(W, dim - i))));
     hadamard(row, dim);
-    vf most = {};
-    for (int64_t i = 0; i < dim; i += W) {
-        const vf value = load(row + i), size = select(value < vf{}, -value, value);
-        most = select((size > most) | (size != size), size, most);
-    }
-    const float bound = highest(most);
+    vi most = {};
+    for (int64_t i = 0; i < dim; i += W) most = larger(most, sizes_of(load(row + i)));
+    const float bound = largest(most);
     if (!(bound < std::numeric_limits<float>::infinity())) {
         std::memset(bytes, ZERO_BYTE, dim);
         return std::numeric_limits<float>::quiet_NaN();
     }
     const float units = bound > 0 ? MOST / bound : 0;
-    for (int64_t i = 0; i < dim; i += W) {
+    auto wholes = [&](int64_t i) {
         // The offset makes the values positive, so that truncation rounds down.
         const vi positive = __builtin_convertvector(load(row + i) * units + 128.5f, vi);
-        const vb wholes = __builtin_convertvector(positive + (ZERO_BYTE - 128), vb);
-        if (i + W <= dim)
-            write(bytes + i, wholes);
-        else
-            std::memcpy(bytes + i, &wholes, dim - i);
+        return __builtin_convertvector(positive + (ZERO_BYTE - 128), vb);
+    };
+    int64_t i = 0;
+    for (; i + W <= dim; i += W) write(bytes + i, wholes(i));
+    if (i < dim) {
+        const vb some = wholes(i);
+        std::memcpy(bytes + i, &some, dim - i);
     }
     return bound / MOST;
 }
@@ -281,7 +284,8 @@ void multiply_some(int rows, const T* x, int64_t stride, const void* panel, int6
 // `next` is prefetched.
 template <class T, class F>
 inline void each_block(int64_t rows, const void* panel, int64_t panel_bytes, const void* next, F&& f) {
-    const int64_t blocks = (rows + MOST_ROWS<T> - 1) / MOST_ROWS<T>;
+    const int64_t most = rows > MOST_ROWS<T> ? MOST_OF_MANY<T> : MOST_ROWS<T>;
+    const int64_t blocks = (rows + most - 1) / most;
     const char *bytes = (const char*)panel, *next_bytes = (const char*)next;
     for (int64_t i = 0, row = 0; i < blocks; ++i) {
         const int64_t end = rows * (i + 1) / blocks;

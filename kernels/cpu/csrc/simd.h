@@ -110,8 +110,20 @@ inline vf select(vi condition, vf yes, vf no) { return condition ? yes : no; }
 
 inline vf max(vf a, vf b) { return select(a > b, a, b); }
 
+inline vi larger(vi a, vi b) { return a > b ? a : b; }
+
+// Returns the absolute values as integers, which have the same order, with NaN above infinity.
+inline vi sizes_of(vf x) { return (vi)x & 0x7fffffff; }
+
 inline vf load(const float* p) { return read<vf>(p); }
-inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16); }
+
+inline vf load(const bf16* p) {
+#if defined(__AVX512F__)
+    return (vf)((vi)_mm512_maskz_cvtepu16_epi32(0xffff, read<__m256i>(p)) << 16);  // GCC converts each half of them
+#else
+    return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16);
+#endif
+}
 
 // GCC converts bytes to integers one by one.
 inline vf load(const int8_t* p) {
@@ -205,17 +217,29 @@ inline void store_some(T* p, vf x, int count) {
     count >= W ? store(p, x) : store_few(p, x, count);
 }
 
-// Reduces a vector to one value by halves; `f(x, y)` combines two vectors.
-template <int HALF = W / 2, class F>
-inline float reduce(vf x, F&& f) {
+// Reduces each group of 2 * HALF elements to one value by halves, and returns it in each of them; `f(x, y)` combines two
+// vectors.
+template <int HALF, class F>
+inline vf reduce_groups(vf x, F&& f) {
     constexpr vi others = vector_of<vi>([](int i) { return i ^ HALF; });
     x = f(x, __builtin_shuffle(x, others));
-    if constexpr (HALF > 1) return reduce<HALF / 2>(x, f);
-    return x[0];
+    if constexpr (HALF > 1) return reduce_groups<HALF / 2>(x, f);
+    return x;
+}
+
+// Does the same for a whole vector.
+template <class F>
+inline float reduce(vf x, F&& f) {
+    return reduce_groups<W / 2>(x, f)[0];
 }
 
 inline float sum(vf x) {
     return reduce(x, [](vf a, vf b) { return a + b; });
+}
+
+// Returns the largest of what `sizes_of` returned, as a number.
+inline float largest(vi sizes) {
+    return reduce((vf)sizes, [](vf a, vf b) { return (vf)larger((vi)a, (vi)b); });
 }
 
 // Returns the highest element; NaN if any element is NaN.
