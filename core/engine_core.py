@@ -52,6 +52,8 @@ from vllm_mp.requests.lora_request import AdapterRecord
 logger = logging.getLogger(__name__)
 
 _BEAT_MS = 500
+_QUIET_MS = 10
+"""Time without news after which memory is prepared for later steps."""
 """Interval of the heartbeats of a core without work."""
 
 P = ParamSpec("P")
@@ -252,7 +254,10 @@ class EngineCore:
         self._scheduler.assign_adapters()
         if not (self._scheduler.has_work or self._scheduler.pending_steps):
             self._note_state()  # also beats; requests that were aborted after the latest step are not counted any more
-            self._poller.poll(0 if self._captures_are_due else _BEAT_MS)
+            if self._captures_are_due:
+                self._poller.poll(0)
+            elif not self._poller.poll(_QUIET_MS) and not self._runner.memory.cover_ahead():
+                self._poller.poll(_BEAT_MS)
             if self._followers is not None:
                 self._followers.look()
             self._activity.note_idle()

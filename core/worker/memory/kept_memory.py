@@ -240,6 +240,10 @@ class KeptMemory:
         if self._huge_pages is not None:
             self._huge_pages.cover(int(cells.max()) // self._block_size + 1)
 
+    def cover_ahead(self) -> bool:
+        """Do what `HugePages.cover_ahead` does; return False if the caches lie in no huge pages."""
+        return self._huge_pages is not None and self._huge_pages.cover_ahead()
+
     def _num_used_blocks(self) -> int:
         """Return how many blocks the file has memory for already, by its first segment."""
         begin, size = self._segments[0]
@@ -294,6 +298,7 @@ class KeptMemory:
     def release(self) -> None:
         """Give the memory of the caches back after their last use; `caches` makes them again. The table stays."""
         self._stop_mapping()
+        self._huge_pages = None
         os.ftruncate(self._descriptor, self._caches_at)
         if self._device_memory is not None:
             self._device_memory.release()

@@ -134,6 +134,10 @@ class ModelMemory:
         if self.kept is not None:
             self.kept.unlock()
 
+    def cover_ahead(self) -> bool:
+        """Prepare some of the KV cache for later steps, in up to 5 ms; return whether there is more to prepare."""
+        return self.kept is not None and self.kept.cover_ahead()
+
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache.
 

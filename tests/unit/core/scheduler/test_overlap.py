@@ -218,6 +218,9 @@ class StandInMemory:
     def __getattr__(self, name):
         return lambda: self.log.append(name)
 
+    def cover_ahead(self):
+        return False
+
 
 class StandInRunner:
     """A model that takes no time; it logs what the core does, and which requests are on the status page."""
@@ -485,7 +488,7 @@ def test_sleep_takes_effect_between_two_steps_and_a_sleeping_core_waits_for_mess
     core, runner, handler, add = make_core(True)
     add(0, max_tokens=4)
     polls, calls = [], []
-    core._poller = SimpleNamespace(poll=lambda timeout: polls.append(core.status()["is_sleeping"]))
+    core._poller = SimpleNamespace(poll=lambda timeout: polls.append(core.status()["is_sleeping"]) or ["news"])
     handler.actions = [
         *[lambda: None] * 2,
         lambda: calls.append(handler.calls["sleep"](1)),

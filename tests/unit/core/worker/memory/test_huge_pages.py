@@ -54,6 +54,28 @@ def test_pages_are_asked_for_a_stretch_ahead_of_the_blocks_in_use_and_little_by_
         assert sorted(asked) == list(range(1, 11)), "all pages of the segments and no other"
 
 
+def test_two_stretches_are_asked_for_ahead_of_the_blocks_in_use_while_nothing_else_is_to_do(asked):
+    with Memory() as memory:
+        while memory.pages.cover_ahead():
+            pass
+        assert asked == [1, 6, 2, 7]
+        memory.pages.cover(4)
+        assert asked == [1, 6, 2, 7]
+        assert memory.pages.cover_ahead()
+        assert asked == [1, 6, 2, 7, 3]
+        while memory.pages.cover_ahead():
+            pass
+        assert asked == [1, 6, 2, 7, 3, 8]
+
+
+def test_core_asks_for_no_pages_ahead_before_it_uses_more_blocks_than_the_one_before(asked):
+    with Memory(num_used=5) as memory:
+        memory.pages.cover(5)
+        assert not memory.pages.cover_ahead()
+        memory.pages.cover(6)
+        assert memory.pages.cover_ahead()
+
+
 def test_pages_with_blocks_that_are_used_already_are_left_out(asked):
     with Memory(num_used=5) as memory:
         memory.pages.cover(5)
