@@ -112,9 +112,8 @@ class PrefixWriter:
             self._seen = np.full(kept.num_blocks, -1, np.int64)
             self._copied.clear()
             self._limit = header.num_slots
-        if self._limit < header.num_slots and now >= self._retry_at:
+        if now >= self._retry_at:
             self._limit = header.num_slots
-            self._seen[:] = -1
         return True
 
     def _copy(self, table: SealReader, blocks: list[int], ages: npt.NDArray[np.int64], is_last: bool) -> None:
