@@ -52,9 +52,9 @@ from vllm_mp.requests.lora_request import AdapterRecord
 logger = logging.getLogger(__name__)
 
 _BEAT_MS = 500
+"""Interval of the heartbeats of a core without work."""
 _QUIET_MS = 10
 """Time without news after which memory is prepared for later steps."""
-"""Interval of the heartbeats of a core without work."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

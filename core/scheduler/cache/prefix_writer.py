@@ -211,7 +211,7 @@ class PrefixWriter:
 
 
 def _in_order(blocks: list[int], before: list[bytes], digests: list[bytes]) -> list[int]:
-    """Return `blocks` in their order, but none before the one that precedes it; the hashes are those of all blocks."""
+    """Return `blocks` in their order, but none before the one that precedes it; the hashes are by block."""
     block_of = {digests[block]: block for block in blocks}
     ordered: dict[int, None] = {}
     for block in blocks:

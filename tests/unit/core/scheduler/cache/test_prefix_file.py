@@ -246,10 +246,20 @@ def test_ends_of_prompts_are_replaced_before_their_beginnings(core):
 def test_entries_that_lead_into_a_circle_are_written(core):
     core.fill(1, 1)
     core.write()
-    file = core.writer._file
-    content = memoryview(bytes(SLOT_BYTES))
-    file.add({slot: file.write(slot, digest_of(5 - slot), digest_of(slot), content) for slot in (2, 3)})
-    assert [file.has(digest_of(number)) for number in (1, 2, 3)] == [True] * 3
+    file, entries = core.writer._file, {}
+    for number in (2, 3):
+        content = torch.full((SLOT_BYTES // 2,), number, dtype=torch.bfloat16).view(torch.uint8).numpy()
+        entries[number] = file.write(number, digest_of(5 - number), digest_of(number), content.data)
+    file.add(entries)
+    assert core.found() == {1, 2, 3}
+
+
+def test_blocks_that_precede_one_another_end_no_turn(core):
+    core.fill(1, 1, before=2)
+    core.fill(2, 2, before=1)
+    core.fill(3, 3)
+    core.write()
+    assert core.found() == {3}
 
 
 def test_newest_blocks_are_kept_if_more_are_new_than_there_is_room_for(core):
