@@ -29,12 +29,14 @@ FLAGS += ["-fno-gnu-unique"]
 BUILDS = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     BUILDS["avx2"] = ["-march=x86-64-v3"]
-    BUILDS["avx512"] = ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"]
+    BUILDS["avx512_vnni"] = ["-march=x86-64-v4", "-mavx512vnni"]
+    BUILDS["avx512"] = [*BUILDS["avx512_vnni"], "-mavx512bf16"]
     BUILDS["amx"] = [*BUILDS["avx512"], "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 BUILDS["amx_model"] = ["-march=native", "-DVMP_TILE_MODEL"]
 PROCESSORS = {
     "portable": "any processor",
     "avx2": "AVX2",
+    "avx512_vnni": "AVX-512 and VNNI",
     "avx512": "AVX-512, BF16 and VNNI",
     "amx": "AVX-512 and AMX",
     "amx_model": "any processor, for tests",

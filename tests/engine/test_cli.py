@@ -304,6 +304,11 @@ def test_env_names_the_kernels_that_a_core_uses_and_why_it_uses_no_faster_ones(m
     assert report["kernels"]["others"]["avx512"].startswith("avx512 needs avx512_bf16, ")
     assert report["kernels"]["others"]["amx"].startswith("amx needs amx_bf16, amx_int8, amx_tile, avx512_bf16, ")
     assert 0 < report["memory"]["available_bytes"] <= report["memory"]["total_bytes"]
+    monkeypatch.setattr(cpu_info, "cpu_flags", lambda: flags | cpu_info.KERNEL_BUILDS["avx512_vnni"])
+    assert cli.main(["env", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["kernels"]["build"] == "avx512_vnni"
+    assert report["kernels"]["others"]["avx512"] == "avx512 needs avx512_bf16"
     monkeypatch.setattr(cpu_info, "cpu_flags", lambda: flags | cpu_info.KERNEL_BUILDS["amx"])
     monkeypatch.setattr(cpu_info, "refusal", lambda name: "amx: refused" if name == "amx" else None)
     assert cli.main(["env", "--json"]) == 0

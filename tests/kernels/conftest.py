@@ -1,5 +1,5 @@
 """Every build of the C++ kernels that this processor runs, and those for tiles: with a model of the tile instructions,
-and with the instructions themselves, which are emulated on processors with AVX-512 and without tiles.
+and with the instructions themselves, which are emulated on processors that have the others of the build `amx`.
 
 All builds but the fastest that this processor runs are left to slow and extended tests, because
 `tools/setup-venv test` compiles only that one.

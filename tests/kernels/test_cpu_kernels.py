@@ -436,7 +436,8 @@ def test_environment_chooses_torch_and_an_unknown_name_is_refused(monkeypatch):
         monkeypatch.setenv(KERNELS_VARIABLE, "fastest")
         library.cache_clear()
         with pytest.raises(
-            ValueError, match=f"{KERNELS_VARIABLE}='fastest': give one of amx, avx512, avx2, portable, none"
+            ValueError,
+            match=f"{KERNELS_VARIABLE}='fastest': give one of amx, avx512, avx512_vnni, avx2, portable, none",
         ):
             library()
     finally:

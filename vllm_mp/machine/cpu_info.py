@@ -8,10 +8,12 @@ from typing import Final
 KERNELS_VARIABLE: Final = "VLLM_MP_CPU_KERNELS"
 """Environment variable: the name of a build of the C++ kernels, `none` for torch, or `triton` for Triton's kernels in
 its interpreter."""
-_AVX512: Final = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"}
+_AVX512_VNNI: Final = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
+_AVX512: Final = {*_AVX512_VNNI, "avx512_bf16"}
 KERNEL_BUILDS: Final = {
     "amx": {*_AVX512, "amx_tile", "amx_bf16", "amx_int8"},
     "avx512": _AVX512,
+    "avx512_vnni": _AVX512_VNNI,
     "avx2": {"avx2", "fma", "f16c"},
     "portable": set[str](),
 }

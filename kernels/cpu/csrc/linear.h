@@ -24,13 +24,22 @@ constexpr int MR = 12;
 constexpr int MR = 6;
 #endif
 
+// Whether rows of T are converted to floats, side by side, where they are multiplied.
+#if defined(__AVX512BF16__)
+template <class T>
+constexpr bool CONVERTS_ROWS = false;
+#else
+template <class T>
+constexpr bool CONVERTS_ROWS = std::is_same_v<T, bf16>;
+#endif
+
 // The most rows that are multiplied with a panel at a time: if these are all rows, and if there are more. More than 8
 // rows need more addresses than there are registers, and the L1 cache keeps 8 lines of the same part of a page. But up to
 // 12 rows in bfloat16 wait for the memory, and so take less time than two reads of the panel.
 template <class T>
 constexpr int MOST_ROWS = ON_TILES<T> ? BLOCK_ROWS : std::is_same_v<T, uint8_t> ? std::min(MR, 8) : MR;
 template <class T>
-constexpr int MOST_OF_MANY = ON_TILES<T> ? BLOCK_ROWS : std::min(MR, 8);
+constexpr int MOST_OF_MANY = ON_TILES<T> ? BLOCK_ROWS : CONVERTS_ROWS<T> ? MR : std::min(MR, 8);
 
 // The bytes of a panel that are multiplied with one 32-bit word of each row.
 constexpr int64_t STEP = 4 * NR;

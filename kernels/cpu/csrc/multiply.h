@@ -19,6 +19,13 @@ struct Packed {
     }
 };
 
+// Reads fewer than 2 * W values; the rest are zeros.
+inline vu read_few(const bf16* p, int64_t count) {
+    vu some = {};
+    std::memcpy(&some, p, sizeof(bf16) * count);
+    return some;
+}
+
 // Multiplies ROWS rows of x with the columns of `panel`, whose weights have the type of x, or int8 for rows of
 // bytes. The sums are local variables until the end, or the compiler would keep them in memory.
 template <int ROWS, int VECTORS, class Panel, class Ask>
@@ -43,11 +50,11 @@ template <int ROWS, int VECTORS, class Panel, class Ask>
 inline void multiply(const bf16* x, int64_t stride, const Panel& panel, int64_t inputs, Ask soon,
                      vf (&out)[ROWS][VECTORS]) {
     vf c[ROWS][VECTORS] = {};
+#if defined(__AVX512BF16__)
     for (int64_t k = 0; k < inputs; k += 2) {
         soon.ask();
         vi b[VECTORS];
         panel.get(k / 2, b);
-#if defined(__AVX512BF16__)
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
             auto a = (__m512bh)_mm512_set1_epi32(read<int32_t>(x + r * stride + k));
@@ -55,21 +62,41 @@ inline void multiply(const bf16* x, int64_t stride, const Panel& panel, int64_t 
             for (int v = 0; v < VECTORS; ++v)
                 c[r][v] = (vf)_mm512_dpbf16_ps((__m512)c[r][v], a, (__m512bh)b[v]);
         }
-#else
-        vf even[VECTORS], odd[VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) {
-            even[v] = (vf)(b[v] << 16);
-            odd[v] = (vf)((vu)b[v] & 0xffff0000u);
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-            const vf a0 = splat(to_float(x[r * stride + k])), a1 = splat(to_float(x[r * stride + k + 1]));
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v) c[r][v] = c[r][v] + a0 * even[v] + a1 * odd[v];
-        }
-#endif
     }
+#else
+    // The rows are converted to floats first, so many pairs at a time: where each is used would take longer than its
+    // products.
+    constexpr int64_t PAIRS = 64;
+    float values[2][ROWS][PAIRS];  // the first of each pair, and the second
+    for (int64_t first = 0; first < inputs / 2; first += PAIRS) {
+        const int64_t pairs = std::min(PAIRS, inputs / 2 - first);
+        for (int r = 0; r < ROWS; ++r) {
+            const bf16* const row = x + r * stride + 2 * first;
+            for (int64_t i = 0; i < pairs; i += W) {
+                const vu both = i + W <= pairs ? read<vu>(row + 2 * i) : read_few(row + 2 * i, 2 * (pairs - i));
+                write(values[0][r] + i, both << 16);
+                write(values[1][r] + i, both & 0xffff0000u);
+            }
+        }
+        for (int64_t i = 0; i < pairs; ++i) {
+            soon.ask();
+            vi b[VECTORS];
+            panel.get(first + i, b);
+#pragma GCC unroll 2
+            for (int odd = 0; odd < 2; ++odd) {
+                vf weights[VECTORS];
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; ++v) weights[v] = (vf)(odd ? (vu)b[v] & 0xffff0000u : (vu)b[v] << 16);
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; ++r) {
+                    const vf a = splat(values[odd][r][i]);
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECTORS; ++v) c[r][v] += a * weights[v];
+                }
+            }
+        }
+    }
+#endif
     std::memcpy(out, c, sizeof c);
 }
 

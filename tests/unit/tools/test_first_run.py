@@ -34,7 +34,7 @@ esac
 
 
 TOOLS = [f"tools/{name}" for name in ("setup-venv", "install-cpu-torch", "quickstart")]
-ALL_BUILDS = {"portable", "avx2", "avx512", "amx"}
+ALL_BUILDS = {"portable", "avx2", "avx512_vnni", "avx512", "amx"}
 
 
 def set_up_with(
@@ -84,18 +84,19 @@ def quickstart(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 def test_a_native_build_is_the_fastest_that_the_processor_runs_and_the_compiler_knows(monkeypatch):
     accepts_all, accepts_none = "true", "false"
-    builds = ["amx", "avx512", "avx2", "portable"]
+    builds = ["amx", "avx512", "avx512_vnni", "avx2", "portable"]
     assert kernel_builds(monkeypatch, "native", builds, CXX=accepts_all) == {"amx"}
-    assert kernel_builds(monkeypatch, "native", builds[2:], CXX=accepts_all) == {"avx2"}
+    assert kernel_builds(monkeypatch, "native", builds[2:], CXX=accepts_all) == {"avx512_vnni"}
+    assert kernel_builds(monkeypatch, "native", builds[3:], CXX=accepts_all) == {"avx2"}
     assert kernel_builds(monkeypatch, "native", builds, CXX=accepts_none) == {"portable"}
 
 
 def test_tests_run_the_other_builds_of_the_processor_and_those_with_tiles_that_are_not_real(monkeypatch):
-    builds = ["amx", "avx512", "avx2", "portable"]
-    others = {"avx2", "portable", "amx_model"}
+    builds = ["amx", "avx512", "avx512_vnni", "avx2", "portable"]
+    others = {"avx512_vnni", "avx2", "portable", "amx_model"}
     assert kernel_builds(monkeypatch, "tests", builds, CXX="true") == {"avx512", *others}
     assert kernel_builds(monkeypatch, "tests", builds[1:], CXX="true") == {"amx", *others}
-    assert kernel_builds(monkeypatch, "tests", builds[2:], CXX="true") == {"portable", "amx_model"}
+    assert kernel_builds(monkeypatch, "tests", builds[2:], CXX="true") == {"avx2", "portable", "amx_model"}
 
 
 def test_a_wheel_has_all_builds_whatever_processor_compiles_it(monkeypatch):
@@ -109,7 +110,7 @@ def test_builds_are_chosen_by_name_and_an_unknown_name_is_refused(monkeypatch):
         kernel_builds(monkeypatch, "avx2,sse", ["portable"])
     assert str(refused.value) == (
         "VLLM_MP_BUILDS='avx2,sse': unknown build 'sse'; "
-        "give some of native, all, tests, portable, avx2, avx512, amx, amx_model"
+        "give some of native, all, tests, portable, avx2, avx512_vnni, avx512, amx, amx_model"
     )
 
 

@@ -27,7 +27,13 @@ _INSTRUCTION_SETS = {
     "AVX-VNNI": {"avx_vnni"},
     "AVX2": KERNEL_BUILDS["avx2"],
 }
-_TITLES = {"amx": "with AMX", "avx512": "with AVX-512", "avx2": "with AVX2", "portable": "without AVX2"}
+_TITLES = {
+    "amx": "with AMX",
+    "avx512": "with AVX-512",
+    "avx512_vnni": "with AVX-512 and without BF16",
+    "avx2": "with AVX2",
+    "portable": "without AVX2",
+}
 _COMMAND = "tools/bench compare --figures docs/figures"
 
 
