@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from vllm_mp.config import VllmConfig
+from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.kernels import attention_backends
+from vllm_mp.kernels.cpu.library import library
 from vllm_mp.machine.cpu_info import cpu_flags
 from vllm_mp.machine.host_cpus import (
     bind_process,
@@ -17,6 +18,7 @@ from vllm_mp.machine.host_cpus import (
     pci_numa_node,
     usable_cpus,
 )
+from vllm_mp.model_config.architecture import NativeArchitecture
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +81,14 @@ def choose_device(config: VllmConfig, rank: int = 0) -> torch.device:
 def choose_dtype(config: VllmConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of weights and activations.
 
-    "auto" means bfloat16 on a CPU that multiplies it, else float32; on a GPU the checkpoint's dtype if it has 16 bits,
-    else bfloat16 if the GPU has it, else float16.
+    "auto" means bfloat16 on a CPU that computes the model in it without loss of speed, else float32; on a GPU the
+    checkpoint's dtype if it has 16 bits, else bfloat16 if the GPU has it, else float16.
     """
     model = config.model_config
     if model.dtype == "auto":
         checkpoint = model.architecture.dtype
         if device.type == "cpu":
-            model.dtype = "bfloat16" if _cpu_multiplies_bfloat16() else "float32"
+            model.dtype = "bfloat16" if _cpu_computes_in_bfloat16(model) else "float32"
         elif checkpoint in ("float16", "bfloat16"):
             model.dtype = checkpoint
         else:
@@ -190,5 +192,15 @@ def _describe_gpu(index: int) -> str:
     return f"GPU {index} ({found.name}{'' if node is None else f', NUMA node {node}'})"
 
 
-def _cpu_multiplies_bfloat16() -> bool:
-    return not cpu_flags().isdisjoint({"avx512_bf16", "amx_bf16"})
+def _cpu_computes_in_bfloat16(model: ModelConfig) -> bool:
+    """Return whether this CPU computes the model in bfloat16 about as fast as in float32, or faster.
+
+    A CPU that does not multiply bfloat16 does so if the weights are read in it, half the bytes of float32, by the C++
+    kernels, which convert them where they multiply. Torch's own operations take many times as long there.
+    """
+    if not cpu_flags().isdisjoint({"avx512_bf16", "amx_bf16"}):
+        return True
+    architecture = model.architecture
+    if not isinstance(architecture, NativeArchitecture) or architecture.is_encoder or architecture.fp8 or model.images:
+        return False
+    return architecture.dtype == "bfloat16" and library() is not None

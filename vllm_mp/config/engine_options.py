@@ -102,7 +102,8 @@ class EngineOptions(Options):
     )
     dtype: str = option(
         "auto",
-        "Compute in this type; auto: the checkpoint's 16-bit type, or bfloat16 for a float32 checkpoint.",
+        "Compute in this type; auto: the checkpoint's 16-bit type, or bfloat16 for a float32 checkpoint; on CPUs "
+        "bfloat16, or float32 if the CPU does not multiply bfloat16 and the checkpoint is of another type.",
         choices=("auto", "float32", "float16", "bfloat16", "half", "float"),
         subject="model",
     )

@@ -34,8 +34,9 @@ constexpr bool CONVERTS_ROWS = std::is_same_v<T, bf16>;
 #endif
 
 // The most rows that are multiplied with a panel at a time: if these are all rows, and if there are more. More than 8
-// rows need more addresses than there are registers, and the L1 cache keeps 8 lines of the same part of a page. But up to
-// 12 rows in bfloat16 wait for the memory, and so take less time than two reads of the panel.
+// rows need more addresses than there are registers, and the L1 cache keeps 8 lines of the same part of a page; rows that
+// are converted lie side by side instead. But up to 12 rows in bfloat16 wait for the memory, and so take less time than
+// two reads of the panel.
 template <class T>
 constexpr int MOST_ROWS = ON_TILES<T> ? BLOCK_ROWS : std::is_same_v<T, uint8_t> ? std::min(MR, 8) : MR;
 template <class T>

@@ -67,7 +67,7 @@ inline void multiply(const bf16* x, int64_t stride, const Panel& panel, int64_t 
     // The rows are converted to floats first, so many pairs at a time: where each is used would take longer than its
     // products.
     constexpr int64_t PAIRS = 64;
-    float values[2][ROWS][PAIRS];  // the first of each pair, and the second
+    alignas(64) float values[2][ROWS][PAIRS];  // the first of each pair, and the second
     for (int64_t first = 0; first < inputs / 2; first += PAIRS) {
         const int64_t pairs = std::min(PAIRS, inputs / 2 - first);
         for (int r = 0; r < ROWS; ++r) {
