@@ -8,7 +8,7 @@ import torch
 from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.kernels import attention_backends
 from vllm_mp.kernels.cpu.library import library
-from vllm_mp.machine.cpu_info import cpu_flags
+from vllm_mp.machine.cpu_info import multiplies_bfloat16
 from vllm_mp.machine.host_cpus import (
     bind_process,
     bind_to,
@@ -198,7 +198,7 @@ def _cpu_computes_in_bfloat16(model: ModelConfig) -> bool:
     A CPU that does not multiply bfloat16 does so if the weights are read in it, half the bytes of float32, by the C++
     kernels, which convert them where they multiply. Torch's own operations take many times as long there.
     """
-    if not cpu_flags().isdisjoint({"avx512_bf16", "amx_bf16"}):
+    if multiplies_bfloat16():
         return True
     architecture = model.architecture
     if not isinstance(architecture, NativeArchitecture) or architecture.is_encoder or architecture.fp8 or model.images:

@@ -29,6 +29,11 @@ def cpu_flags() -> frozenset[str]:
     return frozenset((_field("flags") or "").split())
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether the processor has instructions for products in bfloat16."""
+    return not cpu_flags().isdisjoint({"avx512_bf16", "amx_bf16"})
+
+
 def runnable_builds() -> list[str]:
     """Return the names of the builds of the C++ kernels that this process can run, the fastest first."""
     return [name for name in KERNEL_BUILDS if obstacle(name) is None]

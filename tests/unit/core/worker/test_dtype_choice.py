@@ -8,6 +8,7 @@ import torch
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.core.worker import device
 from vllm_mp.core.worker.device import choose_dtype
+from vllm_mp.machine import cpu_info
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,6 +44,6 @@ def test_cpu_computes_in_bfloat16_where_that_costs_no_speed(
     config = AsyncEngineArgs(
         str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True, **options
     ).create_engine_config()
-    monkeypatch.setattr(device, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(cpu_info, "cpu_flags", lambda: frozenset(flags))
     monkeypatch.setattr(device, "library", lambda: object() if has_kernels else None)
     assert choose_dtype(config, torch.device("cpu")) == expected
