@@ -103,7 +103,7 @@ class EngineOptions(Options):
     dtype: str = option(
         "auto",
         "Compute in this type; auto: the checkpoint's 16-bit type, or bfloat16 for a float32 checkpoint; on CPUs "
-        "bfloat16, or float32 if the CPU does not multiply bfloat16 and the checkpoint is of another type.",
+        "bfloat16, and without instructions for it float32, unless the C++ kernels read a bfloat16 checkpoint.",
         choices=("auto", "float32", "float16", "bfloat16", "half", "float"),
         subject="model",
     )
