@@ -19,6 +19,9 @@ struct Packed {
     }
 };
 
+// Returns the first values of pairs, or the second ones, as floats.
+ALWAYS_INLINE vf half_of(vu pairs, bool is_second) { return (vf)(is_second ? pairs & 0xffff0000u : pairs << 16); }
+
 // Reads fewer than 2 * W values; the rest are zeros.
 inline vu read_few(const bf16* p, int64_t count) {
     vu some = {};
@@ -74,8 +77,7 @@ inline void multiply(const bf16* x, int64_t stride, const Panel& panel, int64_t 
             const bf16* const row = x + r * stride + 2 * first;
             for (int64_t i = 0; i < pairs; i += W) {
                 const vu both = i + W <= pairs ? read<vu>(row + 2 * i) : read_few(row + 2 * i, 2 * (pairs - i));
-                write(values[0][r] + i, both << 16);
-                write(values[1][r] + i, both & 0xffff0000u);
+                for (int half = 0; half < 2; ++half) store(values[half][r] + i, half_of(both, half));
             }
         }
         for (int64_t i = 0; i < pairs; ++i) {
@@ -83,13 +85,13 @@ inline void multiply(const bf16* x, int64_t stride, const Panel& panel, int64_t 
             vi b[VECTORS];
             panel.get(first + i, b);
 #pragma GCC unroll 2
-            for (int odd = 0; odd < 2; ++odd) {
+            for (int half = 0; half < 2; ++half) {
                 vf weights[VECTORS];
 #pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; ++v) weights[v] = (vf)(odd ? (vu)b[v] & 0xffff0000u : (vu)b[v] << 16);
+                for (int v = 0; v < VECTORS; ++v) weights[v] = half_of((vu)b[v], half);
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; ++r) {
-                    const vf a = splat(values[odd][r][i]);
+                    const vf a = splat(values[half][r][i]);
 #pragma GCC unroll 4
                     for (int v = 0; v < VECTORS; ++v) c[r][v] += a * weights[v];
                 }

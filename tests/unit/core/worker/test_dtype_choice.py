@@ -4,22 +4,18 @@ import json
 
 import pytest
 import torch
+from support.image_models import image_fields
 
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.core.worker import device
 from vllm_mp.core.worker.device import choose_dtype
 from vllm_mp.machine import cpu_info
+from vllm_mp.testing.random_models import CONFIGS
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "dtype": "bfloat16",
-}
-OTHER = {"architectures": ["OtherForCausalLM"], "vocab_size": 100, "hidden_size": 64, "n_positions": 100}
+LLAMA = CONFIGS["llama"].to_dict() | {"dtype": "bfloat16"}
+BERT = {"architectures": ["BertModel"], "model_type": "bert", "intermediate_size": 64}
+IMAGES = image_fields("llava") | {"dtype": "bfloat16"}
+OTHER = {"architectures": ["OtherForCausalLM"], "n_positions": 100}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +30,8 @@ OTHER = {"architectures": ["OtherForCausalLM"], "vocab_size": 100, "hidden_size"
         ({}, {"avx2"}, False, {}, torch.float32),
         ({"dtype": "float16"}, {"avx2"}, True, {}, torch.float32),
         ({"dtype": "float32"}, {"avx2"}, True, {}, torch.float32),
+        (BERT, {"avx2"}, True, {}, torch.float32),
+        (IMAGES, {"avx2"}, True, {}, torch.float32),
         (OTHER, {"avx2"}, True, {}, torch.float32),
     ],
 )
