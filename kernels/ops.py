@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_mp.kernels import reference
+from vllm_mp.kernels import reference, sampling
 from vllm_mp.kernels.adapter_stack import AdapterStack, Factors
 from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.block_linear import TorchBlockExperts, TorchBlockLinear
@@ -34,7 +34,7 @@ from vllm_mp.kernels.cpu.experts import ExpertBlocks, ExpertWeights, PackedExper
 from vllm_mp.kernels.cpu.library import DTYPES, library
 from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, QuantizedRows
-from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams, TokenMasks
+from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams, Logprobs, TokenMasks
 from vllm_mp.kernels.step_columns import StepColumns
 from vllm_mp.kernels.triton import available as triton
 
@@ -60,6 +60,7 @@ __all__ = [
     "ExpertWeights",
     "Factors",
     "LayerWeights",
+    "Logprobs",
     "PackedAdapterStack",
     "PackedExperts",
     "PackedLinear",
@@ -86,6 +87,7 @@ __all__ = [
     "gelu_tanh",
     "layer_norm",
     "linear",
+    "logprobs",
     "masked_argmax",
     "pack_experts",
     "pack_linear",
@@ -317,6 +319,13 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
         return cpu_logits.sample(kernels, logits, params)
     tokens: Tensor = _operations(logits).sample(logits, params)
     return tokens
+
+
+def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
+    """See `kernels.sampling.logprobs`. In the C++ kernels, the first of equally likely tokens come first."""
+    if cpu_logits.can_read(logits) and (kernels := library()):
+        return cpu_logits.logprobs(kernels, logits, chosen, count)
+    return sampling.logprobs(logits, chosen, count)
 
 
 def fill_awaited(input_ids: Tensor, latest: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The choice of a token from logits, defined in plain torch: argmax, the sampling filters, the draw.
+"""The choice of a token from logits, defined in plain torch: argmax, the sampling filters, the draw, log-probabilities.
 
 A new filter is one field of `DrawParams`, one function and one line of `SAMPLING_FILTERS`. An implementation names the
 filters that it fuses, and `filter_logits` runs the others before it.
@@ -65,6 +65,14 @@ class TokenMasks(NamedTuple):
     rows: Tensor  # int64 [m]: the row of the logits that each mask applies to
 
 
+class Logprobs(NamedTuple):
+    """The log-probabilities of n chosen tokens, and of the k most likely tokens beside each of them."""
+
+    token_ids: Tensor  # int32 [n, 1 + k]: the chosen token, then the k most likely tokens, best first
+    values: Tensor  # float32 [n, 1 + k]: the log-probabilities of `token_ids`
+    ranks: Tensor  # int64 [n]: the rank of the chosen token, 1 for the most likely; equally likely tokens share the best
+
+
 def argmax(scores: Tensor) -> Tensor:
     """Return the index of the highest score in each row of `scores` [n, size], int64 [n]; the first of equal scores.
 
@@ -90,6 +98,21 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     elif len(random):
         tokens[random] = _draw(logits[random], highest[random], params.rows(random))
     return tokens.masked_fill_(~highest.isfinite(), NO_PLACE)
+
+
+def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
+    """Return the log-probabilities of `chosen` int64 [n], and of the `count` most likely tokens, for `logits` [n, vocab].
+
+    There are no more of these than tokens in the vocabulary. The order of equally likely tokens is not defined. NaN for
+    a row whose highest logit is not finite, or that holds NaN.
+    """
+    chosen = chosen.unsqueeze(-1)
+    distribution = logits.float().log_softmax(-1)
+    own = distribution.gather(-1, chosen)
+    ranks = (distribution > own).sum(-1) + 1
+    best = distribution.topk(min(count, distribution.shape[-1]), dim=-1)
+    ids = torch.cat((chosen, best.indices), -1).to(torch.int32)
+    return Logprobs(ids, torch.cat((own, best.values), -1), ranks)
 
 
 def filter_logits(logits: Tensor, params: DrawParams, filters: Sequence[SamplingFilter]) -> Tensor:

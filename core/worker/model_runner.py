@@ -454,11 +454,12 @@ class ModelRunner:
                 leader.logits(announced, indices)
             if picks:
                 hidden = hidden[self._to_device(indices)]
-        is_argmax = announced == ARGMAX or (self._is_argmax_again and step is self._launched)
-        if is_argmax or (leader is None and self._is_argmax(rows, batch, sampler, num_tokens)):
+        is_known = announced == ARGMAX or (self._is_argmax_again and step is self._launched)
+        may_be_argmax = leader is None and not sampler.repeats(rows)
+        if is_known or (may_be_argmax and self._is_argmax(rows, batch, sampler, num_tokens)):
             self._beat()
             masks = None
-            if not is_argmax:
+            if not is_known:
                 vocab_size = self._config.model_config.architecture.vocab_size
                 masks = sampler.token_masks(rows, num_tokens, vocab_size)
                 # Once a row's minimum number of tokens is reached, nothing changes its logits until it leaves.

@@ -216,6 +216,12 @@ class CDraws(ctypes.Structure):
     _fields_ = tuple((name, c_void_p) for name in DRAW_COLUMNS)
 
 
+class CLogprobs(ctypes.Structure):
+    """Mirrors `Logprobs` of csrc/sampling.h."""
+
+    _fields_ = (("most", c_int64), ("ids", c_void_p), ("values", c_void_p), ("ranks", c_void_p))
+
+
 _DECODER: Final = (
     POINTER(CDecoder),
     c_int64,
@@ -245,6 +251,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "block_embedding": (POINTER(CBlockPart), c_int64, c_void_p, c_int64, c_void_p, c_int),
     "argmax_rows": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
     "sample": (c_void_p, c_int64, c_int64, c_int64, POINTER(CDraws), c_void_p, c_int),
+    "logprobs": (c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(CLogprobs), c_int),
     "apply_token_masks": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int),
     "attention": (
         POINTER(CAttentionMetadata),
@@ -287,6 +294,7 @@ def _interface() -> int:
         CLayerAdapters,
         CTokenMasks,
         CDraws,
+        CLogprobs,
     )
     fields = [[(field[0], field[1].__name__) for field in structure._fields_] for structure in structures]
     arguments = [(name, [kind.__name__ for kind in kinds]) for name, kinds in (_SIGNATURES | _STRIP_SIGNATURES).items()]

@@ -6,8 +6,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from vllm_mp.kernels.cpu.library import DRAW_COLUMNS, DTYPES, CDraws, Library
-from vllm_mp.kernels.sampling import DrawParams, filter_logits
+from vllm_mp.kernels.cpu.library import DRAW_COLUMNS, DTYPES, CDraws, CLogprobs, Library
+from vllm_mp.kernels.sampling import DrawParams, Logprobs, filter_logits
 
 _FUSED_FILTERS: Final = frozenset({"min_p", "top_k", "top_p"})
 """The filters that the kernel applies itself; they are the last of `SAMPLING_FILTERS`."""
@@ -59,3 +59,23 @@ def sample(library: Library, logits: Tensor, params: DrawParams) -> Tensor:
         torch.get_num_threads(),
     )
     return tokens
+
+
+def logprobs(library: Library, logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
+    """Compute `ops.logprobs` for logits that `can_read` accepts."""
+    num_rows, size = logits.shape
+    most = min(count, size)
+    ids = torch.empty(num_rows, 1 + most, dtype=torch.int32)
+    values = torch.empty(num_rows, 1 + most)
+    ranks = torch.empty(num_rows, dtype=torch.int64)
+    chosen = chosen.contiguous()
+    library.function("logprobs", logits.dtype)(
+        logits.data_ptr(),
+        logits.stride(0),
+        size,
+        num_rows,
+        chosen.data_ptr(),
+        ctypes.byref(CLogprobs(most, ids.data_ptr(), values.data_ptr(), ranks.data_ptr())),
+        torch.get_num_threads(),
+    )
+    return Logprobs(ids, values, ranks)

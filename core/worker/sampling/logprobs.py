@@ -1,7 +1,6 @@
 """Log-probabilities of chosen tokens and of the most likely tokens, as the wire carries them."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +9,8 @@ from torch import Tensor
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.sampling.host_copies import ToHost, on_host, to_device
+from vllm_mp.kernels import ops
+from vllm_mp.kernels.ops import Logprobs
 from vllm_mp.wire import TokenLogprobs
 
 MAX_LOGIT_ELEMENTS = 1 << 22
@@ -20,42 +21,23 @@ Owned = tuple[int, TokenLogprobs]
 """(client, message to the client)."""
 
 
-class Logprobs(NamedTuple):
-    """Log-probabilities at n positions, on the host or being copied to it."""
+def _gather(logits: Tensor, chosen: Tensor, count: int, to_host: ToHost = on_host) -> Logprobs:
+    """Return what `ops.logprobs` returns, on the host or being copied to it."""
+    return Logprobs(*(to_host(column) for column in ops.logprobs(logits, chosen, count)))
 
-    token_ids: Tensor
-    """Int32 [n, 1 + k], the chosen token, then the k most likely tokens, best first."""
-    values: Tensor
-    """Float32 [n, 1 + k], the log-probabilities of `token_ids`."""
-    ranks: Tensor
-    """Int64 [n], rank of the chosen token, 1 for the most likely; equally likely tokens share the better rank."""
 
-    @classmethod
-    def gather(cls, distribution: Tensor, chosen: Tensor, count: int, to_host: ToHost = on_host) -> "Logprobs":
-        """Return the log-probabilities of `chosen` int64 [n] and of the `count` most likely tokens.
+def _message(logprobs: Logprobs, slot: int, position: int, first: int, last: int, count: int) -> TokenLogprobs:
+    """Return the message to `slot` with entries [first, last), each with `count` tokens beside the chosen token.
 
-        `distribution` is all log-probabilities, float32 [n, vocab].
-        """
-        chosen = chosen.unsqueeze(-1)
-        own = distribution.gather(-1, chosen)
-        ranks = (distribution > own).sum(-1) + 1
-        best = distribution.topk(min(count, distribution.shape[-1]), dim=-1)
-        ids = torch.cat((chosen, best.indices), -1).to(torch.int32)
-        values = torch.cat((own, best.values), -1)
-        return cls(to_host(ids), to_host(values), to_host(ranks))
-
-    def message(self, slot: int, position: int, first: int, last: int, count: int) -> TokenLogprobs:
-        """Return the message to `slot` with entries [first, last), each with `count` tokens beside the chosen token.
-
-        `position` is the position of the first entry in the output or prompt of the request.
-        """
-        return TokenLogprobs(
-            slot,
-            position,
-            self.token_ids[first:last, : count + 1].numpy().astype("<i4").tobytes(),
-            self.values[first:last, : count + 1].numpy().astype("<f4").tobytes(),
-            self.ranks[first:last].numpy().astype("<u4").tobytes(),
-        )
+    `position` is the position of the first entry in the output or prompt of the request.
+    """
+    return TokenLogprobs(
+        slot,
+        position,
+        logprobs.token_ids[first:last, : count + 1].numpy().astype("<i4").tobytes(),
+        logprobs.values[first:last, : count + 1].numpy().astype("<f4").tobytes(),
+        logprobs.ranks[first:last].numpy().astype("<u4").tobytes(),
+    )
 
 
 def wants_logprobs(batch: Batch, rows: Rows) -> bool:
@@ -96,7 +78,7 @@ class StepLogprobs:
         if len(wanting):
             self._wanting = wanting
             self._index = to_device(wanting, logits.device)
-            self._distribution = logits[self._index].float().log_softmax(-1)
+            self._logits = logits[self._index]
 
     def messages(self, tokens: Tensor, to_host: ToHost = on_host) -> Callable[[], list[Owned]]:
         """Return a function for the messages about the sampled `tokens` int64 [n]; a negative token has no message.
@@ -116,7 +98,8 @@ class StepLogprobs:
         for count in np.unique(self._counts).tolist():
             members = np.flatnonzero(self._counts == count)
             at = to_device(members, chosen.device)
-            logprobs = Logprobs.gather(self._distribution[at], chosen[at].clamp(min=0), count, to_host)
+            logits = self._logits if len(members) == len(self._owners) else self._logits[at]
+            logprobs = _gather(logits, chosen[at].clamp(min=0), count, to_host)
             groups.append((count, members.tolist(), logprobs))
 
         def make() -> list[Owned]:
@@ -132,7 +115,7 @@ class StepLogprobs:
                         first = i
                     if is_sampled[member]:
                         position -= i - first
-                        messages[members[first]] = client, logprobs.message(slot, position, first, i + 1, count)
+                        messages[members[first]] = client, _message(logprobs, slot, position, first, i + 1, count)
             return [messages[member] for member in sorted(messages)]
 
         return make
@@ -169,11 +152,11 @@ def prompt_logprobs(
         offset = int(step.counts[:i].sum()) - begin - 1
         for start in range(first, last, piece):
             stop = min(start + piece, last)
-            distribution = compute_logits(hidden, offset + start, offset + stop).float().log_softmax(-1)
+            logits = compute_logits(hidden, offset + start, offset + stop)
             chosen = to_device(batch.token_ids[row, start:stop].astype(np.int64), hidden.device)
-            found = Logprobs.gather(distribution, chosen, count, to_host)
+            found = _gather(logits, chosen, count, to_host)
             parts.append((request.client, request.slot, start, count, found))
         request.num_prompt_logprobs_sent = max(first, last)
     return lambda: [
-        (client, found.message(slot, start, 0, len(found.ranks), count)) for client, slot, start, count, found in parts
+        (client, _message(found, slot, start, 0, len(found.ranks), count)) for client, slot, start, count, found in parts
     ]

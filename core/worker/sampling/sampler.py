@@ -15,6 +15,7 @@ from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 from vllm_mp.core.structured_output.grammar import Matcher
 from vllm_mp.core.structured_output.masks import fill_masks
 from vllm_mp.core.worker.sampling.host_copies import all_to_device, to_device
+from vllm_mp.core.worker.sampling.random_numbers import uniform_draws
 from vllm_mp.core.worker.sampling.registered_processors import RegisteredProcessors
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import DrawParams, TokenMasks
@@ -38,6 +39,8 @@ class Sampler:
         self._batch = batch
         self._device = device
         self._registered = registered
+        self._repeated: RepeatedDraws | None = None
+        """The latest draws from logits that nothing changes."""
 
     def sample(self, logits: Tensor, rows: Rows, num_tokens: Counts | None = None) -> Tensor:
         """Return token ids int64 [n] for `logits` [n, vocab] of the batch's `rows` [n]; may overwrite `logits`.
@@ -49,11 +52,13 @@ class Sampler:
         batch = self._batch
         if num_tokens is None:
             num_tokens = batch.num_tokens[rows]
+        if self._repeated is not None and self.repeats(rows):
+            return ops.sample(logits, self._repeated.params(num_tokens))
         masks = self.token_masks(rows, num_tokens, logits.shape[-1])
         if masks is not None:
             logits = logits.contiguous()
             ops.apply_token_masks(logits, *masks)
-        if self._changes_logits(rows, num_tokens):
+        if changes := self._changes_logits(rows, num_tokens):
             logits = logits.float().contiguous()
             apply_logits_processors(logits, batch, rows, num_tokens, self._registered)
         if not self._draws(rows):
@@ -61,7 +66,17 @@ class Sampler:
         params = self._draw_params(rows, num_tokens)
         if self._registered is not None:
             params = self._registered.apply_to_random(logits, batch, rows, params)
+        elif masks is None and not changes:
+            self._repeated = RepeatedDraws(batch, rows, params)
         return ops.sample(logits, params)
+
+    def repeats(self, rows: Rows) -> bool:
+        """Return whether `sample` draws for `rows`, the very array, as in the step before, with other random numbers.
+
+        Once a row's minimum number of tokens is reached, nothing changes its logits until it leaves.
+        """
+        repeated = self._repeated
+        return repeated is not None and rows is repeated.rows and self._batch.num_changes == repeated.num_changes
 
     def draw(self, logits: Tensor, rows: Rows, num_tokens: Counts) -> Tensor:
         """Return what `sample` does for `logits` that no logits processor and no grammar changes.
@@ -145,6 +160,38 @@ class Sampler:
         ]
         tensors = all_to_device(list(columns.values()), self._device)
         return DrawParams(**dict(zip(columns, tensors, strict=True)), filters=tuple(filters))
+
+
+class RepeatedDraws:
+    """The parameters of draws for the same rows in one step after another, while the batch does not change.
+
+    Each step has other random numbers. These are computed for many steps at once.
+    """
+
+    _NUM_STEPS = 64
+
+    def __init__(self, batch: Batch, rows: Rows, params: DrawParams) -> None:
+        """`params` are those of `rows` [n] in the first step."""
+        self.rows = rows
+        self.num_changes = batch.num_changes
+        self._params = params
+        self._seeds = batch.sampling["seed"][rows].astype(np.uint64)
+        self._num_prompt_tokens = batch.num_prompt_tokens[rows]
+        self._begin: Counts = batch.num_tokens[rows]
+        """The `num_tokens` [n] of the first step of `_uniforms`."""
+        self._uniforms: Tensor | None = None
+        """[_NUM_STEPS, n] the random numbers of the steps from `_begin` on."""
+
+    def params(self, num_tokens: Counts) -> DrawParams:
+        """Return the parameters of the step before whose tokens each row has `num_tokens` [n]."""
+        step = int(num_tokens[0] - self._begin[0])
+        is_known = 0 <= step < self._NUM_STEPS and np.array_equal(num_tokens, self._begin + step)
+        if self._uniforms is None or not is_known:
+            self._begin, step = num_tokens, 0
+            positions = num_tokens - self._num_prompt_tokens + np.arange(self._NUM_STEPS)[:, np.newaxis]
+            numbers = uniform_draws(self._seeds, positions)
+            self._uniforms = to_device(numbers, self._params.uniform.device)
+        return self._params._replace(uniform=self._uniforms[step])
 
 
 def apply_logits_processors(
@@ -243,21 +290,3 @@ def _stop_tokens(batch: Batch, row: int) -> Ids:
     """Return the ids [n] of the tokens that end the request of `row`."""
     stop = as_ids(batch.request(row).sampling.stop_token_ids or ())
     return np.concatenate([stop, batch.eos_token_ids]) if batch.stops_at_eos[row] else stop
-
-
-def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Apply the output function of splitmix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit words."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
-
-
-def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return numbers in [0, 1), float64 [n], each a function of its seed and its output position.
-
-    The numbers have 52 bits, so that their product with a sum in float64 stays below the sum.
-    """
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    with np.errstate(over="ignore"):
-        state = _mix(seeds + golden) + (positions.astype(np.uint64) + np.uint64(1)) * golden
-        return (_mix(_mix(state)) >> np.uint64(12)).astype(np.float64) * 2.0**-52

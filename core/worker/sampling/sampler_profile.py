@@ -33,9 +33,9 @@ def profile_sampler(config: VllmConfig, dtype: torch.dtype, device: torch.device
         request = Request(0, slot, "profile", params, np.zeros(1, np.int32), 1, 2, (0, slot))
         batch.add(request, np.zeros(0, np.int32))
     logits = torch.zeros((num_rows, config.model_config.architecture.vocab_size), dtype=dtype, device=device)
-    logprobs = logits.float().log_softmax(dim=-1)  # a step with log-probabilities holds them during the draw
+    kept = logits.clone()  # a step with log-probabilities makes them after the draw, which may overwrite the logits
     # Only steps with constrained rows launch the kernel for masks; the first of them must not wait for its compilation.
     masks = torch.full((num_rows, -(-logits.shape[1] // MASK_WORD)), -1, dtype=torch.int32, device=device)
     ops.apply_token_masks(logits, masks, torch.arange(num_rows, device=device))
-    Sampler(batch, device).sample(logits, batch.order)
-    del logprobs
+    tokens = Sampler(batch, device).sample(logits, batch.order)
+    ops.logprobs(kept, tokens.clamp(min=0), 1)

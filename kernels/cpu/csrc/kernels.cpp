@@ -144,7 +144,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0xe315782au; }
+uint32_t vmp_interface() { return 0xbbde0927u; }
 
 int64_t vmp_panel_columns() { return NR; }
 
@@ -218,6 +218,10 @@ void vmp_write_strips(const BlockMatrix* w, uint8_t* out, BlockStrip* strips, in
     void vmp_sample_##NAME(const T* logits, int64_t stride, int64_t size, int64_t count, const Draws* draws,          \
                            int64_t* tokens, int threads) {                                                            \
         sample_rows(logits, stride, size, count, *draws, tokens, threads);                                            \
+    }                                                                                                                 \
+    void vmp_logprobs_##NAME(const T* logits, int64_t stride, int64_t size, int64_t count, const int64_t* chosen,     \
+                             const Logprobs* out, int threads) {                                                      \
+        logprobs_of_rows(logits, stride, size, count, chosen, *out, threads);                                         \
     }                                                                                                                 \
     void vmp_apply_token_masks_##NAME(T* logits, int64_t vocab_size, const uint32_t* masks, int64_t num_words,        \
                                       const int64_t* rows, int64_t count, int threads) {                              \

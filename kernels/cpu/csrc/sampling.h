@@ -1,13 +1,12 @@
-// The choice of a token from a row of logits: the highest, or a draw from the filtered distribution.
+// The choice of a token from a row of logits, the highest or a draw from the filtered distribution; and log-probabilities.
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <limits>
-#include <vector>
 
-#include "simd.h"
+#include "candidates.h"
+#include "distribution.h"
 #include "team.h"
 
 namespace vmp {
@@ -34,14 +33,6 @@ inline int64_t argmax_of_row(const T* scores, int64_t size) {
     return first;
 }
 
-// Writes the result of `argmax_of_row` for `count` rows, `stride` scores apart.
-template <class T>
-void argmax_rows(const T* scores, int64_t stride, int64_t size, int64_t count, int64_t* indices, int threads) {
-    team().run(threads, [&](Member& member) {
-        member.each_in_stretches(count, [&](int64_t row) { indices[row] = argmax_of_row(scores + row * stride, size); });
-    });
-}
-
 // How a token is chosen for each of `count` rows; mirrors `kernels.sampling.DrawParams`. A filter that is off in every
 // row is null.
 struct Draws {
@@ -52,158 +43,104 @@ struct Draws {
     const double* uniform;  // in [0, 1)
 };
 
-// Finds the tokens of a row whose depths are lowest. A depth is how far a token lies below the most likely token, so its
-// bits order like the number. A first pass adds what the tokens count into bins of the depths' high bits; only the
-// tokens of the bin in which the sum reaches the bound are sorted.
-class DepthCut {
-   public:
-    struct Limit {
-        uint32_t depth;  // the bits of the greatest depth that is kept
-        int32_t index;   // of the last token that is kept of those with this depth
-    };
-
-    // Returns the limit at which `bound(sum)` first holds, where `sum` includes the token: `weight(index)` is what a token
-    // counts. The last token is the limit if it never holds.
-    template <class Weight, class Bound>
-    Limit find(const std::vector<float>& depths, int64_t size, Weight&& weight, Bound&& bound) {
-        for (auto& bins : bins_) bins.fill(0.0);
-        for (int64_t i = 0; i < size; ++i)
-            if (const uint32_t depth = bits(depths[i]); depth != BARRED) bins_[i % LANES][depth >> LOW_BITS] += weight(i);
-        for (int lane = 1; lane < LANES; ++lane)
-            for (uint32_t bin = 0; bin < BINS; ++bin) bins_[0][bin] += bins_[lane][bin];
-        double sum = 0;
-        uint32_t last = 0;
-        for (uint32_t bin = 0; bin < BINS; ++bin) {
-            if (bins_[0][bin] == 0) continue;
-            last = bin;
-            if (bound(sum + bins_[0][bin])) break;
-            sum += bins_[0][bin];
-        }
-        found_.clear();
-        for (int64_t i = 0; i < size; ++i)
-            if (const uint32_t depth = bits(depths[i]); depth >> LOW_BITS == last) found_.push_back({depth, int32_t(i)});
-        std::sort(found_.begin(), found_.end(), [](const Limit& a, const Limit& b) {
-            return a.depth != b.depth ? a.depth < b.depth : a.index < b.index;
-        });
-        for (const Limit& token : found_)
-            if (bound(sum += weight(token.index))) return token;
-        return found_.back();
-    }
-
-    static uint32_t bits(float depth) { return read<uint32_t>(&depth); }
-
-   private:
-    static constexpr int LOW_BITS = 19;  // four bits of the mantissa stay in the number of a bin
-    static constexpr uint32_t BINS = 1u << (31 - LOW_BITS);  // no depth is negative
-    static constexpr uint32_t BARRED = 0x7f800000;  // the bits of infinity
-    static constexpr int LANES = 4;                 // sums of a bin that do not wait for one another
-    std::array<double, BINS> bins_[LANES];
-    std::vector<Limit> found_;
-};
-
-// Draws a token of a row. One instance serves one thread.
+// Draws a token of a row. Few tokens can pass a filter, so the filters choose among the candidates that a bound on the depth
+// leaves. One instance serves one thread.
+template <class T>
 class Sampler {
    public:
     // Returns the token for row `row` of `draws`, or -1 as `argmax_of_row` does. Of equal logits at the limit of top_k
     // all are kept, at that of top_p the first.
-    template <class T>
     int64_t sample(const T* logits, int64_t size, const Draws& draws, int64_t row) {
-        const int64_t first = argmax_of_row(logits, size);
         const float temperature = draws.temperature[row];
-        if (first < 0 || temperature == 0) return first;
-        fit(size);
-        const float highest = to_float(logits[first]);
-        const float floor = draws.min_p && draws.min_p[row] > 0 ? -std::log(draws.min_p[row]) : BARRED;
-        for (int64_t i = 0; i < size; i += W) {
-            const vf logit = load_some(logits + i, int(std::min<int64_t>(W, size - i)), -BARRED);
-            const vf depth = (highest - logit) / temperature;
-            store(&depths_[i], select(depth > floor, splat(BARRED), depth));
+        if (temperature == 0) return argmax_of_row(logits, size);
+        tokens_.take(logits, size, temperature);
+        if (!tokens_.is_finite()) return -1;
+        const bool has_min_p = draws.min_p && draws.min_p[row] > 0;
+        const bool has_top_k = draws.top_k && draws.top_k[row] > 0 && draws.top_k[row] < size;
+        const bool has_top_p = draws.top_p && draws.top_p[row] < 1;
+        double total = 0;  // of all tokens; 0 if another filter comes before top_p
+        float bound = std::numeric_limits<float>::max();
+        if (has_min_p) bound = -std::log(draws.min_p[row]);
+        if (has_top_k) bound = std::min(bound, tokens_.top_k_bound(draws.top_k[row]));
+        if (!has_min_p && !has_top_k) {
+            total = tokens_.add_up();
+            if (!has_top_p) return tokens_.draw(draws.uniform[row] * total);
+            bound = tokens_.top_p_bound(total, draws.top_p[row]);
         }
-        if (draws.top_k && draws.top_k[row] > 0 && draws.top_k[row] < size) cut_top_k(size, double(draws.top_k[row]));
-        weigh();
-        if (draws.top_p && draws.top_p[row] < 1) cut_top_p(size, draws.top_p[row]);
-        return invert_cumulative(draws.uniform[row]);
+        tokens_.gather(bound, candidates_);
+        if (has_top_k) candidates_.keep_lowest(double(draws.top_k[row]));
+        if (has_top_p) candidates_.keep_heaviest(draws.top_p[row] * (total > 0 ? total : candidates_.total_weight()));
+        return candidates_.draw(draws.uniform[row]);
     }
 
    private:
-    static constexpr float BARRED = std::numeric_limits<float>::infinity();
-    static constexpr int64_t STRETCH = 256;
-
-    std::vector<float> depths_;   // how far each token is below the most likely token; infinite for a barred token
-    std::vector<float> weights_;  // the probability of each token, times a constant
-    std::vector<double> sums_;    // of the weights in each stretch
-    DepthCut cut_;
-
-    void fit(int64_t size) {
-        const int64_t stretches = (size + STRETCH - 1) / STRETCH;
-        depths_.resize(stretches * STRETCH);
-        std::fill(depths_.begin() + size, depths_.end(), BARRED);
-        weights_.resize(stretches * STRETCH);
-        sums_.resize(stretches);
-    }
-
-    void cut_top_k(int64_t size, double count) {
-        const auto limit = cut_.find(depths_, size, [](int64_t) { return 1.0; }, [&](double sum) { return sum >= count; });
-        for (int64_t i = 0; i < size; ++i)
-            if (DepthCut::bits(depths_[i]) > limit.depth) depths_[i] = BARRED;
-    }
-
-    void cut_top_p(int64_t size, double share) {
-        double total = 0;
-        for (double sum : sums_) total += sum;
-        const auto limit = cut_.find(
-            depths_, size, [&](int64_t i) { return double(weights_[i]); }, [&](double sum) { return sum >= share * total; });
-        for (int64_t i = 0; i < size; ++i) {
-            const uint32_t depth = DepthCut::bits(depths_[i]);
-            if (depth > limit.depth || (depth == limit.depth && i > limit.index)) weights_[i] = 0;
-        }
-        add_up();
-    }
-
-    void weigh() {
-        for (size_t i = 0; i < weights_.size(); i += W) store(&weights_[i], exp(-load(&depths_[i])));
-        add_up();
-    }
-
-    void add_up() {
-        for (size_t i = 0; i < sums_.size(); ++i) {
-            vf some = {};
-            for (int64_t j = 0; j < STRETCH; j += W) some += load(&weights_[i * STRETCH + j]);
-            sums_[i] = sum(some);
-        }
-    }
-
-    // Returns the index at which the sum of the weights passes `uniform` of the whole. No index has the weight zero.
-    int64_t invert_cumulative(double uniform) const {
-        double total = 0;
-        for (double sum : sums_) total += sum;
-        const double target = uniform * total;
-        size_t stretch = 0;
-        double before = 0;
-        for (size_t i = 0; i < sums_.size(); ++i) {
-            if (sums_[i] == 0) continue;
-            stretch = i;
-            if (before + sums_[i] > target) break;
-            before += sums_[i];
-        }
-        // The two sums may differ in the last bits, so the target may lie past the end of the stretch.
-        int64_t last = 0;
-        for (int64_t i = stretch * STRETCH, end = i + STRETCH; i < end; ++i) {
-            if (weights_[i] == 0) continue;
-            last = i;
-            if ((before += weights_[i]) > target) break;
-        }
-        return last;
-    }
+    Distribution<T> tokens_;
+    Candidates candidates_;
 };
+
+// Calls `f(row)` for each of `count` rows, on up to `most` threads; a single row wakes no other thread.
+template <class F>
+void for_rows(int64_t count, int most, F&& f) {
+    if (count == 1) return f(0);
+    team().run(most, [&](Member& member) { member.each_in_stretches(count, f); });
+}
+
+// Writes the result of `argmax_of_row` for `count` rows, `stride` scores apart.
+template <class T>
+void argmax_rows(const T* scores, int64_t stride, int64_t size, int64_t count, int64_t* indices, int threads) {
+    for_rows(count, threads, [&](int64_t row) { indices[row] = argmax_of_row(scores + row * stride, size); });
+}
 
 // Writes a token for each of `count` rows, `stride` logits apart; the results do not depend on the number of threads.
 template <class T>
 void sample_rows(const T* logits, int64_t stride, int64_t size, int64_t count, const Draws& draws, int64_t* tokens,
                  int threads) {
-    team().run(threads, [&](Member& member) {
-        thread_local Sampler sampler;
-        member.each_in_stretches(count, [&](int64_t row) { tokens[row] = sampler.sample(logits + row * stride, size, draws, row); });
+    for_rows(count, threads, [&](int64_t row) {
+        static thread_local Sampler<T> sampler;
+        tokens[row] = sampler.sample(logits + row * stride, size, draws, row);
+    });
+}
+
+// Where the log-probabilities of `count` rows go; `most` of the most likely tokens of each row.
+struct Logprobs {
+    int64_t most;
+    int32_t* ids;   // [count, 1 + most]: the chosen token, then the most likely ones, of equally likely ones the first
+    float* values;  // [count, 1 + most]: their log-probabilities
+    int64_t* ranks; // [count]: 1 + the number of tokens that are more likely than the chosen one
+};
+
+// Writes them for `count` rows, `stride` logits apart. A row whose highest logit is not finite, or that holds NaN, gets NaN.
+template <class T>
+void logprobs_of_rows(const T* logits, int64_t stride, int64_t size, int64_t count, const int64_t* chosen,
+                      const Logprobs& out, int threads) {
+    for_rows(count, threads, [&](int64_t row) {
+        static thread_local Distribution<T> tokens;
+        static thread_local Candidates candidates;
+        const int64_t width = 1 + out.most;
+        int32_t* ids = out.ids + row * width;
+        float* values = out.values + row * width;
+        tokens.take(logits + row * stride, size, 1);
+        ids[0] = int32_t(chosen[row]);
+        for (int64_t i = 1; i < width; ++i) ids[i] = int32_t(i - 1);
+        out.ranks[row] = 1;
+        if (!tokens.is_finite()) return (void)std::fill(values, values + width, std::numeric_limits<float>::quiet_NaN());
+        const double shift = std::log(tokens.add_up());
+        values[0] = float(-tokens.depth(ids[0]) - shift);
+        out.ranks[row] += tokens.num_above(ids[0]);
+        if (!out.most) return;
+        tokens.gather(tokens.top_k_bound(out.most), candidates);
+        candidates.keep_lowest(double(out.most));
+        int64_t i = 1;
+        for (const Candidates::Token& token : candidates.sorted()) {
+            if (i == width) return;
+            ids[i] = token.index;
+            values[i++] = float(-read<float>(&token.depth) - shift);
+        }
+        for (int64_t index = 0; i < width; ++index) {  // tokens without any chance follow
+            if (std::isfinite(tokens.depth(index))) continue;
+            ids[i] = int32_t(index);
+            values[i++] = -std::numeric_limits<float>::infinity();
+        }
     });
 }
 

@@ -108,6 +108,29 @@ inline vi multiply_pairs(vs a, vs b) {
 
 inline vf select(vi condition, vf yes, vf no) { return condition ? yes : no; }
 
+// Returns a bit for each element of a condition that holds.
+inline uint32_t lanes_of(vi condition) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition);
+#elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)  // the model has wider vectors
+    return uint32_t(_mm256_movemask_ps((__m256)condition));
+#else
+    uint32_t lanes = 0;
+    for (int i = 0; i < W; ++i) lanes |= (uint32_t(condition[i]) & 1) << i;
+    return lanes;
+#endif
+}
+
+// Writes the elements in `lanes` one after another. Up to W elements from `p` on may be overwritten.
+template <class P, class V>
+inline void pack_lanes(P* p, V x, uint32_t lanes) {
+#if defined(__AVX512F__)
+    write(p, _mm512_maskz_compress_epi32(__mmask16(lanes), (__m512i)x));
+#else
+    for (; lanes; lanes &= lanes - 1) *p++ = x[__builtin_ctz(lanes)];
+#endif
+}
+
 inline vf max(vf a, vf b) { return select(a > b, a, b); }
 
 inline vi larger(vi a, vi b) { return a > b ? a : b; }

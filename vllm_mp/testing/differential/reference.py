@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from vllm_mp import SamplingParams
-from vllm_mp.core.worker.sampling.sampler import uniform_draws
+from vllm_mp.core.worker.sampling.random_numbers import uniform_draws
 from vllm_mp.testing.differential.cases import MAX_MODEL_LEN
 from vllm_mp.testing.differential.playing import FinalCompletion
 

@@ -11,7 +11,7 @@ from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.logits_processors import LogitsProcessors
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import ScheduledStep
-from vllm_mp.core.worker.sampling.logprobs import Logprobs, StepLogprobs, prompt_logprobs
+from vllm_mp.core.worker.sampling.logprobs import StepLogprobs, prompt_logprobs
 from vllm_mp.core.worker.sampling.sampler import NO_TOKEN, Sampler
 from vllm_mp.requests.sampling_params import SamplingParams
 
@@ -128,12 +128,6 @@ def test_rows_of_a_step_get_their_own_logprobs_in_any_order():
 def test_logits_are_not_read_when_no_row_asks_for_logprobs():
     batch = make_batch(make_request(0, [1, 2], 2))
     assert StepLogprobs(None, batch, batch.order).messages(torch.tensor([1]))() == []
-
-
-def test_equally_likely_tokens_share_the_better_rank():
-    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0, 5.0]]).log_softmax(-1)
-    ranks = [Logprobs.gather(logits, torch.tensor([token]), 0).ranks.tolist() for token in range(6)]
-    assert ranks == [[5], [2], [2], [2], [6], [1]]
 
 
 class Prefill:

@@ -6,7 +6,8 @@ import torch
 
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
-from vllm_mp.core.worker.sampling.sampler import NO_TOKEN, Sampler, uniform_draws
+from vllm_mp.core.worker.sampling.random_numbers import uniform_draws
+from vllm_mp.core.worker.sampling.sampler import NO_TOKEN, Sampler
 from vllm_mp.kernels import ops, sampling
 from vllm_mp.kernels.sampling import SAMPLING_FILTERS, filter_logits, invert_cumulative
 from vllm_mp.requests.sampling_params import SamplingParams
@@ -224,8 +225,35 @@ def test_stop_tokens_are_barred_below_min_tokens():
 def test_draws_at_both_ends_of_the_distribution_have_probability(monkeypatch):
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, 4] = logits[0, 6] = 0
-    batch, sampler = make_batch([SamplingParams(seed=0)])
-    monkeypatch.setattr("vllm_mp.core.worker.sampling.sampler.uniform_draws", lambda *_: np.array([1 - 2.0**-52]))
-    assert sampler.sample(logits.clone(), batch.order).tolist() == [6]
-    monkeypatch.setattr("vllm_mp.core.worker.sampling.sampler.uniform_draws", lambda *_: np.array([0.0]))
-    assert sampler.sample(logits.clone(), batch.order).tolist() == [4]
+    for uniform, token in ((1 - 2.0**-52, 6), (0.0, 4)):
+        batch, sampler = make_batch([SamplingParams(seed=0)])
+        monkeypatch.setattr(
+            "vllm_mp.core.worker.sampling.sampler.uniform_draws",
+            lambda _, positions, uniform=uniform: np.full(positions.shape, uniform),
+        )
+        assert sampler.sample(logits.clone(), batch.order).tolist() == [token]
+
+
+def test_rows_that_a_step_repeats_get_the_draws_of_a_step_that_is_new():
+    params = [SamplingParams(temperature=1.5, seed=seed, top_k=20) for seed in range(3)]
+    batch, sampler = make_batch(params, num_output_tokens=2)
+    rows, batch.num_tokens[1] = batch.order, batch.num_tokens[1] + 7
+    got, expected = [], []
+    for advance in [1] * 70 + [5, 0, 1]:
+        logits = torch.stack([logits_of(len(got) + row) for row in range(3)])
+        assert sampler.repeats(rows) == bool(got)
+        got.append(sampler.sample(logits.clone(), rows).tolist())
+        expected.append(Sampler(batch, torch.device("cpu")).sample(logits.clone(), rows).tolist())
+        batch.num_tokens[rows] += advance
+    assert got == expected
+
+
+def test_rows_are_not_repeated_while_their_logits_change_or_once_the_batch_has_changed():
+    batch, sampler = make_batch([SamplingParams(seed=0, min_tokens=2), SamplingParams(seed=1)])
+    rows, logits = batch.order, torch.stack([logits_of(0), logits_of(1)])
+    for num_output_tokens in range(4):
+        batch.num_tokens[rows] = batch.num_prompt_tokens[rows] + num_output_tokens
+        assert sampler.repeats(rows) == (num_output_tokens > 2)
+        sampler.sample(logits.clone(), rows)
+    batch.remove(int(rows[0]))
+    assert not sampler.repeats(rows)
