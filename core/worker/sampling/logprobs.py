@@ -78,7 +78,7 @@ class StepLogprobs:
         if len(wanting):
             self._wanting = wanting
             self._index = to_device(wanting, logits.device)
-            self._logits = logits[self._index]
+            self._logits = logits.index_select(0, self._index)
 
     def messages(self, tokens: Tensor, to_host: ToHost = on_host) -> Callable[[], list[Owned]]:
         """Return a function for the messages about the sampled `tokens` int64 [n]; a negative token has no message.
@@ -98,7 +98,7 @@ class StepLogprobs:
         for count in np.unique(self._counts).tolist():
             members = np.flatnonzero(self._counts == count)
             at = to_device(members, chosen.device)
-            logits = self._logits if len(members) == len(self._owners) else self._logits[at]
+            logits = self._logits if len(members) == len(self._owners) else self._logits.index_select(0, at)
             logprobs = _gather(logits, chosen[at].clamp(min=0), count, to_host)
             groups.append((count, members.tolist(), logprobs))
 
