@@ -70,7 +70,7 @@ class Logprobs(NamedTuple):
 
     token_ids: Tensor  # int32 [n, 1 + k]: the chosen token, then the k most likely tokens, best first
     values: Tensor  # float32 [n, 1 + k]: the log-probabilities of `token_ids`
-    ranks: Tensor  # int64 [n]: the rank of the chosen token, 1 for the most likely; equally likely tokens share the best
+    ranks: Tensor  # int64 [n]: the rank of the chosen token, from 1 on; equally likely tokens share the best
 
 
 def argmax(scores: Tensor) -> Tensor:
@@ -101,10 +101,10 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
 
 
 def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
-    """Return the log-probabilities of `chosen` int64 [n], and of the `count` most likely tokens, for `logits` [n, vocab].
+    """Return the log-probabilities of `chosen` int64 [n] and of the most likely tokens, for `logits` [n, vocab].
 
-    There are no more of these than tokens in the vocabulary. The order of equally likely tokens is not defined. NaN for
-    a row whose highest logit is not finite, or that holds NaN.
+    These are `count`, or the whole vocabulary if it is smaller. The order of equally likely tokens is not defined.
+    NaN for a row whose highest logit is not finite, or that holds NaN.
     """
     chosen = chosen.unsqueeze(-1)
     distribution = logits.float().log_softmax(-1)

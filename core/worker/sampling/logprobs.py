@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
@@ -158,5 +157,6 @@ def prompt_logprobs(
             parts.append((request.client, request.slot, start, count, found))
         request.num_prompt_logprobs_sent = max(first, last)
     return lambda: [
-        (client, _message(found, slot, start, 0, len(found.ranks), count)) for client, slot, start, count, found in parts
+        (client, _message(found, slot, start, 0, len(found.ranks), count))
+        for client, slot, start, count, found in parts
     ]
