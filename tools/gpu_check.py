@@ -114,8 +114,8 @@ def _output_of_tool(limit_s: float, name: str, *arguments: str) -> str:
 
 
 def attention_speed(report: Report, quick: bool, device: str, dtype: str) -> None:
-    """Add the figures of tools/speed/attention_speed.py to the report, with their shares of the device's ceilings."""
-    found = _run_tool("speed/attention_speed.py", "--device", device, "--dtype", dtype, *["--quick"] * quick)
+    """Add the figures of tools/speed/kernels/attention_speed.py, with their shares of the device's ceilings."""
+    found = _run_tool("speed/kernels/attention_speed.py", "--device", device, "--dtype", dtype, *["--quick"] * quick)
     for step in found["steps"]:
         cost = Cost(step.pop("memory_bytes"), step.pop("flops"))
         step["of_sdpa"] = step["sdpa_seconds"] and step["sdpa_seconds"] / step["seconds"]
@@ -123,8 +123,8 @@ def attention_speed(report: Report, quick: bool, device: str, dtype: str) -> Non
 
 
 def linear_speed(report: Report, quick: bool, device: str) -> None:
-    """Add the figures of tools/speed/linear_speed.py to the report, with the share of the bandwidth that they reach."""
-    found = _run_tool("speed/linear_speed.py", "--device", device, *["--quick"] * quick)
+    """Add the figures of tools/speed/kernels/linear_speed.py, with the share of the bandwidth that they reach."""
+    found = _run_tool("speed/kernels/linear_speed.py", "--device", device, *["--quick"] * quick)
     bandwidth = report.found["ceilings"]["copy_bytes_per_s"]
     for product in found["products"]:
         product["share_of_bandwidth"] = product["memory_bytes"] / bandwidth / product["seconds"]

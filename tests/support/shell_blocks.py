@@ -32,7 +32,7 @@ NOT_RUN = {
     "python tools/gpu/gpu_page.py": "needs results of a GPU; tests/unit/tools/test_gpu_check.py makes a page",
     "vllm-mp bench": "measures for minutes; tests/engine/test_cli.py and tests/unit run short benchmarks",
     "python tools/quality/structured_output_suite.py": "needs a suite of schemas; its test runs it",
-    "python tools/speed/block_speed.py": "takes minutes",
+    "python tools/speed/kernels/block_speed.py": "takes minutes",
     "python tools/speculation/speculation_speed.py": "takes minutes",
     "python tools/quality/perplexity.py": "takes minutes",
     "python tools/speed/constrained_speed.py": "takes minutes",

@@ -1,4 +1,4 @@
-"""tools/speed/sampling_speed.py, run as a user runs it, with a tiny vocabulary."""
+"""tools/speed/kernels/sampling_speed.py, run as a user runs it, with a tiny vocabulary."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "speed" / "sampling_speed.py"
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "speed" / "kernels" / "sampling_speed.py"
 
 
 @pytest.mark.extended
