@@ -23,7 +23,7 @@ DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 GATE_ACTIVATIONS: Final = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1}
 """The activations of the gate that the kernels compute, and their number there."""
 
-DRAW_COLUMNS: Final = ("temperature", "min_p", "top_k", "top_p", "uniform")
+DRAW_COLUMNS: Final = ("temperature", "typical_p", "min_p", "top_k", "top_p", "uniform")
 """The fields of `kernels.sampling.DrawParams` that `CDraws` points to."""
 
 

@@ -1,16 +1,12 @@
 """Operations on stored logits by the C++ kernels."""
 
 import ctypes
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from vllm_mp.kernels.cpu.library import DRAW_COLUMNS, DTYPES, CDraws, CLogprobs, Library
-from vllm_mp.kernels.sampling import DrawParams, Logprobs, filter_logits
-
-_FUSED_FILTERS: Final = frozenset({"min_p", "top_k", "top_p"})
-"""The filters that the kernel applies itself; they are the last of `SAMPLING_FILTERS`."""
+from vllm_mp.kernels.sampling import DrawParams, Logprobs
 
 
 def can_read(logits: Tensor) -> bool:
@@ -43,8 +39,6 @@ def argmax(library: Library, scores: Tensor) -> Tensor:
 
 def sample(library: Library, logits: Tensor, params: DrawParams) -> Tensor:
     """Compute `ops.sample` for logits that `can_read` accepts."""
-    if remaining := [cut for cut in params.filters if cut.name not in _FUSED_FILTERS]:
-        logits = filter_logits(logits, params, remaining)
     is_on = {"temperature", "uniform", *(cut.name for cut in params.filters)}
     columns = [getattr(params, name).data_ptr() if name in is_on else None for name in DRAW_COLUMNS]
     num_rows, size = logits.shape

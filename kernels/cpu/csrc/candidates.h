@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -30,7 +31,7 @@ class Candidates {
     void clear(size_t most) {
         count_ = 0;
         if (indices_.size() >= most + W) return;
-        for (auto* values : {&depths_, &weights_}) values->resize(most + W);
+        for (auto* values : {&depths_, &weights_, &distances_}) values->resize(most + W);
         indices_.resize(most + W);
     }
 
@@ -51,13 +52,38 @@ class Candidates {
 
     // Keeps `count` candidates of the lowest depths, and those of the same depth as the last of them.
     void keep_lowest(double count) {
-        const Limit limit = find_limit(count, [](int64_t) { return splat(1); });
-        keep({limit.depth, std::numeric_limits<int32_t>::max()});
+        const Limit limit = find_limit(depths_, count, [](int64_t) { return splat(1); });
+        keep(depths_, {limit.key, MOST});
+    }
+
+    // Keeps those that are at most `depth` deeper than the first by depth.
+    void keep_within(float depth) {
+        vf lowest = splat(std::numeric_limits<float>::infinity());
+        for (int64_t at = 0; at < count_; at += W) lowest = -max(-lowest, -load(&depths_[at]));
+        const float bound = -highest(-lowest) + depth;
+        keep(depths_, {read<int32_t>(&bound), MOST});
     }
 
     // Keeps as few candidates as weigh `least` together, those of the lowest depths, and of equal depths the first.
     void keep_heaviest(double least) {
-        keep(find_limit(least, [&](int64_t at) { return load(&weights_[at]); }));
+        keep(depths_, find_limit(depths_, least, [&](int64_t at) { return load(&weights_[at]); }));
+    }
+
+    // Keeps as few candidates as have the probability `share` together, those whose log-probability is closest to its
+    // mean, and those that are as close as the last of them.
+    void keep_typical(double share) {
+        const double total = total_weight();
+        // The mean depth; the log-probability of a token is minus its depth, less the same constant for all tokens.
+        const float mean = float(sum_in_stretches(count_, [&](int64_t at) {
+            const vf weights = load(&weights_[at]);
+            return select(weights > 0, weights * load(&depths_[at]), vf{});
+        }) / total);
+        for (int64_t at = 0; at < count_; at += W) {
+            const vf distance = load(&depths_[at]) - mean;
+            store(&distances_[at], max(distance, -distance));
+        }
+        const Limit limit = find_limit(distances_, share * total, [&](int64_t at) { return load(&weights_[at]); });
+        keep(distances_, {limit.key, MOST});
     }
 
     // Returns the index at which the sum of the weights passes `uniform` of the whole. No index has the weight zero.
@@ -75,32 +101,32 @@ class Candidates {
     }
 
     struct Token {
-        int32_t depth;  // the bits
+        int32_t key;  // the bits of its depth, or of what else it is ordered by
         int32_t index;
         float count;  // what it counts in a sum
     };
 
     // Returns all by depth, and those of equal depths by index. They are valid until the next call of any function.
     const std::vector<Token>& sorted() {
-        sort_between(-1, DEEPEST, [](int64_t) { return vf{}; });
+        sort_between(depths_, -1, HIGHEST, [](int64_t) { return vf{}; });
         return sorted_;
     }
 
    private:
     struct Limit {
-        int32_t depth;  // the bits of the greatest depth that is kept
-        int32_t index;  // of the last token that is kept of those with this depth
+        int32_t key;    // the greatest that is kept
+        int32_t index;  // of the last token that is kept of those with this key
     };
-    static constexpr int32_t DEEPEST = 0x7f800000;  // the bits of infinity
+    static constexpr int32_t HIGHEST = 0x7f800000;  // the bits of infinity
+    static constexpr int32_t MOST = std::numeric_limits<int32_t>::max();
     static constexpr int64_t MOST_SORTED = 64;
 
     // `end` pads these by a vector of candidates that weigh nothing.
     std::vector<float> depths_, weights_;  // a weight is the probability, times a constant
+    std::vector<float> distances_;         // of the depths from their mean
     std::vector<int32_t> indices_;
     int64_t count_ = 0;
     std::vector<Token> sorted_;
-
-    vi depth_bits(int64_t at) const { return read<vi>(&depths_[at]); }
 
     void append(vf depths, vf weights, vi indices, uint32_t lanes) {
         pack_lanes(&depths_[count_], depths, lanes);
@@ -109,20 +135,21 @@ class Candidates {
         count_ += __builtin_popcount(lanes);
     }
 
-    // Returns the limit at which the sum of what the candidates count, by depth, reaches `bound`; the last candidate if it
-    // never does. `counts(at)` returns what those from `at` on count.
+    // Returns the limit at which the sum of what the candidates count, in the order of `keys`, reaches `bound`; the last
+    // candidate if it never does. `counts(at)` returns what those from `at` on count. No key is negative, so their bits
+    // order like the numbers.
     template <class Counts>
-    Limit find_limit(double bound, Counts&& counts) {
+    Limit find_limit(const std::vector<float>& keys, double bound, Counts&& counts) {
         // The limit is above `low`, up to which the sum is `below`, and at most `high`.
-        int32_t low = -1, high = DEEPEST;
+        int32_t low = -1, high = HIGHEST;
         double below = 0;
         for (int64_t between = count_; between > MOST_SORTED && high - low > 1;) {
             const int32_t middle = low + (high - low) / 2;
             int64_t num_below = 0;
             const double sum = sum_in_stretches(count_, [&](int64_t at) {
-                const vi depths = depth_bits(at);
-                num_below += __builtin_popcount(lanes_of((depths > low) & (depths <= middle)));
-                return select(depths <= middle, counts(at), vf{});
+                const vi some = read<vi>(&keys[at]);
+                num_below += __builtin_popcount(lanes_of((some > low) & (some <= middle)));
+                return select(some <= middle, counts(at), vf{});
             });
             if (sum >= bound) {
                 high = middle;
@@ -133,37 +160,37 @@ class Candidates {
                 between -= num_below;
             }
         }
-        sort_between(low, high, counts);
+        sort_between(keys, low, high, counts);
         for (const Token& token : sorted_)
-            if ((below += token.count) >= bound) return {token.depth, token.index};
-        return {high, std::numeric_limits<int32_t>::max()};
+            if ((below += token.count) >= bound) return {token.key, token.index};
+        return {high, MOST};
     }
 
-    // Sorts the candidates whose depths are above `low` and at most `high`.
+    // Sorts the candidates whose `keys` are above `low` and at most `high`.
     template <class Counts>
-    void sort_between(int32_t low, int32_t high, Counts&& counts) {
+    void sort_between(const std::vector<float>& keys, int32_t low, int32_t high, Counts&& counts) {
         sorted_.clear();
         for (int64_t at = 0; at < count_; at += W) {
-            const vi depths = depth_bits(at);
-            const vf some = counts(at);
-            for (uint32_t lanes = lanes_of((depths > low) & (depths <= high)); lanes; lanes &= lanes - 1) {
+            const vi some = read<vi>(&keys[at]);
+            const vf counted = counts(at);
+            for (uint32_t lanes = lanes_of((some > low) & (some <= high)); lanes; lanes &= lanes - 1) {
                 const int lane = __builtin_ctz(lanes);
-                if (at + lane < count_) sorted_.push_back({depths[lane], indices_[at + lane], some[lane]});
+                if (at + lane < count_) sorted_.push_back({some[lane], indices_[at + lane], counted[lane]});
             }
         }
         std::sort(sorted_.begin(), sorted_.end(), [](const Token& a, const Token& b) {
-            return a.depth != b.depth ? a.depth < b.depth : a.index < b.index;
+            return a.key != b.key ? a.key < b.key : a.index < b.index;
         });
     }
 
-    void keep(Limit limit) {
+    void keep(const std::vector<float>& keys, Limit limit) {
         const int64_t count = count_;
         count_ = 0;
         for (int64_t at = 0; at < count; at += W) {
-            const vi depths = depth_bits(at), indices = read<vi>(&indices_[at]);
-            const vi is_kept = (depths < limit.depth) | ((depths == limit.depth) & (indices <= limit.index));
+            const vi some = read<vi>(&keys[at]), indices = read<vi>(&indices_[at]);
+            const vi is_kept = (some < limit.key) | ((some == limit.key) & (indices <= limit.index));
             const uint32_t past = at + W > count ? ~0u << (count - at) : 0;
-            append((vf)depths, load(&weights_[at]), indices, lanes_of(is_kept) & ~past);
+            append(load(&depths_[at]), load(&weights_[at]), indices, lanes_of(is_kept) & ~past);
         }
         end();
     }

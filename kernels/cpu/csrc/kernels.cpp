@@ -144,7 +144,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0xbbde0927u; }
+uint32_t vmp_interface() { return 0xb2743a1fu; }
 
 int64_t vmp_panel_columns() { return NR; }
 

@@ -37,6 +37,7 @@ inline int64_t argmax_of_row(const T* scores, int64_t size) {
 // row is null.
 struct Draws {
     const float* temperature;
+    const float* typical_p;
     const float* min_p;
     const int64_t* top_k;
     const float* top_p;
@@ -55,19 +56,28 @@ class Sampler {
         if (temperature == 0) return argmax_of_row(logits, size);
         tokens_.take(logits, size, temperature);
         if (!tokens_.is_finite()) return -1;
+        const bool has_typical_p = draws.typical_p && draws.typical_p[row] < 1;
         const bool has_min_p = draws.min_p && draws.min_p[row] > 0;
         const bool has_top_k = draws.top_k && draws.top_k[row] > 0 && draws.top_k[row] < size;
         const bool has_top_p = draws.top_p && draws.top_p[row] < 1;
+        const float depth = has_min_p ? -std::log(draws.min_p[row]) : 0;
         double total = 0;  // of all tokens; 0 if another filter comes before top_p
         float bound = std::numeric_limits<float>::max();
-        if (has_min_p) bound = -std::log(draws.min_p[row]);
-        if (has_top_k) bound = std::min(bound, tokens_.top_k_bound(draws.top_k[row]));
-        if (!has_min_p && !has_top_k) {
+        if (has_typical_p) {
+            // keeps tokens at any depth
+        } else if (has_min_p || has_top_k) {
+            if (has_min_p) bound = depth;
+            if (has_top_k) bound = std::min(bound, tokens_.top_k_bound(draws.top_k[row]));
+        } else {
             total = tokens_.add_up();
             if (!has_top_p) return tokens_.draw(draws.uniform[row] * total);
             bound = tokens_.top_p_bound(total, draws.top_p[row]);
         }
         tokens_.gather(bound, candidates_);
+        if (has_typical_p) {
+            candidates_.keep_typical(draws.typical_p[row]);
+            if (has_min_p) candidates_.keep_within(depth);
+        }
         if (has_top_k) candidates_.keep_lowest(double(draws.top_k[row]));
         if (has_top_p) candidates_.keep_heaviest(draws.top_p[row] * (total > 0 ? total : candidates_.total_weight()));
         return candidates_.draw(draws.uniform[row]);
@@ -134,7 +144,7 @@ void logprobs_of_rows(const T* logits, int64_t stride, int64_t size, int64_t cou
         for (const Candidates::Token& token : candidates.sorted()) {
             if (i == width) return;
             ids[i] = token.index;
-            values[i++] = float(-read<float>(&token.depth) - shift);
+            values[i++] = float(-read<float>(&token.key) - shift);
         }
         for (int64_t index = 0; i < width; ++index) {  // tokens without any chance follow
             if (std::isfinite(tokens.depth(index))) continue;

@@ -284,4 +284,20 @@ def test_no_processor_runs_for_a_step_without_any(monkeypatch):
     assert batch.add(make_request(SamplingParams(temperature=0)), np.array([1], np.int32)) == 0
     assert Sampler(batch, CPU).sample(logits[:1], batch.order).tolist() == [int(logits[0].argmax())]
     with pytest.raises(AssertionError, match="no row has"):
-        sample(logits, *rows, make_request(SamplingParams(min_tokens=1)))
+        sample(logits_of(4, 1), *rows, make_request(SamplingParams(min_tokens=1)))
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("num_changed", [1, 3, 4, 6])
+def test_tokens_do_not_depend_on_how_many_rows_have_processors(temperature, num_changed):
+    """Few rows are changed in a copy of their own, more of them in a copy of all."""
+    changed = np.random.default_rng(num_changed).permutation(6)[:num_changed].tolist()
+    params = [
+        SamplingParams(temperature=temperature, seed=i, **({"logit_bias": {i: 20.0}} if i in changed else {}))
+        for i in range(6)
+    ]
+    rows = [make_request(row_params, slot=i) for i, row_params in enumerate(params)]
+    logits = logits_of(6, 7, torch.bfloat16)
+    together = sample(logits, *rows)
+    assert together == [sample(logits[[i]], row)[0] for i, row in enumerate(rows)]
+    assert [together[i] for i in changed] == changed
