@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vllm_mp.core.scheduler.batch import Batch, Counts, Mask, Rows
+from vllm_mp.core.scheduler.batch import Batch, Counts, Rows
 from vllm_mp.core.scheduler.logits_processors import Ids, as_ids
 from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 from vllm_mp.core.structured_output.grammar import Matcher
@@ -58,44 +58,16 @@ class Sampler:
         if masks is not None:
             logits = logits.contiguous()
             ops.apply_token_masks(logits, *masks)
-        is_changed = self._is_changed(rows, num_tokens)
-        num_changed = int(np.count_nonzero(is_changed))
-        if 2 * num_changed > len(rows):
-            return self._choose_changed(logits, rows, num_tokens)
-        if not num_changed:
-            return self._choose(logits, rows, num_tokens, may_repeat=masks is None)
-        # A few changed rows must not cost the others a copy of their logits.
-        indices = np.flatnonzero(is_changed)
-        index = to_device(indices, self._device)
-        changed = self._choose_changed(logits.index_select(0, index), rows[indices], num_tokens[indices])
-        return self._choose(logits, rows, num_tokens).index_copy_(0, index, changed)
-
-    def _choose_changed(self, logits: Tensor, rows: Rows, num_tokens: Counts) -> Tensor:
-        """Return what `sample` does, with logits processors; may overwrite `logits`."""
-        logits = logits.float().contiguous()
-        apply_logits_processors(logits, self._batch, rows, num_tokens, self._registered)
-        return self._choose(logits, rows, num_tokens, self._registered)
-
-    def _choose(
-        self,
-        logits: Tensor,
-        rows: Rows,
-        num_tokens: Counts,
-        registered: RegisteredProcessors | None = None,
-        may_repeat: bool = False,
-    ) -> Tensor:
-        """Return what `sample` does for logits that are changed already; may overwrite `logits`.
-
-        `registered` change those of rows that draw. `may_repeat`: the next step does the same if the batch stays as it
-        is.
-        """
+        if changes := self._changes_logits(rows, num_tokens):
+            logits = logits.float().contiguous()
+            apply_logits_processors(logits, batch, rows, num_tokens, self._registered)
         if not self._draws(rows):
             return ops.argmax(logits)
         params = self._draw_params(rows, num_tokens)
-        if registered is not None:
-            params = registered.apply_to_random(logits, self._batch, rows, params)
-        if may_repeat:
-            self._repeated = RepeatedDraws(self._batch, rows, params)
+        if self._registered is not None:
+            params = self._registered.apply_to_random(logits, batch, rows, params)
+        elif masks is None and not changes:
+            self._repeated = RepeatedDraws(batch, rows, params)
         return ops.sample(logits, params)
 
     def repeats(self, rows: Rows) -> bool:
@@ -111,12 +83,14 @@ class Sampler:
 
         So draft models choose: the random number is that with which the token after `num_tokens` [n] is chosen.
         """
-        return self._choose(logits, rows, num_tokens)
+        if not self._draws(rows):
+            return ops.argmax(logits)
+        return ops.sample(logits, self._draw_params(rows, num_tokens))
 
     def is_argmax(self, rows: Rows, num_tokens: Counts | None = None) -> bool:
         """Return whether `sample` would give each of `rows` [n] the highest logit that its token mask allows."""
         counts = self._batch.num_tokens[rows] if num_tokens is None else num_tokens
-        return not self._is_changed(rows, counts).any() and not self._draws(rows)
+        return not self._changes_logits(rows, counts) and not self._draws(rows)
 
     def token_masks(self, rows: Rows, num_tokens: Counts, vocab_size: int) -> TokenMasks | None:
         """Return the masks of the tokens that grammars allow in `rows` [n]; None without a constrained row.
@@ -162,11 +136,11 @@ class Sampler:
                 matchers[first].fill_ahead(tokens, masks[first + 1 : first + 1 + len(tokens)])
         return TokenMasks(*all_to_device([masks, np.array(indices)], self._device))
 
-    def _is_changed(self, rows: Rows, num_tokens: Counts) -> Mask:
-        """Return for each of `rows` [n] whether a logits processor changes its logits."""
+    def _changes_logits(self, rows: Rows, num_tokens: Counts) -> bool:
         batch = self._batch
-        is_changed: Mask = batch.has_logits_processors[rows] | (num_tokens < batch.min_total_tokens[rows])
-        return is_changed if self._registered is None else is_changed | batch.is_processed[rows]
+        if self._registered is not None and batch.is_processed[rows].any():
+            return True
+        return bool((batch.has_logits_processors[rows] | (num_tokens < batch.min_total_tokens[rows])).any())
 
     def _draws(self, rows: Rows) -> bool:
         return bool((self._batch.sampling["temperature"][rows] > 0).any())

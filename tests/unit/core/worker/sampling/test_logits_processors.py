@@ -290,7 +290,6 @@ def test_no_processor_runs_for_a_step_without_any(monkeypatch):
 @pytest.mark.parametrize("temperature", [0, 1.5])
 @pytest.mark.parametrize("num_changed", [1, 3, 4, 6])
 def test_tokens_do_not_depend_on_how_many_rows_have_processors(temperature, num_changed):
-    """Few rows are changed in a copy of their own, more of them in a copy of all."""
     changed = np.random.default_rng(num_changed).permutation(6)[:num_changed].tolist()
     params = [
         SamplingParams(temperature=temperature, seed=i, **({"logit_bias": {i: 20.0}} if i in changed else {}))
