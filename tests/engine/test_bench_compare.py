@@ -168,7 +168,7 @@ class StandInProgram(peers.TimedEngine):
 
     def _run_loads(self, loads):
         return [
-            [Timeline(request.arrival, [1.0 + i for i in range(request.output_len)]) for request in load]
+            [Timeline(request.arrival, [1.0 + i for i in range(request.output_len)]) for request in load.requests]
             for load in loads
         ]
 
@@ -176,9 +176,10 @@ class StandInProgram(peers.TimedEngine):
 def test_timelines_of_a_peers_program_give_its_figures():
     engine = StandInProgram("OpenVINO Q4_1", Path(sys.executable), "run_openvino_load.py")
     assert engine._program.exists()
-    assert engine.measure(peers.Workloads([1, 4], [128], [])) == {
+    assert engine.measure(peers.Workloads([1, 4], [128], [], [2])) == {
         peers.decode_name(1): 1.0,
         peers.decode_name(4): 4.0,
+        peers.drawn_name(2): 2.0,
         peers.prefill_name(128): 128.0,
     }
 
@@ -259,9 +260,9 @@ def test_pages_in_the_documentation_are_those_of_their_figures():
 @pytest.mark.slow
 def test_this_engine_is_measured_through_its_own_client(bench):
     mixed = uniform_load(bench.VOCAB_SIZE, 4, (8, 16), (4, 8), 50.0, seed=0)
-    figures = bench.ours().measure(bench.Workloads([1, 2], [32], mixed))
+    figures = bench.ours().measure(bench.Workloads([1, 2], [32], mixed, [2]))
     assert list(figures) == [
-        *(bench.decode_name(1), bench.decode_name(2), bench.prefill_name(32)),
+        *(bench.decode_name(1), bench.decode_name(2), peers.drawn_name(2), bench.prefill_name(32)),
         *("mixed load, tokens in and out", mixed_gap_name()),
     ]
     assert all(value > 0 for value in figures.values())

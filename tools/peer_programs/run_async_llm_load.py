@@ -14,13 +14,16 @@ from typing import Any
 
 from vllm_mp.cli.bench.load_generator import LoadRequest, Timeline, run_load
 
+Load = tuple[list[LoadRequest], dict[str, float]]
+"""Requests, and the temperature and top_p with which their tokens are drawn; empty for the most likely tokens."""
 
-async def run_loads(package: str, engine_args: dict[str, Any], loads: list[list[LoadRequest]]) -> list[list[Timeline]]:
+
+async def run_loads(package: str, engine_args: dict[str, Any], loads: list[Load]) -> list[list[Timeline]]:
     """Return the timelines of the requests of each load."""
     engines, api = importlib.import_module(package), importlib.import_module(f"{package}.sampling_params")
     llm = engines.AsyncLLMEngine.from_engine_args(engines.AsyncEngineArgs(**engine_args))
     try:
-        return [await run_load(llm, load, api=api) for load in loads]
+        return [await run_load(llm, requests, api=api, **draw) for requests, draw in loads]
     finally:
         llm.shutdown()
 
@@ -29,7 +32,7 @@ def main() -> None:
     import uvloop
 
     task = json.load(sys.stdin)
-    task["loads"] = [[LoadRequest(*request) for request in load] for load in task["loads"]]
+    task["loads"] = [([LoadRequest(*request) for request in requests], draw) for requests, draw in task["loads"]]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         timelines = runner.run(run_loads(**task))
     Path(sys.argv[1]).write_text(json.dumps(timelines))

@@ -2,7 +2,8 @@
 
 `tools/bench` runs this program in the environment of the package openvino-genai. Standard input holds JSON with the
 path of a GGUF file, the limits of the scheduler and the loads: lists of requests, each a list of token ids, the number
-of output tokens, and the time of its arrival in seconds. Each load begins when the one before it has ended. The
+of output tokens, and the time of its arrival in seconds, and with each list the parameters with which tokens are drawn,
+empty for the most likely tokens. Each load begins when the one before it has ended. The
 timelines of all requests, their times of sending and of their tokens in seconds, are written as JSON to the file named
 on the command line.
 """
@@ -20,7 +21,9 @@ Request = tuple[list[int], int, float]
 Times = tuple[float, list[float]]
 
 
-def run_load(pipeline: openvino_genai.ContinuousBatchingPipeline, requests: list[Request]) -> list[Times]:
+def run_load(
+    pipeline: openvino_genai.ContinuousBatchingPipeline, requests: list[Request], draw: dict[str, float]
+) -> list[Times]:
     """Send each request at its time, run steps until all have ended, and return their timelines."""
     waiting = sorted(range(len(requests)), key=lambda i: requests[i][2])
     begun = time.perf_counter()
@@ -30,7 +33,8 @@ def run_load(pipeline: openvino_genai.ContinuousBatchingPipeline, requests: list
         while waiting and requests[waiting[0]][2] <= now:
             number = waiting.pop(0)
             prompt, output_len, _ = requests[number]
-            config = openvino_genai.GenerationConfig(max_new_tokens=output_len, ignore_eos=True, do_sample=False)
+            config = openvino_genai.GenerationConfig(max_new_tokens=output_len, ignore_eos=True, do_sample=bool(draw))
+            config.update_generation_config(**draw)
             handles[number] = pipeline.add_request(number, openvino.Tensor(np.array([prompt], np.int64)), config)
             times[number] = now, list[float]()
         if not pipeline.has_non_finished_requests():
@@ -53,7 +57,7 @@ def main() -> None:
     for name, value in task["scheduler"].items():
         setattr(config, name, value)
     pipeline = openvino_genai.ContinuousBatchingPipeline(task["file"], config, "CPU")
-    Path(sys.argv[1]).write_text(json.dumps([run_load(pipeline, load) for load in task["loads"]]))
+    Path(sys.argv[1]).write_text(json.dumps([run_load(pipeline, *load) for load in task["loads"]]))
 
 
 if __name__ == "__main__":

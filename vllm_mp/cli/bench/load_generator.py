@@ -54,6 +54,7 @@ async def run_load(
     temperature: float = 0.0,
     api: ModuleType = sampling_params,
     on_end: Callable[[], None] = lambda: None,
+    top_p: float = 1.0,
 ) -> list[Timeline]:
     """Send each request at its time, wait for all, and return their timelines. Each completion has `output_len` tokens.
 
@@ -66,6 +67,7 @@ async def run_load(
         await asyncio.sleep(max(0.0, start + request.arrival - time.perf_counter()))
         params = api.SamplingParams(
             temperature=temperature,
+            top_p=top_p,
             max_tokens=request.output_len,
             ignore_eos=True,
             detokenize=False,

@@ -150,7 +150,7 @@ class LlamaCpp(LlamaPrograms):
     """
 
     _ENGINE = "llama.cpp"
-    unmeasured = ""
+    unmeasured = "no draws: its benchmarks do not sample"
 
     @property
     def _threads(self) -> str:
@@ -288,7 +288,7 @@ class IkLlama(LlamaPrograms):
     """
 
     _ENGINE = "ik_llama.cpp"
-    unmeasured = "no mixed load: its package has neither a server nor a scheduler of requests"
+    unmeasured = "no mixed load, as its package has neither a server nor a scheduler of requests; no draws"
 
     def prepare(self) -> None:
         make_environment(self._folder, _IK_LLAMA)

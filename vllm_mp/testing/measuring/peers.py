@@ -25,6 +25,8 @@ VOCAB_SIZE = 49_152
 PROMPT_LEN = 128
 OUTPUT_LEN = 64
 """Output tokens of each request while decoding is measured."""
+DRAW = {"temperature": 0.8, "top_p": 0.95}
+"""Sampling parameters of the streams that draw their tokens."""
 DECODE_ROUNDS, PREFILL_ROUNDS = 3, 7
 """Measured rounds, after one to warm up."""
 
@@ -38,6 +40,16 @@ class Workloads(NamedTuple):
     """Numbers of tokens of prompts that are computed alone."""
     mixed: Sequence[LoadRequest]
     """Requests of the mixed load, which arrive and finish at different times; empty: no mixed load."""
+    drawn: Sequence[int] = ()
+    """Numbers of streams that decode as those of `batches`, but with tokens that are drawn by `DRAW`."""
+
+
+class Load(NamedTuple):
+    """Requests that are sent together, and how their tokens are chosen."""
+
+    requests: list[LoadRequest]
+    draw: dict[str, float] = {}  # noqa: RUF012 - a named tuple is not changed
+    """Sampling parameters; empty: the most likely tokens."""
 
 
 Figures = dict[str, float]
@@ -47,6 +59,11 @@ Figures = dict[str, float]
 def decode_name(batch: int) -> str:
     """Return the name of the workload "tokens per second of `batch` streams together"."""
     return f"decode, batch {batch}"
+
+
+def drawn_name(batch: int) -> str:
+    """Return the name of the workload "tokens per second of `batch` streams together, whose tokens are drawn"."""
+    return f"decode with top_p, batch {batch}"
 
 
 def prefill_name(length: int) -> str:
@@ -126,18 +143,21 @@ class TimedEngine:
     def measure(self, workloads: Workloads) -> Figures:
         chance = random.Random(0)
 
-        def equal(count: int, input_len: int, output_len: int) -> list[LoadRequest]:
-            return [LoadRequest(random_prompt(chance, VOCAB_SIZE, input_len), output_len) for _ in range(count)]
+        def equal(count: int, input_len: int, output_len: int, **draw: float) -> Load:
+            prompts = [random_prompt(chance, VOCAB_SIZE, input_len) for _ in range(count)]
+            return Load([LoadRequest(prompt, output_len) for prompt in prompts], draw)
 
-        loads = [equal(batch, PROMPT_LEN, OUTPUT_LEN) for batch in workloads.batches for _ in range(1 + DECODE_ROUNDS)]
+        decodes: list[tuple[str, int, dict[str, float]]] = [(decode_name(n), n, {}) for n in workloads.batches]
+        decodes += [(drawn_name(n), n, DRAW) for n in workloads.drawn]
+        loads = [equal(n, PROMPT_LEN, OUTPUT_LEN, **draw) for _, n, draw in decodes for _ in range(1 + DECODE_ROUNDS)]
         loads += [equal(1, length, 2) for length in workloads.prompts for _ in range(1 + PREFILL_ROUNDS)]
         if workloads.mixed:
-            loads += [equal(4, PROMPT_LEN, OUTPUT_LEN), list(workloads.mixed)]
+            loads += [equal(4, PROMPT_LEN, OUTPUT_LEN), Load(list(workloads.mixed))]
         timelines = iter(self._run_loads(loads))
         figures: Figures = {}
-        for batch in workloads.batches:
+        for name, _, _ in decodes:
             rounds = [next(timelines) for _ in range(1 + DECODE_ROUNDS)][1:]
-            figures[decode_name(batch)] = statistics.median(map(decode_rate, rounds))
+            figures[name] = statistics.median(map(decode_rate, rounds))
         for length in workloads.prompts:
             rounds = [next(timelines) for _ in range(1 + PREFILL_ROUNDS)][1:]
             figures[prefill_name(length)] = length / statistics.median(timeline.first_token_s for [timeline] in rounds)
@@ -150,7 +170,7 @@ class TimedEngine:
         """Return what the program needs, apart from the loads."""
         raise NotImplementedError
 
-    def _run_loads(self, loads: list[list[LoadRequest]]) -> list[list[Timeline]]:
+    def _run_loads(self, loads: list[Load]) -> list[list[Timeline]]:
         task = json.dumps({**self._task(), "loads": loads})
         with tempfile.NamedTemporaryFile(suffix=".json") as out:
             run([self._python, self._program, out.name], task, PYTHONPATH=str(ROOT), VLLM_CPU_KVCACHE_SPACE="4")
@@ -249,10 +269,10 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, name: str, lim
 
 
 class Transformers:
-    """`model.generate` of transformers, in this environment. It cannot run the mixed load."""
+    """`model.generate` of transformers, in this environment. It runs neither the mixed load nor draws."""
 
     name = "transformers bfloat16"
-    unmeasured = "no mixed load: model.generate takes no request while a batch runs"
+    unmeasured = "no mixed load, as model.generate takes no request while a batch runs; no draws"
 
     def prepare(self) -> None:
         resolve_model(MODEL)
