@@ -10,7 +10,7 @@
 
 namespace vmp {
 
-// Sums `of(at)` for the vectors at 0, W, 2 W, ... below `size`: 256 elements as floats, and these sums in double precision.
+// Sums `of(at)` for the vectors at 0, W, 2 W, ... below `size`: 256 elements as floats, and these sums as doubles.
 constexpr int64_t STRETCH = 256;
 template <class F>
 inline double sum_in_stretches(int64_t size, F&& of) {
@@ -23,8 +23,8 @@ inline double sum_in_stretches(int64_t size, F&& of) {
     return total;
 }
 
-// Tokens of a row in the order of their indices, which a filter may keep. A depth is how far a token lies below the most
-// likely token, in units of the temperature. No depth is negative, so the bits of depths order like the numbers.
+// Tokens of a row in the order of their indices, which a filter may keep. A depth is how far a token lies below the
+// most likely token, in units of the temperature.
 class Candidates {
    public:
     // Removes all, and makes room for `most`.
@@ -135,9 +135,9 @@ class Candidates {
         count_ += __builtin_popcount(lanes);
     }
 
-    // Returns the limit at which the sum of what the candidates count, in the order of `keys`, reaches `bound`; the last
-    // candidate if it never does. `counts(at)` returns what those from `at` on count. No key is negative, so their bits
-    // order like the numbers.
+    // Returns the limit at which the sum of what the candidates count, in the order of `keys`, reaches `bound`; the
+    // last candidate if it never does. `counts(at)` returns what those from `at` on count. No key is negative, so their
+    // bits order like the numbers.
     template <class Counts>
     Limit find_limit(const std::vector<float>& keys, double bound, Counts&& counts) {
         // The limit is above `low`, up to which the sum is `below`, and at most `high`.

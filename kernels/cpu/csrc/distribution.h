@@ -12,8 +12,8 @@
 namespace vmp {
 
 // The distribution of one row after another. A weight is the probability of a token, times a constant; weights are
-// computed again where they are needed, which takes less time than to write and to read them. Stretches of the vocabulary
-// whose most likely token lies beyond a bound are not read again.
+// computed again where they are needed, which takes less time than to write and to read them. Stretches of the
+// vocabulary whose most likely token lies beyond a bound are not read again. One instance serves one thread.
 template <class T>
 class Distribution {
    public:
@@ -27,7 +27,8 @@ class Distribution {
         peaks_.clear();
         for (int64_t begin = 0; begin < size; begin += STRETCH) {
             vf peak = splat(BARRED);
-            for (int64_t at = begin, end = std::min(begin + STRETCH, size); at < end; at += W) peak = higher(some(at), peak);
+            for (int64_t at = begin, end = std::min(begin + STRETCH, size); at < end; at += W)
+                peak = higher(some(at), peak);
             peaks_.push_back(vmp::highest(peak));
             all = higher(peak, all);
         }
@@ -37,7 +38,7 @@ class Distribution {
     // Whether the highest logit is finite and none is NaN; nothing else may be asked of other rows.
     bool is_finite() const { return std::isfinite(highest_); }
 
-    // Returns how far a token lies below the most likely token, in units of the temperature; infinite for a barred token.
+    // Returns the depth of a token, as `Candidates` defines it; infinite for a barred token.
     float depth(int64_t index) const { return depth_of(to_float(logits_[index])); }
 
     // Returns a depth that at least `count` tokens do not exceed: as many stretches have such a token.
@@ -49,8 +50,8 @@ class Distribution {
         return std::min(bound, depth_of(ranked_[count - 1]));
     }
 
-    // Returns a depth beyond which all tokens together weigh less than what top_p leaves out, because each of them weighs
-    // less than its share of that. `total` is the weight of all tokens.
+    // Returns a depth beyond which all tokens together weigh less than what top_p leaves out, because each of them
+    // weighs less than its share of that. `total` is the weight of all tokens.
     float top_p_bound(double total, double share) const {
         constexpr double MARGIN = 1e-3;  // more than the rounding errors of exponentials and sums
         const double bound = MARGIN - std::log((1 - share) * total / double(size_));
@@ -81,8 +82,8 @@ class Distribution {
         candidates.end();
     }
 
-    // Returns the index at which the sum of the weights passes `target`; `add_up` must have been called. No index has the
-    // weight zero.
+    // Returns the index at which the sum of the weights passes `target`; `add_up` must have been called. No index has
+    // the weight zero.
     int64_t draw(double target) const {
         size_t stretch = 0;
         double before = 0;

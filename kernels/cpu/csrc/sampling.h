@@ -1,4 +1,4 @@
-// The choice of a token from a row of logits, the highest or a draw from the filtered distribution; and log-probabilities.
+// The choice of a token from a row of logits, the highest or a draw; log-probabilities.
 #pragma once
 
 #include <algorithm>
@@ -44,8 +44,8 @@ struct Draws {
     const double* uniform;  // in [0, 1)
 };
 
-// Draws a token of a row. Few tokens can pass a filter, so the filters choose among the candidates that a bound on the depth
-// leaves. One instance serves one thread.
+// Draws a token of a row. Few tokens can pass a filter, so the filters choose among the candidates that a bound on the
+// depth leaves. One instance serves one thread.
 template <class T>
 class Sampler {
    public:
@@ -119,7 +119,8 @@ struct Logprobs {
     int64_t* ranks; // [count]: 1 + the number of tokens that are more likely than the chosen one
 };
 
-// Writes them for `count` rows, `stride` logits apart. A row whose highest logit is not finite, or that holds NaN, gets NaN.
+// Writes them for `count` rows, `stride` logits apart. A row whose highest logit is not finite, or that holds NaN, gets
+// NaN.
 template <class T>
 void logprobs_of_rows(const T* logits, int64_t stride, int64_t size, int64_t count, const int64_t* chosen,
                       const Logprobs& out, int threads) {
@@ -133,7 +134,10 @@ void logprobs_of_rows(const T* logits, int64_t stride, int64_t size, int64_t cou
         ids[0] = int32_t(chosen[row]);
         for (int64_t i = 1; i < width; ++i) ids[i] = int32_t(i - 1);
         out.ranks[row] = 1;
-        if (!tokens.is_finite()) return (void)std::fill(values, values + width, std::numeric_limits<float>::quiet_NaN());
+        if (!tokens.is_finite()) {
+            std::fill(values, values + width, std::numeric_limits<float>::quiet_NaN());
+            return;
+        }
         const double shift = std::log(tokens.add_up());
         values[0] = float(-tokens.depth(ids[0]) - shift);
         out.ranks[row] += tokens.num_above(ids[0]);

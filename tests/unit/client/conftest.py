@@ -1,8 +1,11 @@
 """The fixtures of tests of the client: a client of a replay core, its input alone, and both output paths."""
 
+import shutil
+
 import pytest
 
 from vllm_mp import AsyncLLM, EngineArgs
+from vllm_mp.client.cores.sources.launcher import make_folder
 from vllm_mp.client.engine.input_processor import InputProcessor
 from vllm_mp.client.outputs import output_path
 from vllm_mp.testing.engines import replay_core
@@ -40,3 +43,11 @@ def path(request, monkeypatch):
         pytest.skip("the output path was not compiled: there was no C compiler")
     monkeypatch.setattr(output_path, "current", functions)
     return functions
+
+
+@pytest.fixture
+def socket_folder():
+    """A folder in which the path of a socket is not too long, as it may be in `tmp_path`."""
+    folder = make_folder()
+    yield folder
+    shutil.rmtree(folder)

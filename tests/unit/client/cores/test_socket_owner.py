@@ -21,9 +21,9 @@ OTHER = 54321
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(socket_folder):
     """The path of a Unix socket."""
-    folder = tmp_path / "folder"
+    folder = socket_folder / "folder"
     folder.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(folder / "core.sock"))
@@ -61,8 +61,8 @@ def test_socket_in_a_folder_that_others_can_write_is_refused_unless_the_folder_i
     assert check_socket_file(path, trusted_owners())
 
 
-def test_link_from_a_folder_that_others_can_write_is_refused(path, tmp_path):
-    link = tmp_path / "open" / "core.sock"
+def test_link_from_a_folder_that_others_can_write_is_refused(path, socket_folder):
+    link = socket_folder / "open" / "core.sock"
     link.parent.mkdir()
     link.parent.chmod(0o777)
     link.symlink_to(path)
@@ -70,8 +70,8 @@ def test_link_from_a_folder_that_others_can_write_is_refused(path, tmp_path):
         check_socket_file(link, trusted_owners())
 
 
-def test_process_of_another_user_behind_the_socket_is_refused(default_model, tmp_path):
-    address = f"ipc://{tmp_path}/core.sock"
+def test_process_of_another_user_behind_the_socket_is_refused(default_model, socket_folder):
+    address = f"ipc://{socket_folder}/core.sock"
     core = FakeCore(address, EngineArgs(model=str(default_model)).create_engine_config())
     try:
         for owners, words in ((trusted_owners(), None), ({OTHER}, f"process {os.getpid()}.*--core-owner")):
@@ -89,9 +89,9 @@ def test_process_of_another_user_behind_the_socket_is_refused(default_model, tmp
 
 
 @pytest.mark.parametrize("listen", [listen_at, lambda path: HeldAddress(f"ipc://{path}")], ids=["private", "public"])
-def test_socket_has_its_mode_from_the_moment_it_is_bound(tmp_path, monkeypatch, listen):
+def test_socket_has_its_mode_from_the_moment_it_is_bound(socket_folder, monkeypatch, listen):
     """Other processes could connect between bind and a change of the mode."""
-    path, modes = tmp_path / "core.sock", []
+    path, modes = socket_folder / "core.sock", []
     seen, appeared = threading.Event(), path.exists
 
     def look():
@@ -114,16 +114,16 @@ def test_socket_has_its_mode_from_the_moment_it_is_bound(tmp_path, monkeypatch, 
         os.umask(before)
 
 
-def test_core_refuses_to_listen_in_a_folder_that_others_can_write(tmp_path):
-    folder = tmp_path / "open"
+def test_core_refuses_to_listen_in_a_folder_that_others_can_write(socket_folder):
+    folder = socket_folder / "open"
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(ValueError, match=rf"chmod go-w {re.escape(str(folder))}"):
         HeldAddress(f"ipc://{folder}/core.sock")
 
 
-def test_core_is_not_started_in_a_runtime_folder_that_others_can_read(tmp_path):
-    folder = tmp_path / "runtime"
+def test_core_is_not_started_in_a_runtime_folder_that_others_can_read(socket_folder):
+    folder = socket_folder / "runtime"
     folder.mkdir()
     folder.chmod(0o755)
     with pytest.raises(PermissionError, match=rf"chmod 700 {re.escape(str(folder))}"):
@@ -131,8 +131,8 @@ def test_core_is_not_started_in_a_runtime_folder_that_others_can_read(tmp_path):
     assert not list(folder.iterdir())
 
 
-def test_status_page_of_another_user_is_not_mapped(tmp_path, monkeypatch):
-    path = tmp_path / "core.sock.status"
+def test_status_page_of_another_user_is_not_mapped(socket_folder, monkeypatch):
+    path = socket_folder / "core.sock.status"
     StatusPage.create(str(path), 1)
     assert StatusPage.open(path) is not None
     monkeypatch.setattr("vllm_mp.core_link.status_page.trusted_owners", lambda: frozenset({OTHER}))

@@ -43,10 +43,10 @@ class Stuck:
 
 
 @pytest.fixture
-def core_process(monkeypatch, tmp_path):
+def core_process(monkeypatch, socket_folder):
     monkeypatch.setattr(process.subprocess, "Popen", Stuck)
     monkeypatch.setattr(process, "_exit_descriptor", lambda _: -1)
-    return CoreProcess(tmp_path / "run", 1)
+    return CoreProcess(socket_folder, 1)
 
 
 @pytest.mark.parametrize("is_own", [True, False])
@@ -93,12 +93,12 @@ def test_end_is_described_with_the_last_lines_of_the_log(core_process):
     assert description.endswith("illegal memory access was encountered")
 
 
-def test_end_is_described_with_a_log_in_memory_if_the_disk_is_full(monkeypatch, tmp_path):
+def test_end_is_described_with_a_log_in_memory_if_the_disk_is_full(monkeypatch, socket_folder):
     def allocate(descriptor, offset, size):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(process.os, "posix_fallocate", allocate)
-    core = CoreProcess(tmp_path / "run", 1)
+    core = CoreProcess(socket_folder, 1)
     try:
         core._popen.communicate(b"no launch line\n", timeout=60)
         description = core.describe_end()
@@ -119,14 +119,14 @@ def test_end_without_a_log_on_a_full_disk_says_so(core_process, monkeypatch):
     assert "its log is empty, and no space is left in" in core_process.describe_end()
 
 
-def test_core_has_a_working_folder_also_if_that_of_its_client_was_removed(monkeypatch, tmp_path):
+def test_core_has_a_working_folder_also_if_that_of_its_client_was_removed(monkeypatch, tmp_path, socket_folder):
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    core = CoreProcess(tmp_path / "run", 1)
+    core = CoreProcess(socket_folder, 1)
     try:
-        assert Path(f"/proc/{core.pid}/cwd").readlink() == tmp_path / "run"
+        assert Path(f"/proc/{core.pid}/cwd").readlink() == socket_folder
     finally:
         core.kill()
         core.stop()
