@@ -171,7 +171,7 @@ class RepeatedDraws:
     _NUM_STEPS = 64
 
     def __init__(self, batch: Batch, rows: Rows, params: DrawParams) -> None:
-        """`params` are those of `rows` [n] in the first step."""
+        """`params` are the parameters of `rows` [n] in the first step."""
         self.rows = rows
         self.num_changes = batch.num_changes
         self._params = params

@@ -50,7 +50,7 @@ class Candidates {
         return sum_in_stretches(count_, [&](int64_t at) { return load(&weights_[at]); });
     }
 
-    // Keeps `count` candidates of the lowest depths, and those of the same depth as the last of them.
+    // Keeps the `count` candidates of the lowest depths, and all of the same depth as the last of them.
     void keep_lowest(double count) {
         const Limit limit = find_limit(depths_, count, [](int64_t) { return splat(1); });
         keep(depths_, {limit.key, MOST});
@@ -64,7 +64,7 @@ class Candidates {
         keep(depths_, {read<int32_t>(&bound), MOST});
     }
 
-    // Keeps as few candidates as weigh `least` together, those of the lowest depths, and of equal depths the first.
+    // Keeps as few candidates as weigh `least` together: the ones of the lowest depths, and of equal depths the first.
     void keep_heaviest(double least) {
         keep(depths_, find_limit(depths_, least, [&](int64_t at) { return load(&weights_[at]); }));
     }
@@ -106,7 +106,7 @@ class Candidates {
         float count;  // what it counts in a sum
     };
 
-    // Returns all by depth, and those of equal depths by index. They are valid until the next call of any function.
+    // Returns all by depth, and by index if their depths are equal. They are valid until the next call of any function.
     const std::vector<Token>& sorted() {
         sort_between(depths_, -1, HIGHEST, [](int64_t) { return vf{}; });
         return sorted_;

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what a step takes on a CPU to draw tokens from logits, and to make their log-probabilities.
 
-The logits fall with the logarithm of a token's rank, as those of language models do about. Prints one JSON object: for
+The logits fall with the logarithm of a token's rank, about as a language model's do. Prints one JSON object: for
 each number of rows and case, the milliseconds in each round, by the C++ kernels and by their definition in torch. The
 two take turns.
 """

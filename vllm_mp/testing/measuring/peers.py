@@ -41,14 +41,14 @@ class Workloads(NamedTuple):
     mixed: Sequence[LoadRequest]
     """Requests of the mixed load, which arrive and finish at different times; empty: no mixed load."""
     drawn: Sequence[int] = ()
-    """Numbers of streams that decode as those of `batches`, but with tokens that are drawn by `DRAW`."""
+    """Numbers of streams that decode together like `batches`, but draw their tokens by `DRAW`."""
 
 
 class Load(NamedTuple):
     """Requests that are sent together, and how their tokens are chosen."""
 
     requests: list[LoadRequest]
-    draw: dict[str, float] = {}  # noqa: RUF012 - a named tuple is not changed
+    draw: dict[str, float]
     """Sampling parameters; empty: the most likely tokens."""
 
 
@@ -152,7 +152,7 @@ class TimedEngine:
         loads = [equal(n, PROMPT_LEN, OUTPUT_LEN, **draw) for _, n, draw in decodes for _ in range(1 + DECODE_ROUNDS)]
         loads += [equal(1, length, 2) for length in workloads.prompts for _ in range(1 + PREFILL_ROUNDS)]
         if workloads.mixed:
-            loads += [equal(4, PROMPT_LEN, OUTPUT_LEN), Load(list(workloads.mixed))]
+            loads += [equal(4, PROMPT_LEN, OUTPUT_LEN), Load(list(workloads.mixed), {})]
         timelines = iter(self._run_loads(loads))
         figures: Figures = {}
         for name, _, _ in decodes:
