@@ -98,6 +98,7 @@ __all__ = [
     "rotary",
     "rotary_write_kv",
     "sample",
+    "set_batch_invariant",
     "silu_and_mul",
     "silu_and_mul_rows",
     "write_kv",
@@ -439,6 +440,12 @@ def block_experts(gate_up: ExpertBlocks, down: ExpertBlocks, activation: str, dt
 def computes_blocks(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether kernels compute with weights in block types where they lie, for rows of `dtype`."""
     return device.type == "cpu" and dtype in DTYPES and library() is not None
+
+
+def set_batch_invariant(value: bool) -> None:
+    """Say whether the products that a CPU makes from now on must give a row the same result in any number of rows."""
+    if kernels := library():
+        kernels.is_batch_invariant = value
 
 
 def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -57,6 +57,8 @@ def load_model(
     """
     arch = config.architecture
     if isinstance(arch, NativeArchitecture):
+        if device.type == "cpu":
+            ops.set_batch_invariant(config.batch_invariant)
         if arch.rope is not None:
             # Rotary angles are computed for the positions that requests can have, and LongRoPE's for that context.
             arch = msgspec.structs.replace(arch, max_position=config.max_model_len)

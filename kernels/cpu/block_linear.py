@@ -43,7 +43,9 @@ class BlockLinear:
     where they lie, which is slower and has the same results.
 
     Rows of `x` are quantized to 8 bits with a scale for each 32 inputs, which adds an error of about 0.6 % to each
-    product (relative, root mean square, for normally distributed values). Results are batch-invariant.
+    product (relative, root mean square, for normally distributed values). Results are batch-invariant, unless
+    `library.is_batch_invariant` is False: then 16 rows or more in bfloat16 are multiplied with weights that are rounded to
+    bfloat16, where the processor has tiles. That is faster.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class BlockLinear:
         *,
         is_pair: bool = False,
         is_kept: bool = False,
+        is_of_experts: bool = False,
         arena: Arena | None = None,
     ) -> None:
         """Keep or rewrite `parts`, which `can_read` must allow; copy `bias` [outputs]. Rows and results have `dtype`.
 
         With `is_pair`, the rows are those of two matrices of the same size, which the kernels take in pairs; only
-        `interface` can be used then. `is_kept`: the caller keeps `parts` too. Strips lie in `arena` if it is given.
+        `interface` can be used then. `is_kept`: the caller keeps `parts` too. `is_of_experts`: the matrix is multiplied
+        together with experts, whose rows are always quantized. Strips lie in `arena` if it is given.
         """
         inputs, outputs = parts[0].inputs, sum(part.outputs for part in parts)
         halves = 2 if is_pair else 1
@@ -76,7 +80,10 @@ class BlockLinear:
             padded[:, : outputs // halves] = bias.view(halves, -1)
             self._bias = padded.view(halves, panels, width).transpose(0, 1).contiguous()
         c_parts = (CBlockPart * len(parts))(*map(_c_part, parts))
-        self.interface = CBlockLinear(c_parts, len(parts), address(self._bias), inputs, outputs, int(is_pair), None)
+        is_batch_invariant = int(library.is_batch_invariant or is_of_experts)
+        self.interface = CBlockLinear(
+            c_parts, len(parts), address(self._bias), inputs, outputs, int(is_pair), None, is_batch_invariant
+        )
         self._pointer = ctypes.byref(self.interface)
         self._kept: tuple[Any, ...] = (parts, c_parts)
         """Owners of memory that `interface` points to."""

@@ -145,7 +145,15 @@ class FusedDecoder(nn.Module):
         self, library: Library, layer: LayerWeights, options: DecoderOptions, quantization: str | None, arena: Arena
     ) -> CDecoderLayer | CBlockDecoderLayer:
         projections = [
-            _product(library, projection, options.dtype, quantization, arena, is_pair=i == _GATE_UP)
+            _product(
+                library,
+                projection,
+                options.dtype,
+                quantization,
+                arena,
+                is_pair=i == _GATE_UP,
+                is_of_experts=i >= _GATE_UP and layer.experts is not None,
+            )
             for i, projection in enumerate(_projections(layer))
         ]
         norms = [None if norm is None else _in_float32(norm) for norm in layer[:6]]
@@ -282,11 +290,12 @@ def _product(
     arena: Arena,
     *,
     is_pair: bool,
+    is_of_experts: bool,
 ) -> PackedLinear | BlockLinear:
     weight, bias = projection
     if isinstance(weight, Tensor):
         return PackedLinear(library, weight, bias, quantization, is_pair=is_pair, arena=arena)
-    return BlockLinear(library, weight, bias, dtype, is_pair=is_pair, arena=arena)
+    return BlockLinear(library, weight, bias, dtype, is_pair=is_pair, is_of_experts=is_of_experts, arena=arena)
 
 
 class _RoutedExperts:

@@ -113,8 +113,8 @@ def from_blocks(
     """Keep weights that `can_compute` allows, or rewrite them in `arena`; see `ops.block_experts`."""
     return PackedExperts(
         library,
-        [BlockLinear(library, parts, None, dtype, is_pair=True, arena=arena) for parts in gate_up],
-        [BlockLinear(library, parts, None, dtype, arena=arena) for parts in down],
+        [BlockLinear(library, parts, None, dtype, is_pair=True, is_of_experts=True, arena=arena) for parts in gate_up],
+        [BlockLinear(library, parts, None, dtype, is_of_experts=True, arena=arena) for parts in down],
         activation,
         dtype,
     )

@@ -68,6 +68,7 @@ class CBlockLinear(ctypes.Structure):
         ("outputs", c_int64),
         ("is_pair", c_int64),
         ("strips", POINTER(CBlockStrip)),
+        ("is_batch_invariant", c_int64),
     )
 
 
@@ -317,6 +318,8 @@ class Library:
         self._functions.vmp_panel_columns.restype = c_int64
         self.panel_columns: int = self._functions.vmp_panel_columns()
         """The columns of a panel of packed weights; a panel of a pair of matrices has half as many columns of each."""
+        self.is_batch_invariant = True
+        """Whether products that are made from now on give a row the same result in any number of rows."""
         self.strip_bytes = self._functions.vmp_strip_bytes
         self.strip_bytes.argtypes, self.strip_bytes.restype = _STRIP_SIGNATURES["strip_bytes"], c_int64
         self.write_strips = self._functions.vmp_write_strips

@@ -34,6 +34,44 @@ def test_products_agree_with_the_dequantized_weights_in_batches_of_any_size(buil
     assert torch.equal(rounded(x.bfloat16(), torch.float32), product(x.bfloat16().float()))
 
 
+@pytest.fixture
+def rounds_weights(build, monkeypatch):
+    """Let products be made that need not be batch-invariant; return whether this build multiplies many rows on tiles."""
+    monkeypatch.setattr(build, "is_batch_invariant", False)
+    return build.name.startswith("amx")
+
+
+@pytest.mark.parametrize("in_place", ["0", "1"])
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_many_rows_are_multiplied_with_rounded_weights_if_batches_may_differ(
+    build, name, in_place, rounds_weights, monkeypatch
+):
+    monkeypatch.setenv(block_linear.IN_PLACE_VARIABLE, in_place)
+    weights, bias = [random_weight(name, 40), random_weight("Q8_0", 11)], torch.randn(51)
+    x = torch.randn(33, 512).bfloat16()
+    product = BlockLinear(build, weights, bias, torch.bfloat16)
+    build.is_batch_invariant = True
+    invariant = BlockLinear(build, weights, bias, torch.bfloat16)(x, torch.float32)
+    got = product(x, torch.float32)
+    assert torch.equal(product(x[:15], torch.float32), invariant[:15])
+    if not rounds_weights:
+        assert torch.equal(got, invariant)
+        return
+    rounded = torch.cat([weight.dequantized() for weight in weights]).bfloat16()
+    exact = x.double() @ rounded.double().T + bias
+    torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
+    assert torch.equal(product(x[1:17], torch.float32), got[1:17])
+    assert torch.equal(product(x), got.bfloat16())
+
+
+def test_rounded_weights_of_pairs_serve_a_decoder(build, rounds_weights):
+    weight, x = random_weight("Q4_K", 200), torch.randn(20, 512).bfloat16()
+    indices = BlockLinear(build, [weight], None, torch.bfloat16).argmax(x)
+    outputs = x.double() @ weight.dequantized().bfloat16().double().T
+    chosen, highest = outputs.gather(1, indices[:, None])[:, 0], outputs.amax(1)
+    assert (chosen >= highest - (1e-3 if rounds_weights else 0.05) * highest.abs()).all()
+
+
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_rewritten_rows_give_the_results_of_rows_where_they_lie(build, name, monkeypatch):
     weights = [random_weight(name, outputs) for outputs in (40, 5, 30)]

@@ -51,6 +51,8 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     """The seed of the draws of seeds for requests that have none; None: each run draws others."""
     max_model_len: int
     """Maximum number of tokens of a request, prompt and completion together."""
+    batch_invariant: bool = True
+    """Whether kernels must give a row the same result in any number of rows."""
     enforce_eager: bool
     max_cudagraph_capture_size: int = 512
     """Maximum number of tokens of a step that is captured; a step of decodes has one for each row."""

@@ -173,6 +173,7 @@ class ModelMemory:
                 self._dtype,
                 self._cache_dtype,
                 self._config.model_config.quantization,
+                self._config.model_config.batch_invariant,
                 self._config.model_config.max_model_len,  # on which the rotation of some models depends
                 self.attention.name,
                 _code_of(self._device),

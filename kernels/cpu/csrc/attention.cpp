@@ -14,7 +14,7 @@ constexpr int KEYS = 64;       // keys of a tile
 constexpr int PART = 512;      // keys of a part
 // The most rows of a tile of queries: query tokens times heads that share a KV head. More of them read and pack the keys
 // before them less often, but also multiply more keys that come after them, which counts less the more come before.
-constexpr int TILE_ROWS = 48, LATE_TILE_ROWS = 192;
+constexpr int TILE_ROWS = HAS_TILES ? 96 : 48, LATE_TILE_ROWS = 192;
 constexpr int64_t LATE = 1024;  // the position from which on there are LATE_TILE_ROWS
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
@@ -385,11 +385,12 @@ inline void pack_rows(const E* const* keys, int count, int64_t dim, T* wide, T* 
     }
 }
 
-// Merges the result over other keys, whose highest score is `other_highest`, into a running result.
+// Merges the result over other keys, whose highest score is `other_highest`, into a running result. Scores are multiplied
+// with `unit`.
 inline void merge(float* total, float& total_highest, float& total_sum, const float* other, float other_highest,
-                  float other_sum, int64_t dim) {
+                  float other_sum, int64_t dim, float unit) {
     const float most = std::max(total_highest, other_highest);
-    auto weight = [&](float highest) { return exp(splat(highest == NONE ? -100.0f : highest - most))[0]; };
+    auto weight = [&](float highest) { return highest == NONE ? 0 : exp(splat((highest - most) * unit))[0]; };
     const float of_total = weight(total_highest), of_other = weight(other_highest);
     for (int64_t i = 0; i < dim; i += W) store(total + i, load(total + i) * of_total + load(other + i) * of_other);
     total_sum = total_sum * of_total + other_sum * of_other;
@@ -404,6 +405,11 @@ struct Running {
     float* sums;
 };
 
+constexpr float LOG2_E = 1.44269504f;
+
+// What the scores of a running result are multiplied with; those with a soft cap are multiplied before it.
+inline float unit_of_scores(const Heads& heads) { return heads.soft_cap > 0 ? 1 : heads.scale; }
+
 // Turns `scores` [rows, KEYS] of a tile of keys into `weights` of the same shape, and the running result into the one
 // before the weighted values are added. A score that is NaN makes the sum of its row NaN, and so its result. Scales are
 // those of caches with integers.
@@ -413,12 +419,21 @@ void weigh(const Heads& heads, const KeyTile& keys, int count, int64_t rows, int
            float* scores, T* weights) {
     const int64_t group = heads.group(), dim = heads.padded_value_dim();
     const bool masks = keys.from > 0 || keys.start + count > first_position + 1 || heads.window;
-    const float of_score = heads.scale, soft_cap = heads.soft_cap;
+    const float soft_cap = heads.soft_cap, in_caps = soft_cap > 0 ? 2 * heads.scale / soft_cap : 0;
+    const float unit = LOG2_E * unit_of_scores(heads);
     for (int64_t first = 0; first < rows; first += W) {
         const int some = int(std::min<int64_t>(W, rows - first));
+        float* const some_scores = scores + first * KEYS;
+        T* const some_weights = weights + first * KEYS;
         vf of_rows[W];
         for (int r = 0; r < some; ++r) {
-            float* const of_row = scores + (first + r) * KEYS;
+            float* const of_row = some_scores + r * KEYS;
+            vf most = splat(NONE);
+            if (!HAS_SCALES && !masks && soft_cap == 0) {
+                for (int i = 0; i < count; i += W) most = max(load(of_row + i), most);
+                of_rows[r] = most;
+                continue;
+            }
             vi from = {}, to = {};
             if (masks) {
                 const int64_t token = (first + r) / group, position = first_position + token;
@@ -427,14 +442,10 @@ void weigh(const Heads& heads, const KeyTile& keys, int count, int64_t rows, int
                 from += int32_t(std::max<int64_t>(keys.from, lowest));
                 to += int32_t(std::min<int64_t>(keys.to, end - keys.start));
             }
-            vf most = splat(NONE);
             for (int i = 0; i < count; i += W) {
-                vf score = load(of_row + i) * of_score;
+                vf score = load(of_row + i);
                 if constexpr (HAS_SCALES) score *= load(key_scales + i);
-                if (soft_cap > 0) {
-                    vf twice = exp(score * (2 / soft_cap));
-                    score = soft_cap * (1.0f - 2.0f / (twice + 1.0f));
-                }
+                if (soft_cap > 0) score = soft_cap * (1.0f - 2.0f / (exp(score * in_caps) + 1.0f));
                 if (masks) score = select((LANES + i >= from) & (LANES + i < to), score, splat(NONE));
                 store(of_row + i, score);
                 most = max(score, most);
@@ -442,20 +453,25 @@ void weigh(const Heads& heads, const KeyTile& keys, int count, int64_t rows, int
             of_rows[r] = most;
         }
         const vf before = load(running.highest + first), now = max(reduce_some(of_rows, some, max), before);
-        const vf kept = select(before == NONE, vf{}, exp_up_to_0(before - now));
+        const vf kept = select(before == NONE, vf{}, exp2_up_to_0((before - now) * unit));
         float shifts[W], all_kept[W];
         store(running.highest + first, now);
-        store(shifts, select(now == NONE, vf{}, now));
+        store(shifts, select(now == NONE, vf{}, now * unit));
         store(all_kept, kept);
         for (int r = 0; r < some; ++r) {
-            const float* const of_row = scores + (first + r) * KEYS;
+            const float* const of_row = some_scores + r * KEYS;
             const vf shift = splat(shifts[r]);
             vf sums = {};
-            for (int i = 0; i < count; i += W) {
-                vf weight = exp_up_to_0(load(of_row + i) - shift);
-                sums += weight;
-                if constexpr (HAS_SCALES) weight *= load(value_scales + i);
-                store(weights + (first + r) * KEYS + i, weight);
+            for (int i = 0; i < count; i += NR) {
+                vf weight0 = exp2_up_to_0(load(of_row + i) * unit - shift);
+                vf weight1 = exp2_up_to_0(load(of_row + i + W) * unit - shift);
+                sums += weight0;
+                sums += weight1;
+                if constexpr (HAS_SCALES) {
+                    weight0 *= load(value_scales + i);
+                    weight1 *= load(value_scales + i + W);
+                }
+                store(some_weights + r * KEYS + i, weight0, weight1);
             }
             of_rows[r] = sums;
             if (all_kept[r] == 1) continue;
@@ -614,10 +630,20 @@ void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_hea
         }
         return;
     }
+    auto put_results = [&](const std::vector<float>& totals, const std::vector<float>& sums) {
+        for (int64_t row = 0; row < rows; ++row)
+            put_result(totals.data() + row * dim, sums[state_of(row)], heads.value_dim,
+                       out + token_of(row) * out_stride + head_of(row) * heads.value_dim);
+    };
+    const int64_t first_part = span.begin / PART * PART;
+    if (span.end <= first_part + PART) {
+        attend_part(step, heads, first_head, num_heads, tile, span, next, next_head, caches, s);
+        return put_results(s.part, s.sums);
+    }
     std::fill_n(s.total.begin(), rows * dim, 0.0f);
     std::fill(s.total_highest.begin(), s.total_highest.end(), NONE);
     std::fill(s.total_sums.begin(), s.total_sums.end(), 0.0f);
-    for (int64_t start = span.begin / PART * PART; start < span.end; start += PART) {
+    for (int64_t start = first_part; start < span.end; start += PART) {
         const int64_t end = std::min(span.end, start + PART);
         const Span part{span.row, std::max(span.begin, start), end};
         if (end < span.end)
@@ -627,12 +653,10 @@ void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_hea
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t at = state_of(row);
             merge(s.total.data() + row * dim, s.total_highest[at], s.total_sums[at], s.part.data() + row * dim,
-                  s.highest[at], s.sums[at], dim);
+                  s.highest[at], s.sums[at], dim, unit_of_scores(heads));
         }
     }
-    for (int64_t row = 0; row < rows; ++row)
-        put_result(s.total.data() + row * dim, s.total_sums[state_of(row)], heads.value_dim,
-                   out + token_of(row) * out_stride + head_of(row) * heads.value_dim);
+    put_results(s.total, s.total_sums);
 }
 
 // Merges the results of a query's parts, for one query head.
@@ -645,7 +669,7 @@ void merge_parts(const Heads& heads, int64_t head, const QueryTile& tile, const 
     float most = NONE, sum = 0;
     for (int64_t part = 0; part < tile.parts; ++part) {
         const float* partial = partials + ((tile.partial + part) * heads.queries + head) * heads.partial_size();
-        merge(s.total.data(), most, sum, partial, partial[dim], partial[dim + 1], dim);
+        merge(s.total.data(), most, sum, partial, partial[dim], partial[dim + 1], dim, unit_of_scores(heads));
     }
     put_result(s.total.data(), sum, heads.value_dim, out + tile.first * out_stride + head * heads.value_dim);
 }

@@ -218,6 +218,33 @@ void unpack_blocks(vf* out, const uint8_t* at, int64_t stride, int64_t inputs, c
     }
 }
 
+// Dequantizes W rows of a matrix into `panel`, of which they are one half; only in the lanes of `mask` if there is one.
+template <class Source>
+void dequantize_blocks(vi* panel, const vi* mask, const uint8_t* at, int64_t stride, int64_t inputs, const uint8_t* next) {
+    using Type = typename Source::Type;
+    const Source source(at, stride, inputs, next);
+    for (int64_t k = 0; k < inputs / 32; k += Type::WEIGHTS / 32) {
+        int index = 0;
+        Type::unpack(source.block(k), [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
+            source.ask(k, index);
+            const vf less = Type::HAS_MINIMUM ? minimum : scale * float(1 << std::max(Type::OFFSET, 0));
+            vi* out = panel + 32 * k + group_at<Type::GROUP>(index++) * Type::GROUP;  // a pair of inputs has two vectors
+#pragma GCC unroll 8
+            for (int i = 0; i < Type::GROUP / 4; ++i)
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half, out += 2) {
+                    const vf even = to_floats(byte_of(words[i], 2 * half)) * scale - less;
+                    const vf odd = to_floats(byte_of(words[i], 2 * half + 1)) * scale - less;
+                    bf16 pairs[NR];
+                    store(pairs, even, odd);
+                    constexpr vs order = vector_of<vs>([](int n) { return n / 2 + n % 2 * W; });
+                    const vi both = (vi)__builtin_shuffle(read<vs>(pairs), order);
+                    *out = mask ? (both & *mask) | (*out & ~*mask) : both;
+                }
+        });
+    }
+}
+
 // Multiplies `rows` rows, at most ROWS, with COLUMNS * W rows of a matrix, which `unpack_blocks` wrote to `panels`:
 // writes [rows, COLUMNS].
 template <class Kind, int COLUMNS, int ROWS>
@@ -295,6 +322,15 @@ constexpr MultiplyUnpacked* fastest_for_unpacked() {
         return multiply_unpacked<Kind, COLUMNS, TILE_OF_ROWS>;
 }
 
+template <class Source>
+constexpr auto dequantize_on_tiles() {
+    using Dequantize = void(vi*, const vi*, const uint8_t*, int64_t, int64_t, const uint8_t*);
+    if constexpr (HAS_TILES)
+        return dequantize_blocks<Source>;
+    else
+        return (Dequantize*)nullptr;
+}
+
 // The functions above for a type of blocks, where they lie or in strips.
 struct BlockFunctions {
     int weights, bytes;  // of a block
@@ -302,6 +338,7 @@ struct BlockFunctions {
     void (*unpack)(vf*, const uint8_t*, int64_t, int64_t, const uint8_t*);
     void (*multiply[FEW_ROWS])(const RowBlock*, int64_t, vf*, const uint8_t*, int64_t, int64_t, const uint8_t*);
     MultiplyUnpacked* multiply_unpacked[2];
+    void (*dequantize)(vi*, const vi*, const uint8_t*, int64_t, int64_t, const uint8_t*);  // null without tiles
 };
 
 template <class Source, int... FEW>
@@ -314,7 +351,8 @@ constexpr BlockFunctions block_functions(std::integer_sequence<int, FEW...>) {
             Type::OFFSET,
             unpack_blocks<Source>,
             {multiply_blocks<Source, FEW + 1>...},
-            {fastest_for_unpacked<Kind, 1>(), fastest_for_unpacked<Kind, 2>()}};
+            {fastest_for_unpacked<Kind, 1>(), fastest_for_unpacked<Kind, 2>()},
+            dequantize_on_tiles<Source>()};
 }
 
 inline const BlockFunctions& block_functions(int64_t number, bool is_strip) {
@@ -498,6 +536,27 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
     });
     take(0, rows, sums);
 }
+
+const bf16* dequantized_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next) {
+    thread_local std::vector<vi> panel;
+    panel.resize(std::max<int64_t>(panel.size(), w.inputs));
+    const BlockSlices slices[2] = {block_slices(w, i, 0), block_slices(w, i, 1)};
+    const uint8_t* const after = block_slices(*next.matrix, next.panel, 0).begin();
+    for (int half = 0; half < 2; ++half) {
+        if (!slices[half].count)
+            for (int64_t k = half; k < w.inputs; k += 2) panel[k] = vi{};
+        for (int s = 0; s < slices[half].count; ++s) {
+            const BlockSlice& slice = slices[half].some[s];
+            const vi mask = (LANES >= slice.first) & (LANES < slice.end);
+            block_functions(slice.type, w.strips)
+                .dequantize(panel.data() + half, slice.is_whole() ? nullptr : &mask, whole_rows(slice), slice.row_bytes,
+                            w.inputs, half == 0 && slices[1].count ? slices[1].begin() : after);
+        }
+    }
+    return (const bf16*)panel.data();
+}
+
+const void* address_of_panel(const BlockMatrix& w, int64_t i) { return block_slices(w, i, 0).begin(); }
 
 int64_t strip_bytes(const BlockMatrix& w) {
     int64_t bytes = 0;

@@ -5,7 +5,8 @@
 // multiply are quantized to 8 bits with a scale for each 32 inputs. The products of a group are summed as integers;
 // the groups are added in the order of `group_at`, with the scales of both sides, so results are batch-invariant. A few
 // rows are multiplied with weights in registers. For more rows, the weights of a panel are unpacked once, into memory
-// that stays in a cache.
+// that stays in a cache. Where results need not be batch-invariant, a panel is dequantized for many rows, which are then
+// multiplied on tiles like those of other matrices.
 #pragma once
 
 #include "linear.h"
@@ -21,6 +22,9 @@ constexpr int FEW_ROWS = 8;
 constexpr int FEW_ROWS = 2;
 #endif
 constexpr int FEW_ROWS_IN_PLACE = FEW_ROWS < 4 ? FEW_ROWS : 4;
+
+// The least number of rows for which a panel is dequantized.
+constexpr int64_t MANY_ROWS = 16;
 
 // 32 inputs of a row, quantized.
 struct alignas(64) RowBlock {
@@ -149,6 +153,7 @@ struct BlockMatrix {
     int64_t outputs;    // rows of all parts
     int64_t is_pair;
     const BlockStrip* strips;  // the two of each panel; or null: the rows are read where the parts lie
+    int64_t is_batch_invariant;
 
     int64_t panels() const { return is_pair ? (outputs / 2 + W - 1) / W : (outputs + NR - 1) / NR; }
 };
@@ -165,6 +170,12 @@ struct TakeSums {
 // the panel that comes `next` is prefetched, or its beginning.
 void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next, const RowBlock* x, int64_t stride,
                     int64_t rows, TakeSums take);
+
+// Dequantizes panel `i` into memory of the calling thread, as a panel of a matrix in bfloat16 (linear.h).
+const bf16* dequantized_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next);
+
+// Returns the address of the first weights of a panel.
+const void* address_of_panel(const BlockMatrix& w, int64_t i);
 
 // Returns the bytes that strips of the matrix take; 0 if W rows have more than one type, so that they make no strip.
 int64_t strip_bytes(const BlockMatrix& w);
@@ -184,6 +195,17 @@ struct BlockLinear : BlockMatrix {
 
     bool quantizes() const { return true; }
 
+    // Whether so many rows are quantized; else they are multiplied with dequantized weights.
+    bool quantizes(int64_t rows) const {
+        return !std::is_same_v<T, bf16> || !HAS_TILES || is_batch_invariant || rows < MANY_ROWS;
+    }
+
+    // Returns `count` rows to multiply with this matrix, which `buffer` has quantized if they must be.
+    BlockRows<T> rows(const RowBlocks<T>& buffer, const T* x, int64_t count) const {
+        if (quantizes(count)) return buffer.rows(x, count);
+        return {x, nullptr, 0, count};
+    }
+
     // Returns `count` rows of those to multiply with this matrix, from row `first` on.
     BlockRows<T> part(const BlockRows<T>& x, int64_t first, int64_t count) const {
         return {nullptr, x.blocks + first * x.stride, x.stride, count};
@@ -194,6 +216,17 @@ struct BlockLinear : BlockMatrix {
 template <class T, class Take>
 inline void products(const BlockLinear<T>& w, int64_t i, const Next<BlockLinear<T>>& next, const BlockRows<T>& x,
                      Take&& take) {
+    if constexpr (ON_TILES<T>)
+        if (!x.blocks) {
+            vf bias[2] = {};
+            if (w.bias)
+                for (int half = 0; half < 2; ++half) bias[half] = load(w.bias + i * NR + half * W);
+            const bf16* const panel = dequantized_panel(w, i, {next.matrix, next.panel});
+            const void* const after = address_of_panel(*next.matrix, next.panel);
+            return multiply_panel(
+                x.count, x.values, w.inputs, panel, w.inputs, after,
+                [&](int64_t row, vf first, vf second) { take(row, first + bias[0], second + bias[1]); });
+        }
     auto take_some = [&](int64_t first, int64_t end, const vf* sums) {
         for (int64_t r = first; r < end; ++r, sums += 2) take(r, sums[0], sums[1]);
     };

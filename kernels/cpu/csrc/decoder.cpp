@@ -98,17 +98,18 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
         rms_norm(from, weight, dim, decoder.eps, decoder.rounds_norms, out);
     };
     auto rows_of = [&](const T* some, const Weight& next) {
-        if (next.quantizes()) each_row([&](int64_t i) { normed.quantize_row(some + i * next.inputs, next.inputs, i); });
-        return normed.rows(some, tokens);
+        if (next.quantizes(tokens))
+            each_row([&](int64_t i) { normed.quantize_row(some + i * next.inputs, next.inputs, i); });
+        return next.rows(normed, some, tokens);
     };
     auto norm = [&](const float* weight, const Weight& next) {
         if (!weight) return rows_of(x, next);
         each_row([&](int64_t i) {
             T* out = normed.values.data() + i * hidden;
             rms_norm_into(x + i * hidden, weight, hidden, out);
-            if (next.quantizes()) normed.quantize_row(out, hidden, i);
+            if (next.quantizes(tokens)) normed.quantize_row(out, hidden, i);
         });
-        return normed.rows(normed.values.data(), tokens);
+        return next.rows(normed, normed.values.data(), tokens);
     };
     auto added = [&](const AdapterStack<T>* stack, const auto& rows) {
         return additions(member, stack, b.adapter_rows, rows.values, b.ranked.data());

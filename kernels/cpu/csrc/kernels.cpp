@@ -38,15 +38,15 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, void* 
 // Returns the rows in the form in which they are multiplied with `w`, quantized into `buffer` if it requires that.
 template <class T, class Weight>
 auto input(Member& member, const Weight& w, const T* x, int64_t rows, typename Weight::Buffer& buffer) {
-    if (w.quantizes()) member.each(rows, [&](int64_t i) { buffer.quantize_row(x + i * w.inputs, w.inputs, i); });
-    return buffer.rows(x, rows);
+    if (w.quantizes(rows)) member.each(rows, [&](int64_t i) { buffer.quantize_row(x + i * w.inputs, w.inputs, i); });
+    return w.rows(buffer, x, rows);
 }
 
 template <class T, class Weight, class Out>
 void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
             const AdapterStack<T>* adapters = nullptr, const int32_t* slots = nullptr) {
     typename Weight::Buffer buffer;
-    if (w.quantizes()) buffer.fit(rows, w.inputs);
+    if (w.quantizes(rows)) buffer.fit(rows, w.inputs);
     AdapterRows adapter_rows;
     std::vector<T> ranked;
     if (adapters) {
@@ -67,7 +67,7 @@ void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
 template <class T, class Weight>
 void argmax(const Weight& w, const T* x, int64_t rows, int64_t* indices, const TokenMasks* masks, int threads) {
     typename Weight::Buffer buffer;
-    if (w.quantizes()) buffer.fit(rows, w.inputs);
+    if (w.quantizes(rows)) buffer.fit(rows, w.inputs);
     std::vector<float> values(rows, -std::numeric_limits<float>::infinity());
     std::fill_n(indices, rows, 0);
     const std::vector<const uint32_t*> mask_of_row = masks ? masks->of_rows(rows) : std::vector<const uint32_t*>(rows);
@@ -144,7 +144,7 @@ using namespace vmp;
 extern "C" {
 
 // What _interface() of kernels/cpu/library.py returns for the declarations that these functions have.
-uint32_t vmp_interface() { return 0xb2743a1fu; }
+uint32_t vmp_interface() { return 0xf8d0d87du; }
 
 int64_t vmp_panel_columns() { return NR; }
 

@@ -78,7 +78,7 @@ struct Soon {
     // Does what so many steps do, with each cache line once.
     ALWAYS_INLINE void ask(int64_t steps) {
         const char* const end = at + steps * stride;
-        for (const char* line = at; line < end; line += 64) __builtin_prefetch(line);
+        for (const char* line = at; line < end; line += 64) prefetch_here(line);
         at = end;
     }
 };
@@ -118,7 +118,11 @@ struct Linear {
 
     // Whether rows are quantized before they are multiplied.
     bool quantizes() const { return scales; }
+    bool quantizes(int64_t) const { return quantizes(); }
     int64_t panels() const { return (outputs + NR - 1) / NR; }
+
+    // Returns `count` rows to multiply with this matrix, which `buffer` has quantized if they must be.
+    Rows rows(const Buffer& buffer, const T* x, int64_t count) const { return buffer.rows(x, count); }
 
     // Returns `count` rows of those to multiply with this matrix, from row `first` on.
     Rows part(const Rows& x, int64_t first, int64_t count) const {
@@ -306,15 +310,66 @@ inline void each_block(int64_t rows, const void* panel, int64_t panel_bytes, con
     if (blocks == 1 && next_bytes != bytes + panel_bytes) prefetch_all(next, AHEAD);
 }
 
+// The sums of a block of rows that are not taken yet.
+template <class T, class Take>
+struct SumsToTake {
+    Take& take;
+    const Sum<T> (*sums)[2] = nullptr;  // of the rows from `at` on
+    int64_t at = 0, end = 0;
+
+    ALWAYS_INLINE void take_rows(int64_t count) {
+        for (const int64_t until = std::min(end, at + count); at < until; ++at, ++sums) take(at, (*sums)[0], (*sums)[1]);
+    }
+};
+
+// What is done while a block of rows is multiplied on tiles: the panel that comes next is prefetched, and the sums of the
+// block before are taken, some rows with each step, because the processor computes with vectors and tiles at the same time.
+template <class T, class Take>
+struct Meanwhile {
+    Soon soon;
+    SumsToTake<T, Take>& before;
+    int64_t rows_a_step;
+
+    ALWAYS_INLINE void ask(int64_t words) {
+        soon.ask(words);
+        before.take_rows(rows_a_step);
+    }
+};
+
+// Does what `multiply_panel` does, on tiles.
+template <class T, class Take>
+inline void multiply_on_tiles(int64_t rows, const T* x, int64_t stride, const void* panel, int64_t inputs,
+                              const void* next, Take& take) {
+    const int64_t steps = std::max<int64_t>(1, inputs / (TILE_BYTES / int64_t(sizeof(T))));
+    Sum<T> sums[2][BLOCK_ROWS][2];  // of two blocks in turns
+    SumsToTake<T, Take> before{take};
+    int turn = 0;
+    each_block<T>(rows, panel, inputs * NR * int64_t(sizeof(T)), next, [&](int64_t first, int64_t end, Soon soon) {
+        Meanwhile<T, Take> meanwhile{soon, before, (BLOCK_ROWS + steps - 1) / steps};
+        multiply_block(int(end - first), x + first * stride, stride, panel, inputs, meanwhile, sums[turn], NR, false);
+        before.take_rows(BLOCK_ROWS);
+        before.sums = sums[turn];
+        before.at = first;
+        before.end = end;
+        turn = !turn;
+    });
+    before.take_rows(BLOCK_ROWS);
+}
+
 // Multiplies any number of rows with a panel: calls `take(row, first, second)` with the two vectors of each row.
 template <class T, class Weight, class Take>
 inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs,
                            const void* next, Take&& take) {
-    each_block<T>(rows, panel, inputs * NR * int64_t(sizeof(Weight)), next, [&](int64_t first, int64_t end, Soon soon) {
-        Sum<T> sums[MOST_ROWS<T>][2];
-        multiply_some(int(end - first), x + first * stride, stride, panel, inputs, soon, (Element<T>*)sums, NR, false);
-        for (int64_t r = first; r < end; ++r) take(r, sums[r - first][0], sums[r - first][1]);
-    });
+    if constexpr (ON_TILES<T>) {
+        multiply_on_tiles(rows, x, stride, panel, inputs, next, take);
+    } else {
+        const int64_t panel_bytes = inputs * NR * int64_t(sizeof(Weight));
+        each_block<T>(rows, panel, panel_bytes, next, [&](int64_t first, int64_t end, Soon soon) {
+            Sum<T> sums[MOST_ROWS<T>][2];
+            multiply_some(int(end - first), x + first * stride, stride, panel, inputs, soon, (Element<T>*)sums, NR, false);
+            for (int64_t r = first; r < end; ++r) take(r, sums[r - first][0], sums[r - first][1]);
+        });
+    }
 }
 
 // Multiplies any number of rows of T with a panel, and writes or adds the sums as `multiply_some` does.

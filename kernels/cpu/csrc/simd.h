@@ -131,7 +131,13 @@ inline void pack_lanes(P* p, V x, uint32_t lanes) {
 #endif
 }
 
-inline vf max(vf a, vf b) { return select(a > b, a, b); }
+inline vf max(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#else
+    return select(a > b, a, b);
+#endif
+}
 
 inline vi larger(vi a, vi b) { return a > b ? a : b; }
 
@@ -178,6 +184,17 @@ inline void store(bf16* p, vf x) {
     vu kept = (vu)((vi)rounded & (vi)(x == x)) | ((vu)(x != x) & 0x7fc0);
     write(p, __builtin_convertvector(kept, vh));
 #endif
+}
+
+// Stores two vectors one after another.
+template <class T>
+inline void store(T* p, vf first, vf second) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, bf16>)
+        return write(p, _mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#endif
+    store(p, first);
+    store(p + W, second);
 }
 
 inline float to_float(float x) { return x; }
@@ -330,6 +347,32 @@ inline vf exp_up_to_0(vf x) {
     const vf lowest = splat(-87.0f);
     const vi tiny = x < lowest;
     return select(tiny, vf{}, exp_within(select(tiny, lowest, x), splat(-0.5f)));
+}
+
+// Returns 2 to the power of x for x up to 0, accurate to 2 units in the last place: 0 below -126, and NaN for NaN.
+inline vf exp2_up_to_0(vf x) {
+    const vf lowest = splat(-126.0f);
+#if defined(__AVX512F__)
+    constexpr int TO_NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const vf whole = (vf)_mm512_maskz_roundscale_ps(0xffff, (__m512)x, TO_NEAREST);
+#else
+    const vi n = __builtin_convertvector(select(x < lowest, lowest, x) - 0.5f, vi);
+    const vf whole = __builtin_convertvector(n, vf);
+#endif
+    const vf r = x - whole;
+    vf p = splat(1.535336188e-4f);
+    p = p * r + 1.339887440e-3f;
+    p = p * r + 9.618437357e-3f;
+    p = p * r + 5.550332471e-2f;
+    p = p * r + 2.402264791e-1f;
+    p = p * r + 6.931472029e-1f;
+    p = p * r + 1.0f;
+#if defined(__AVX512F__)
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, (__m512)lowest, _CMP_NLT_UQ);
+    return (vf)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)whole);
+#else
+    return select(x < lowest, vf{}, p * (vf)((n + 127) << 23));
+#endif
 }
 
 }  // namespace vmp

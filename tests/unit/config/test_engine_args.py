@@ -464,6 +464,7 @@ def test_configuration_holds_the_values_of_the_options(model):
         max_log_len=10,
         otlp_traces_endpoint="http://localhost:4318",
         skip_tokenizer_init=True,
+        batch_invariant=False,
         enforce_eager=True,
         max_cudagraph_capture_size=700,
         max_logprobs=33,
@@ -475,6 +476,7 @@ def test_configuration_holds_the_values_of_the_options(model):
     assert (made.dtype, made.seed, made.max_model_len) == ("float32", 7, 300)
     assert made.skip_tokenizer_init
     assert made.enforce_eager
+    assert not made.batch_invariant
     assert made.max_cudagraph_capture_size == 700
     assert made.max_logprobs == 33
     assert made.hf_config == LLAMA

@@ -90,8 +90,10 @@ def make_environment(folder: Path, requirement: str, **environment: str) -> Path
 class OwnFile(AsyncEngine):
     """This engine with the default model's own file, whose weights it computes with in place."""
 
-    def __init__(self, weights: Weights) -> None:
-        super().__init__(f"vllm_mp {OWN_FORMAT}", Path(sys.executable), "vllm_mp", **file_options(weights.path()))
+    def __init__(self, weights: Weights, *, batch_invariant: bool = True) -> None:
+        name = f"vllm_mp {OWN_FORMAT}" if batch_invariant else f"vllm_mp, not batch-invariant, {OWN_FORMAT}"
+        options = {**file_options(weights.path()), "batch_invariant": batch_invariant}
+        super().__init__(name, Path(sys.executable), "vllm_mp", **options)
         self._weights = weights
 
     def prepare(self) -> None:
