@@ -53,19 +53,19 @@ def test_many_rows_are_multiplied_with_rounded_weights_if_batches_may_differ(
     build.is_batch_invariant = True
     invariant = BlockLinear(build, weights, bias, torch.bfloat16)(x, torch.float32)
     got = product(x, torch.float32)
-    assert torch.equal(product(x[:15], torch.float32), invariant[:15])
+    assert torch.equal(product(x[:23], torch.float32), invariant[:23])
     if not rounds_weights:
         assert torch.equal(got, invariant)
         return
     rounded = torch.cat([weight.dequantized() for weight in weights]).bfloat16()
     exact = x.double() @ rounded.double().T + bias
     torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
-    assert torch.equal(product(x[1:17], torch.float32), got[1:17])
+    assert torch.equal(product(x[5:29], torch.float32), got[5:29])
     assert torch.equal(product(x), got.bfloat16())
 
 
 def test_rounded_weights_of_pairs_serve_a_decoder(build, rounds_weights):
-    weight, x = random_weight("Q4_K", 200), torch.randn(20, 512).bfloat16()
+    weight, x = random_weight("Q4_K", 200), torch.randn(30, 512).bfloat16()
     indices = BlockLinear(build, [weight], None, torch.bfloat16).argmax(x)
     outputs = x.double() @ weight.dequantized().bfloat16().double().T
     chosen, highest = outputs.gather(1, indices[:, None])[:, 0], outputs.amax(1)

@@ -131,7 +131,7 @@ class EngineOptions(Options):
     batch_invariant: bool = option(
         True,
         "Compute a request in the same way whatever else is in its batch. False: multiply weights in block types (GGUF "
-        "files, int4) faster on CPUs with AMX, where steps have 16 tokens or more.",
+        "files, int4) faster on CPUs with AMX, where steps have 24 tokens or more.",
     )
     enforce_eager: bool = option(False, "Never capture CUDA graphs.")
     max_cudagraph_capture_size: int = option(512, "Capture CUDA graphs of steps with up to N tokens.", low=1)

@@ -24,7 +24,7 @@ constexpr int FEW_ROWS = 2;
 constexpr int FEW_ROWS_IN_PLACE = FEW_ROWS < 4 ? FEW_ROWS : 4;
 
 // The least number of rows for which a panel is dequantized.
-constexpr int64_t MANY_ROWS = 16;
+constexpr int64_t MANY_ROWS = 24;
 
 // 32 inputs of a row, quantized.
 struct alignas(64) RowBlock {
