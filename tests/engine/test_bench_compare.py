@@ -85,7 +85,8 @@ def test_unknown_engine_is_refused_with_the_known_names(bench, monkeypatch, caps
     monkeypatch.setattr("sys.argv", ["bench", "compare", "--engine", "other", "--peers-dir", str(tmp_path)])
     assert bench.main() == 2
     assert (
-        "unknown engine: other; choose from vllm_mp, vllm_mp-int8, vllm_mp-4bit, vllm_mp-4bit-varying" in capsys.readouterr().err
+        "unknown engine: other; choose from vllm_mp, vllm_mp-int8, vllm_mp-4bit, vllm_mp-4bit-varying"
+        in capsys.readouterr().err
     )
 
 

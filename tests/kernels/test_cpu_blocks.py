@@ -36,7 +36,7 @@ def test_products_agree_with_the_dequantized_weights_in_batches_of_any_size(buil
 
 @pytest.fixture
 def rounds_weights(build, monkeypatch):
-    """Let products be made that need not be batch-invariant; return whether this build multiplies many rows on tiles."""
+    """Make products that need not be batch-invariant. Return whether this build multiplies many rows on tiles."""
     monkeypatch.setattr(build, "is_batch_invariant", False)
     return build.name.startswith("amx")
 
