@@ -44,8 +44,8 @@ class BlockLinear:
 
     Rows of `x` are quantized to 8 bits with a scale for each 32 inputs, which adds an error of about 0.6 % to each
     product (relative, root mean square, for normally distributed values). Results are batch-invariant, unless
-    `library.is_batch_invariant` is False: where the processor has tiles, 24 rows or more in bfloat16 are multiplied with
-    weights that are rounded to bfloat16 then, which is faster.
+    `library.is_batch_invariant` is False. Then, where the processor has tiles, 24 rows or more in bfloat16 are
+    multiplied with weights that are rounded to bfloat16, which is faster.
     """
 
     def __init__(
