@@ -61,10 +61,15 @@ def outputs_of(build, decoders, rows, dtype, adapters=None):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "in_place"), [(torch.float32, "0"), (torch.float32, "1"), (torch.bfloat16, "0")], ids=str
+    ("dtype", "in_place", "is_batch_invariant"),
+    [(torch.float32, "0", True), (torch.float32, "1", True), (torch.bfloat16, "0", True), (torch.bfloat16, "0", False)],
+    ids=str,
 )
-def test_fused_decoder_takes_block_types_that_differ_within_a_layer(build, dtype, in_place, monkeypatch):
+def test_fused_decoder_takes_block_types_that_differ_within_a_layer(
+    build, dtype, in_place, is_batch_invariant, monkeypatch
+):
     monkeypatch.setenv(block_linear.IN_PLACE_VARIABLE, in_place)
+    monkeypatch.setattr(build, "is_batch_invariant", is_batch_invariant)
     layers = [random_layer(dtype) for _ in range(NUM_LAYERS)]
     norm = torch.rand(HIDDEN).add(0.5).to(dtype)
     decoders = [

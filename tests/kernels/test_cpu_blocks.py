@@ -64,7 +64,7 @@ def test_many_rows_are_multiplied_with_rounded_weights_if_batches_may_differ(
     assert torch.equal(product(x), got.bfloat16())
 
 
-def test_rounded_weights_of_pairs_serve_a_decoder(build, rounds_weights):
+def test_argmax_of_many_rows_has_one_of_the_highest_outputs_of_rounded_weights(build, rounds_weights):
     weight, x = random_weight("Q4_K", 200), torch.randn(30, 512).bfloat16()
     indices = BlockLinear(build, [weight], None, torch.bfloat16).argmax(x)
     outputs = x.double() @ weight.dequantized().bfloat16().double().T
