@@ -1,9 +1,10 @@
 """Measure what a format of the weights costs in accuracy: the perplexity of a text for each of several formats.
 
 A format is made of words joined by "+": a dtype (bfloat16, float32), a value of --quantization (int8, int4, fp8, ...),
-kv-fp8 or kv-int8 for a KV cache in 8 bits, or a model to use in place of --model, such as a GGUF file. The text is
-split into windows of tokens, which the engine scores by its log-probabilities of a prompt. All formats are compared
-with the first; the standard error is that of the mean difference between the scores of the same tokens.
+kv-fp8 or kv-int8 for a KV cache in 8 bits, not-batch-invariant for `batch_invariant=False`, or a model to use in place
+of --model, such as a GGUF file. The text is split into windows of tokens, which the engine scores by its
+log-probabilities of a prompt. All formats are compared with the first; the standard error is that of the mean
+difference between the scores of the same tokens.
 """
 
 import argparse
@@ -42,6 +43,8 @@ def options_of(name: str, args: AsyncEngineArgs) -> AsyncEngineArgs:
             changed["dtype"] = word
         elif word in ("kv-fp8", "kv-int8"):
             changed["kv_cache_dtype"] = word.removeprefix("kv-")
+        elif word == "not-batch-invariant":
+            changed["batch_invariant"] = False
         elif Path(word).exists():
             changed["model"] = word
         else:
