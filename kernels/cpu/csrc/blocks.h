@@ -5,8 +5,8 @@
 // multiply are quantized to 8 bits with a scale for each 32 inputs. The products of a group are summed as integers;
 // the groups are added in the order of `group_at`, with the scales of both sides, so results are batch-invariant. A few
 // rows are multiplied with weights in registers. For more rows, the weights of a panel are unpacked once, into memory
-// that stays in a cache. Where results need not be batch-invariant, a panel is dequantized for many rows, which are then
-// multiplied on tiles like those of other matrices.
+// that stays in a cache. Where results need not be batch-invariant, a panel is dequantized for many rows, and multiplied on
+// tiles like a panel of weights in bfloat16.
 #pragma once
 
 #include "linear.h"
