@@ -218,7 +218,7 @@ void unpack_blocks(vf* out, const uint8_t* at, int64_t stride, int64_t inputs, c
     }
 }
 
-// Dequantizes W rows of a matrix into the half of a panel that begins at `panel`; only in the lanes of `mask` if it is given.
+// Dequantizes W rows of a matrix into half a panel, from `panel` on; with a `mask`, only in its lanes.
 template <class Source>
 void dequantize_blocks(vi* panel, const vi* mask, const uint8_t* at, int64_t stride, int64_t inputs, const uint8_t* next) {
     using Type = typename Source::Type;
