@@ -439,6 +439,29 @@ inline const uint8_t* whole_rows(const BlockSlice& slice) {
     return copy.data();
 }
 
+// The slices of both vectors of a panel.
+struct PanelSlices {
+    BlockSlices halves[2];
+    const uint8_t* after;  // the address of what is read after the panel
+    bool are_strips;
+
+    PanelSlices(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next)
+        : halves{block_slices(w, i, 0), block_slices(w, i, 1)},
+          after(address_of_panel(*next.matrix, next.panel)),
+          are_strips(w.strips) {}
+
+    // Calls `f` for each slice, with its functions and the address of the rows that are read after it.
+    template <class F>
+    void each(F&& f) const {
+        for (int half = 0; half < 2; ++half)
+            for (int s = 0; s < halves[half].count; ++s) {
+                const BlockSlice& slice = halves[half].some[s];
+                f(half, slice, block_functions(slice.type, are_strips),
+                  half == 0 && halves[1].count ? halves[1].begin() : after);
+            }
+    }
+};
+
 // Replaces the elements of `sums` that belong to the slice.
 inline void put_slice(const BlockSlice& slice, vf value, vf& sums) {
     if (slice.is_whole()) {
@@ -474,21 +497,11 @@ void multiply_tiles(const BlockFunctions& functions, const vf* const (&panels)[C
 
 void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next, const RowBlock* x, int64_t stride,
                     int64_t rows, TakeSums take) {
-    auto begin_of_panel = [](const auto& some) { return block_slices(*some.matrix, some.panel, 0).begin(); };
-    const BlockSlices slices[2] = {block_slices(w, i, 0), block_slices(w, i, 1)};
+    const PanelSlices panel(w, i, next);
+    const BlockSlices(&slices)[2] = panel.halves;
     vf bias[2] = {};
     if (w.bias)
         for (int half = 0; half < 2; ++half) bias[half] = load(w.bias + i * NR + half * W);
-    // Calls `f` for each slice, with the address of the rows that are read after it.
-    auto each_slice = [&](auto&& f) {
-        const uint8_t* after = begin_of_panel(next);
-        for (int half = 0; half < 2; ++half)
-            for (int s = 0; s < slices[half].count; ++s) {
-                const BlockSlice& slice = slices[half].some[s];
-                f(half, slice, block_functions(slice.type, w.strips),
-                  half == 0 && slices[1].count ? slices[1].begin() : after);
-            }
-    };
     // The sums of all rows, if they are not taken tile by tile.
     auto all_sums = [&] {
         thread_local std::vector<vf> sums;
@@ -499,12 +512,12 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
     };
     if (rows <= (w.strips ? FEW_ROWS : FEW_ROWS_IN_PLACE)) {
         vf* const sums = all_sums();
-        each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
+        panel.each([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
             vf got[FEW_ROWS];
             functions.multiply[rows - 1](x, stride, got, whole_rows(slice), slice.row_bytes, w.inputs, next);
             for (int64_t r = 0; r < rows; ++r) put_slice(slice, got[r] + bias[half], sums[2 * r + half]);
         });
-        if (next.matrix != &w && w.strips) prefetch_all(begin_of_panel(next), STRIP_BYTES_AHEAD);
+        if (next.matrix != &w && w.strips) prefetch_all(panel.after, STRIP_BYTES_AHEAD);
         return take(0, rows, sums);
     }
     thread_local std::vector<vf> unpacked;
@@ -513,7 +526,7 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
     SoonBytes soon = bytes_of_panel(*next.matrix, next.panel);
     const BlockSlice &slice0 = slices[0].some[0], &slice1 = slices[1].some[0];
     if (slices[0].count == 1 && slices[1].count == 1 && slice0.type == slice1.type) {
-        each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
+        panel.each([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
             functions.unpack(unpacked.data() + half * size, whole_rows(slice), slice.row_bytes, w.inputs, next);
         });
         const vf* const panels[2] = {unpacked.data(), unpacked.data() + size};
@@ -525,7 +538,7 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
                               });
     }
     vf* const sums = all_sums();
-    each_slice([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
+    panel.each([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
         functions.unpack(unpacked.data(), whole_rows(slice), slice.row_bytes, w.inputs, next);
         const vf* const panels[1] = {unpacked.data()};
         multiply_tiles(functions, panels, w.inputs, x, stride, rows, soon,
@@ -540,23 +553,18 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
 const bf16* dequantized_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next) {
     thread_local std::vector<vi> panel;
     panel.resize(std::max<int64_t>(panel.size(), w.inputs));
-    const BlockSlices slices[2] = {block_slices(w, i, 0), block_slices(w, i, 1)};
-    const uint8_t* const after = block_slices(*next.matrix, next.panel, 0).begin();
-    for (int half = 0; half < 2; ++half) {
-        if (!slices[half].count)
-            for (int64_t k = half; k < w.inputs; k += 2) panel[k] = vi{};
-        for (int s = 0; s < slices[half].count; ++s) {
-            const BlockSlice& slice = slices[half].some[s];
-            const vi mask = (LANES >= slice.first) & (LANES < slice.end);
-            block_functions(slice.type, w.strips)
-                .dequantize(panel.data() + half, slice.is_whole() ? nullptr : &mask, whole_rows(slice), slice.row_bytes,
-                            w.inputs, half == 0 && slices[1].count ? slices[1].begin() : after);
-        }
-    }
+    const PanelSlices slices(w, i, next);
+    if (!slices.halves[1].count)
+        for (int64_t k = 1; k < w.inputs; k += 2) panel[k] = vi{};
+    slices.each([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
+        const vi mask = (LANES >= slice.first) & (LANES < slice.end);
+        functions.dequantize(panel.data() + half, slice.is_whole() ? nullptr : &mask, whole_rows(slice), slice.row_bytes,
+                             w.inputs, next);
+    });
     return (const bf16*)panel.data();
 }
 
-const void* address_of_panel(const BlockMatrix& w, int64_t i) { return block_slices(w, i, 0).begin(); }
+const uint8_t* address_of_panel(const BlockMatrix& w, int64_t i) { return block_slices(w, i, 0).begin(); }
 
 int64_t strip_bytes(const BlockMatrix& w) {
     int64_t bytes = 0;

@@ -175,7 +175,7 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
 const bf16* dequantized_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next);
 
 // Returns the address of the first weights of a panel.
-const void* address_of_panel(const BlockMatrix& w, int64_t i);
+const uint8_t* address_of_panel(const BlockMatrix& w, int64_t i);
 
 // Returns the bytes that strips of the matrix take; 0 if W rows have more than one type, so that they make no strip.
 int64_t strip_bytes(const BlockMatrix& w);
