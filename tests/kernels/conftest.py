@@ -69,3 +69,11 @@ def set_up(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
     return run_path("setup.py")
+
+
+@pytest.fixture
+def three_threads():
+    number = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(number)

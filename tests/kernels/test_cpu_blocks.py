@@ -41,6 +41,17 @@ def rounds_weights(build, monkeypatch):
     return build.name.startswith("amx")
 
 
+@pytest.mark.parametrize("is_batch_invariant", [True, False])
+@pytest.mark.usefixtures("three_threads")
+def test_many_rows_that_threads_divide_give_what_fewer_rows_give(build, is_batch_invariant, monkeypatch):
+    monkeypatch.setattr(build, "is_batch_invariant", is_batch_invariant)
+    weights, bias = [random_weight("Q4_K", 40), random_weight("Q8_0", 11)], torch.randn(51)
+    product = BlockLinear(build, weights, bias, torch.bfloat16)
+    x = torch.randn(401, 512).bfloat16()
+    assert torch.equal(product(x), torch.cat([product(some) for some in x.split(101)]))
+    assert torch.equal(product.argmax(x), torch.cat([product.argmax(some) for some in x.split(101)]))
+
+
 @pytest.mark.parametrize("in_place", ["0", "1"])
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_many_rows_are_multiplied_with_rounded_weights_if_batches_may_differ(

@@ -229,6 +229,17 @@ def test_products_with_adapters_are_batch_invariant_and_the_same_in_every_slot(b
 
 @DTYPES
 @pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.usefixtures("three_threads")
+def test_many_rows_that_threads_divide_give_what_fewer_rows_give(build, dtype, quantization):
+    product, packed, _ = adapted_case(build, dtype, (64, 32, 37), 96, quantization)
+    x, slots = torch.randn(401, 96).to(dtype), torch.randint(-1, 4, (401,), dtype=torch.int32)
+    together, parts = product(x, None, packed, slots), zip(x.split(100), slots.split(100), strict=True)
+    assert torch.equal(together, torch.cat([product(some, None, packed, of_some) for some, of_some in parts]))
+    assert torch.equal(product.argmax(x), torch.cat([product.argmax(some) for some in x.split(100)]))
+
+
+@DTYPES
+@pytest.mark.parametrize("quantization", [None, "int8"])
 def test_row_that_is_not_finite_affects_no_other_row_of_its_adapter(build, dtype, quantization):
     product, packed, _ = adapted_case(build, dtype, (64, 32, 32), 96, quantization)
     x, slots = torch.randn(5, 96).to(dtype), torch.zeros(5, dtype=torch.int32)

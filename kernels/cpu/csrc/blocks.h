@@ -109,7 +109,7 @@ struct BlockRows {
 // Memory for quantized rows.
 template <class T>
 struct RowBlocks {
-    std::vector<RowBlock> blocks;
+    HugeVector<RowBlock> blocks;
     int64_t stride = 0;
 
     void fit(int64_t rows, int64_t most_inputs) {
@@ -208,6 +208,7 @@ struct BlockLinear : BlockMatrix {
 
     // Returns `count` rows of those to multiply with this matrix, from row `first` on.
     BlockRows<T> part(const BlockRows<T>& x, int64_t first, int64_t count) const {
+        if (!x.blocks) return {x.values + first * inputs, nullptr, 0, count};
         return {nullptr, x.blocks + first * x.stride, x.stride, count};
     }
 };

@@ -13,7 +13,7 @@ namespace {
 // Rows as the next product takes them: of type T, and also quantized if it requires that.
 template <class Weight>
 struct RowBuffer : Weight::Buffer {
-    std::vector<typename Weight::Value> values;
+    HugeVector<typename Weight::Value> values;
 
     void fit(int64_t rows, int64_t most_inputs) {
         values.resize(rows * most_inputs);
@@ -27,8 +27,8 @@ struct Buffers {
     using T = typename Weight::Value;
 
     RowBuffer<Weight> normed;
-    std::vector<T> qkv, attended, inner;
-    std::vector<T> projected;  // outputs that are normed before they are added, or those of a shared expert
+    HugeVector<T> qkv, attended, inner;
+    HugeVector<T> projected;  // outputs that are normed before they are added, or those of a shared expert
     std::vector<float> partials;
     AdapterRows adapter_rows;
     std::vector<T> ranked;
@@ -48,8 +48,8 @@ void route_and_compute(Member& member, const DecoderLayer<Weight>& layer, const 
     const int64_t tokens = rows.count, hidden = layer.qkv.inputs, chosen = router.num_chosen;
     const int64_t num_scores = router.scores.outputs, num_experts = experts.num_experts;
     multiply_all(member, router.scores, (const Linear<T>*)nullptr, Rows<T>{rows.values, nullptr, nullptr, tokens},
-                 Additions<T>{}, [&](int64_t row, int64_t column, vf sums, int count) {
-                     store_some(b.scores.data() + row * num_scores + column, sums, count);
+                 Additions<T>{}, [&](int64_t row, int64_t column, vf first, vf second, int count) {
+                     store_some(b.scores.data() + row * num_scores + column, first, second, count);
                  });
     thread_local Routes own;
     if (tokens <= FEW) own.fit(tokens, chosen);
@@ -91,7 +91,7 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
     if (tokens <= FEW) own.fit(tokens, std::max({hidden, attended_size, layer.inner}));
     RowBuffer<Weight>& normed = tokens <= FEW ? own : b.normed;
     auto each_row = [&](auto&& f) {
-        if (tokens > FEW) return member.each(tokens, f);
+        if (tokens > FEW) return member.each_in_stretches(tokens, f);
         for (int64_t i = 0; i < tokens; ++i) f(i);
     };
     auto rms_norm_into = [&](const T* from, const float* weight, int64_t dim, T* out) {
@@ -125,20 +125,21 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
     // Adds a product to `x`, normed if there is a norm.
     auto add_product = [&](const Weight& w, const Weight* next, const auto& rows, const AdapterStack<T>* stack,
                            const float* weight) {
-        multiply_all(member, w, next, rows, added(stack, rows), [&](int64_t row, int64_t column, vf sums, int count) {
-            const int64_t at = row * hidden + column;
-            if (weight)
-                store_some(b.projected.data() + at, sums, count);
-            else
-                add_some(x + at, rounded<T>(sums), decoder.residual_multiplier, count);
-        });
+        multiply_all(member, w, next, rows, added(stack, rows),
+                     [&](int64_t row, int64_t column, vf first, vf second, int count) {
+                         const int64_t at = row * hidden + column;
+                         if (weight)
+                             store_some(b.projected.data() + at, first, second, count);
+                         else
+                             add_some(x + at, rounded<T>(first), rounded<T>(second), decoder.residual_multiplier, count);
+                     });
         if (weight) member.each(tokens, [&](int64_t i) { add_normed(i, weight); });
     };
 
     const auto attention_rows = norm(layer.input_norm, layer.qkv);
     multiply_all(member, layer.qkv, &layer.o, attention_rows, added(adapters.qkv, attention_rows),
-                 [&](int64_t row, int64_t column, vf sums, int count) {
-                     store_some(b.qkv.data() + row * qkv_size + column, sums, count);
+                 [&](int64_t row, int64_t column, vf first, vf second, int count) {
+                     store_some(b.qkv.data() + row * qkv_size + column, first, second, count);
                  });
     if (decoder.norms_all_heads && layer.q_norm)
         member.each(2 * tokens, [&](int64_t i) {
@@ -185,10 +186,10 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
     }
     const auto mlp_rows = norm(layer.mlp_norm, layer.gate_up);
     const Additions<T> gate_up_added = added(adapters.gate_up, mlp_rows);
-    each_panel(member, layer.gate_up, &layer.down, [&](int64_t i, const Next<Weight>& next) {
-        const int64_t column = i * W;
+    each_panel(member, layer.gate_up, &layer.down, tokens, [&](const Panel& panel, const Next<Weight>& next) {
+        const int64_t column = panel.number * W;
         const int count = int(std::min<int64_t>(W, layer.inner - column));
-        products(layer.gate_up, i, next, mlp_rows, gate_up_added, [&](int64_t row, vf gate, vf up) {
+        products(layer.gate_up, panel, next, mlp_rows, gate_up_added, [&](int64_t row, vf gate, vf up) {
             store_some(b.inner.data() + row * layer.inner + column, gated<T>(gate, up, decoder.is_gelu), count);
         });
     });

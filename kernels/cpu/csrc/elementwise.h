@@ -31,6 +31,21 @@ inline void add_some(T* residual, vf values, float multiplier, int count) {
     store_some(residual, load_some(residual, count) + values, count);
 }
 
+// Does the same for `count` values in two vectors.
+template <class T>
+inline void add_some(T* residual, vf first, vf second, float multiplier, int count) {
+    if (count < 2 * W) {
+        add_some(residual, first, multiplier, std::min(count, W));
+        if (count > W) add_some(residual + W, second, multiplier, count - W);
+        return;
+    }
+    if (multiplier != 1.0f) {
+        first = rounded<T>(first * multiplier);
+        second = rounded<T>(second * multiplier);
+    }
+    store(residual, load(residual) + first, load(residual + W) + second);
+}
+
 // Rotates one head in place; `cos_sin` has the cosines of the dim / 2 frequencies, then the sines.
 template <class T>
 inline void rotate(T* head, const T* cos_sin, int64_t dim) {

@@ -79,10 +79,10 @@ template <class Weight>
 struct ExpertBuffers {
     using T = typename Weight::Value;
 
-    std::vector<T> gathered, inner;  // rows by position
+    HugeVector<T> gathered, inner;  // rows by position
     typename Weight::Buffer gathered_quantized, inner_quantized;
     typename Weight::Buffer shared_quantized;  // rows by token
-    std::vector<float> outputs;                // by position
+    HugeVector<float> outputs;                 // by position
 
     void fit(const Experts<Weight>& experts, const Weight* shared_down, int64_t num_tokens, int64_t chosen) {
         const Weight &gate_up = experts.gate_up[0], &down = experts.down[0];

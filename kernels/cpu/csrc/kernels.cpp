@@ -56,9 +56,10 @@ void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
     team().run(threads, [&](Member& member) {
         const auto given = input(member, w, x, rows, buffer);
         const Additions<T> added = additions(member, adapters, adapter_rows, x, ranked.data());
-        multiply_all(member, w, (const Weight*)nullptr, given, added, [&](int64_t row, int64_t column, vf sums, int count) {
-            store_some(out + row * w.outputs + column, sums, count);
-        });
+        multiply_all(member, w, (const Weight*)nullptr, given, added,
+                     [&](int64_t row, int64_t column, vf first, vf second, int count) {
+                         store_some(out + row * w.outputs + column, first, second, count);
+                     });
     });
 }
 
@@ -82,14 +83,14 @@ void argmax(const Weight& w, const T* x, int64_t rows, int64_t* indices, const T
         const vf none = splat(-std::numeric_limits<float>::infinity());
         best.assign(rows, {{none, none}, {}});
         const auto given = input(member, w, x, rows, buffer);
-        each_panel(member, w, (const Weight*)nullptr, [&](int64_t i, const Next<Weight>& next) {
-            products(w, i, next, given, [&](int64_t row, vf first, vf second) {
+        each_panel(member, w, (const Weight*)nullptr, rows, [&](const Panel& panel, const Next<Weight>& next) {
+            products(w, panel, next, given, Additions<T>{}, [&](int64_t row, vf first, vf second) {
                 const uint32_t* const mask = mask_of_row[row];
                 auto take = [&](int half, vf value) {
-                    const vi column = LANES + int32_t(i * NR + half * W);
+                    const vi column = LANES + int32_t(panel.number * NR + half * W);
                     Best& so_far = best[row];
                     vi is_new = ((value > so_far.value[half]) | (value != value)) & (column < int32_t(w.outputs));
-                    if (mask) is_new &= allowed(mask, i * NR + half * W);
+                    if (mask) is_new &= allowed(mask, panel.number * NR + half * W);
                     so_far.value[half] = select(is_new, value, so_far.value[half]);
                     so_far.column[half] = (column & is_new) | (so_far.column[half] & ~is_new);
                 };

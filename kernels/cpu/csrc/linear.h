@@ -10,6 +10,7 @@
 #include <limits>
 #include <vector>
 
+#include "huge_vector.h"
 #include "simd.h"
 #include "team.h"
 #include "tiles.h"
@@ -230,7 +231,7 @@ inline float quantize(const T* x, int64_t dim, uint8_t* bytes) {
 // Memory for quantized rows.
 template <class T>
 struct ByteRows {
-    std::vector<uint8_t> bytes;
+    HugeVector<uint8_t> bytes;
     std::vector<float> scales;
 
     void fit(int64_t rows, int64_t most_inputs) {

@@ -70,12 +70,20 @@ struct Additions {
 template <class T>
 Additions<T> additions(Member& member, const AdapterStack<T>* stack, const AdapterRows& rows, const T* x, T* ranked);
 
-// Does what `products` does, with additions; `Weight` and `Input` are Linear and Rows, or BlockLinear and BlockRows.
+// A panel of a product and the rows that are multiplied with it together, from `first` up to `end`.
+struct Panel {
+    int64_t number;
+    int64_t first, end;
+};
+
+// Does what `products` does for the rows of a panel, with additions; `Weight` and `Input` are Linear and Rows, or
+// BlockLinear and BlockRows.
 template <class T, class Weight, class Input, class Take>
-inline void products(const Weight& w, int64_t i, const Next<Weight>& next, const Input& x, const Additions<T>& added,
-                     Take&& take) {
-    const PanelSums sums = added.panel(i);
-    products(w, i, next, x, [&](int64_t row, vf first, vf second) {
+inline void products(const Weight& w, const Panel& panel, const Next<Weight>& next, const Input& x,
+                     const Additions<T>& added, Take&& take) {
+    const PanelSums sums = added.panel(panel.number);
+    products(w, panel.number, next, w.part(x, panel.first, panel.end - panel.first), [&](int64_t row, vf first, vf second) {
+        row += panel.first;
         const int64_t index = sums.at ? added.rows->indices[row] : -1;
         if (index >= 0) {
             const vf* at = sums.at + index * sums.row_stride;
@@ -86,32 +94,40 @@ inline void products(const Weight& w, int64_t i, const Next<Weight>& next, const
     });
 }
 
-// Calls `f(i, next)` for the panels of a matrix with all members of a team; `following` is the matrix with which they
-// multiply after this one, or null.
+// Into how many parts `rows` rows are divided for a product. On tiles, each thread multiplies some of many rows with all
+// panels, rather than all rows with some panels: so it finds in its L2 cache the rows that it has written before. The
+// weights are then read by each thread, so there must be enough rows for each.
+inline int64_t parts_of_rows(const Member& member, int64_t rows) {
+    constexpr int64_t ROWS_OF_PART = 128;
+    return HAS_TILES ? std::clamp<int64_t>(rows / ROWS_OF_PART, 1, member.size()) : 1;
+}
+
+// Calls `f(panel, next)` for the panels of a product of `rows` rows with all members of a team; `following` is the matrix
+// with which they multiply the same number of rows after this one, or null.
 template <class Weight, class F>
-inline void each_panel(Member& member, const Weight& w, const Weight* following, F&& f) {
-    const int64_t count = w.panels(), end = member.end_of_stretch(count);
+inline void each_panel(Member& member, const Weight& w, const Weight* following, int64_t rows, F&& f) {
+    const int64_t parts = parts_of_rows(member, rows), panels = w.panels(), count = parts * panels;
+    const int64_t end = member.end_of_stretch(count);
     member.each_in_stretches(count, [&](int64_t i) {
+        const int64_t part = i / panels;
+        const Panel panel{i % panels, rows * part / parts, rows * (part + 1) / parts};
         if (i + 1 == end && following)
-            f(i, Next<Weight>{following, member.begin_of_stretch(following->panels())});
+            f(panel, Next<Weight>{following, member.begin_of_stretch(parts * following->panels()) % following->panels()});
         else
-            f(i, Next<Weight>{&w, std::min(i + 1, count - 1)});
+            f(panel, Next<Weight>{&w, std::min(i + 1, count - 1) % panels});
     });
 }
 
-// Multiplies all rows with the whole matrix: calls `put(row, column, vector, count)` for each vector of outputs.
-// `following` as in `each_panel`.
+// Multiplies all rows with the whole matrix: calls `put(row, column, first, second, count)` for each `count` outputs of a
+// row, at most NR, in two vectors. `following` as in `each_panel`.
 template <class T, class Weight, class Input, class Put>
 inline void multiply_all(Member& member, const Weight& w, const Weight* following, const Input& x,
                          const Additions<T>& added, Put&& put) {
-    each_panel(member, w, following, [&](int64_t i, const Next<Weight>& next) {
-        const int64_t column = i * NR;
-        const int count0 = int(std::min<int64_t>(W, w.outputs - column));
-        const int count1 = int(std::min<int64_t>(W, w.outputs - column - W));
-        products(w, i, next, x, added, [&](int64_t row, vf first, vf second) {
-            put(row, column, first, count0);
-            if (count1 > 0) put(row, column + W, second, count1);
-        });
+    each_panel(member, w, following, x.count, [&](const Panel& panel, const Next<Weight>& next) {
+        const int64_t column = panel.number * NR;
+        const int count = int(std::min<int64_t>(NR, w.outputs - column));
+        products(w, panel, next, x, added,
+                 [&](int64_t row, vf first, vf second) { put(row, column, first, second, count); });
     });
 }
 

@@ -257,6 +257,14 @@ inline void store_some(T* p, vf x, int count) {
     count >= W ? store(p, x) : store_few(p, x, count);
 }
 
+// Stores the first `count` of the values of two vectors one after another.
+template <class T>
+inline void store_some(T* p, vf first, vf second, int count) {
+    if (count >= 2 * W) return store(p, first, second);
+    store_some(p, first, count);
+    if (count > W) store_some(p + W, second, count - W);
+}
+
 // Reduces each group of 2 * HALF elements to one value by halves, and returns it in each of them; `f(x, y)` combines two
 // vectors.
 template <int HALF, class F>

@@ -97,6 +97,9 @@ class Team {
             share_out(count, [&](int64_t left) { return std::min(chunk, left); }, f);
         }
 
+        // The number of threads.
+        int size() const { return size_; }
+
         // Where this thread's stretch of a loop begins and ends.
         int64_t begin_of_stretch(int64_t count) const { return begin_of_stretch(count, number_); }
         int64_t end_of_stretch(int64_t count) const { return begin_of_stretch(count, number_ + 1); }
