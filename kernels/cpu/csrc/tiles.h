@@ -157,6 +157,41 @@ inline void multiply_block(int rows, const T* x, int64_t stride, const void* pan
         multiply_block<false>(rows, x, stride, (const char*)panel, inputs, soon, (char*)out, 4 * out_stride, adds);
 }
 
+// Multiplies whole tiles of rows with a panel of 2 * TILE_BYTES of each row, which stays in four tiles: so a product of tiles
+// takes half of a load. Returns the number of rows.
+template <class T, class Ask>
+inline int64_t multiply_whole_tiles(int64_t rows, const T* x, int64_t stride, const void* panel, Ask& soon, float* out,
+                                    int64_t out_stride, bool adds) {
+    constexpr int64_t STEP = 2 * TILE_BYTES, INPUTS = TILE_BYTES / sizeof(T);
+    configure_tiles(TILE_HEIGHT, TILE_HEIGHT, TILE_BYTES);
+    const char* const second = (const char*)panel + TILE_HEIGHT * STEP;
+    finish_writes(panel);
+    _tile_loadd(4, panel, STEP);
+    _tile_loadd(5, (const char*)panel + TILE_BYTES, STEP);
+    _tile_loadd(6, second, STEP);
+    _tile_loadd(7, second + TILE_BYTES, STEP);
+    int64_t row = 0;
+    for (; row + TILE_HEIGHT <= rows; row += TILE_HEIGHT, x += TILE_HEIGHT * stride, out += TILE_HEIGHT * out_stride) {
+        soon.ask(TILE_HEIGHT);
+        _tile_loadd(2, x, stride * sizeof(T));
+        _tile_loadd(3, x + INPUTS, stride * sizeof(T));
+        if (adds) {
+            _tile_loadd(0, out, out_stride * 4);
+            _tile_loadd(1, out + TILE_HEIGHT, out_stride * 4);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+        }
+        _tile_dpbf16ps(0, 2, 4);
+        _tile_dpbf16ps(1, 2, 5);
+        _tile_dpbf16ps(0, 3, 6);
+        _tile_dpbf16ps(1, 3, 7);
+        _tile_stored(0, out, out_stride * 4);
+        _tile_stored(1, out + TILE_HEIGHT, out_stride * 4);
+    }
+    return row;
+}
+
 #else
 inline void release_tiles() {}
 #endif
@@ -165,6 +200,15 @@ inline void release_tiles() {}
 template <class T, class Ask>
 inline void multiply_blocks(int64_t rows, const T* x, int64_t stride, const void* panel, int64_t inputs, Ask& soon,
                             float* out, int64_t out_stride, bool adds) {
+#if defined(VMP_TILE_MODEL) || defined(__AMX_TILE__)
+    if constexpr (std::is_same_v<T, bf16>)
+        if (inputs * int64_t(sizeof(T)) == 2 * TILE_BYTES && rows > BLOCK_ROWS) {
+            const int64_t done = multiply_whole_tiles(rows, x, stride, panel, soon, out, out_stride, adds);
+            rows -= done;
+            x += done * stride;
+            out += done * out_stride;
+        }
+#endif
     const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     for (int64_t i = 0, row = 0; i < blocks; ++i) {
         const int64_t end = rows * (i + 1) / blocks;
