@@ -55,6 +55,8 @@ _BEAT_MS = 500
 """Interval of the heartbeats of a core without work."""
 _QUIET_MS = 10
 """Time without news after which memory is prepared for later steps."""
+_PAUSE_MS = 1
+"""Time without news between two pages that are prepared."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -256,7 +258,9 @@ class EngineCore:
             self._note_state()  # also beats; requests that were aborted after the latest step are not counted any more
             if self._captures_are_due:
                 self._poller.poll(0)
-            elif not self._poller.poll(_QUIET_MS) and not self._runner.memory.cover_ahead():
+            elif not self._poller.poll(_QUIET_MS):
+                while not self._poller.poll(_PAUSE_MS) and self._runner.memory.cover_ahead():
+                    self._page.beat()
                 self._poller.poll(_BEAT_MS)
             if self._followers is not None:
                 self._followers.look()

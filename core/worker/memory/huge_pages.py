@@ -21,9 +21,9 @@ class HugePages:
     """Has the blocks of a KV cache lie in huge pages before they are used.
 
     The pages are asked for in stretches, each of as many blocks as fill a page, one stretch ahead of the blocks in use,
-    and a few at a time; two stretches ahead while the engine has nothing else to do. So the memory grows with the use
-    of the cache, as it does without, and no step waits for long: a page takes 0.1 ms, and 5 ms in a virtual machine
-    that has not used the memory before.
+    and a few at a time; while the engine has nothing else to do, two stretches ahead, or an eighth of the cache if that
+    is more. So the memory grows with the use of the cache, as it does without, and no step waits for long: a page takes
+    0.1 ms, and 5 ms in a virtual machine that has not used the memory before.
     """
 
     def __init__(
@@ -34,6 +34,8 @@ class HugePages:
         """
         self._address = memory.ctypes.data
         self._stretch = max(1, HUGE_PAGE_BYTES // max(size for _, size in segments))
+        self._num_ahead = max(2 * self._stretch, num_blocks // 8)
+        """Number of blocks that `cover_ahead` keeps ready."""
         self._begin = self._num_used = num_used
         self._num_covered = 0.0
         """Number of blocks from `_begin` on whose pages were asked for, a part for each page."""
@@ -53,7 +55,7 @@ class HugePages:
 
         A core that has not come beyond the blocks of the one before asks for none: these may be ahead already.
         """
-        if 0 < self._begin == self._num_used or self._num_covered >= self._num_used - self._begin + 2 * self._stretch:
+        if 0 < self._begin == self._num_used or self._num_covered >= self._num_used - self._begin + self._num_ahead:
             return False
         self._cover_more()
         return True

@@ -13,15 +13,15 @@ BLOCK_BYTES = HUGE_PAGE_BYTES // 4
 
 
 class Memory:
-    """Two segments of 20 blocks, five huge pages each, after a page of other data."""
+    """Two segments of some blocks, a huge page for each four of them, after a page of other data."""
 
-    def __init__(self, num_used=0):
+    def __init__(self, num_used=0, num_blocks=20):
         self.descriptor = os.memfd_create("test")
-        size = 11 * HUGE_PAGE_BYTES + 4096
+        size = HUGE_PAGE_BYTES + 2 * num_blocks * BLOCK_BYTES + 4096
         os.ftruncate(self.descriptor, size)
         self.bytes = map_aligned(self.descriptor, size)
-        segments = [(HUGE_PAGE_BYTES, BLOCK_BYTES), (6 * HUGE_PAGE_BYTES, BLOCK_BYTES)]
-        self.pages = HugePages(self.bytes, segments, 20, num_used)
+        segments = [(HUGE_PAGE_BYTES, BLOCK_BYTES), (HUGE_PAGE_BYTES + num_blocks * BLOCK_BYTES, BLOCK_BYTES)]
+        self.pages = HugePages(self.bytes, segments, num_blocks, num_used)
 
     def num_bytes(self):
         return 512 * os.fstat(self.descriptor).st_blocks
@@ -66,6 +66,17 @@ def test_two_stretches_are_asked_for_ahead_of_the_blocks_in_use_while_nothing_el
         while memory.pages.cover_ahead():
             pass
         assert asked == [1, 6, 2, 7, 3, 8]
+
+
+def test_eighth_of_a_large_cache_is_asked_for_while_nothing_else_is_to_do(asked):
+    with Memory(num_blocks=96) as memory:
+        while memory.pages.cover_ahead():
+            pass
+        assert len(asked) == 2 * 96 // 8 // 4
+        memory.pages.cover(4)
+        while memory.pages.cover_ahead():
+            pass
+        assert len(asked) == 2 * (96 // 8 + 4) // 4
 
 
 def test_core_asks_for_no_pages_ahead_before_it_uses_more_blocks_than_the_one_before(asked):
