@@ -35,6 +35,13 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, void* 
     }
 }
 
+// Returns memory for quantized rows that the next call finds again.
+template <class Weight>
+typename Weight::Buffer& buffer_of_thread() {
+    thread_local typename Weight::Buffer buffer;
+    return buffer;
+}
+
 // Returns the rows in the form in which they are multiplied with `w`, quantized into `buffer` if it requires that.
 template <class T, class Weight>
 auto input(Member& member, const Weight& w, const T* x, int64_t rows, typename Weight::Buffer& buffer) {
@@ -45,7 +52,7 @@ auto input(Member& member, const Weight& w, const T* x, int64_t rows, typename W
 template <class T, class Weight, class Out>
 void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
             const AdapterStack<T>* adapters = nullptr, const int32_t* slots = nullptr) {
-    typename Weight::Buffer buffer;
+    auto& buffer = buffer_of_thread<Weight>();
     if (w.quantizes(rows)) buffer.fit(rows, w.inputs);
     AdapterRows adapter_rows;
     std::vector<T> ranked;
@@ -67,7 +74,7 @@ void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
 // With `masks`, rows that have a mask have only the outputs that it allows.
 template <class T, class Weight>
 void argmax(const Weight& w, const T* x, int64_t rows, int64_t* indices, const TokenMasks* masks, int threads) {
-    typename Weight::Buffer buffer;
+    auto& buffer = buffer_of_thread<Weight>();
     if (w.quantizes(rows)) buffer.fit(rows, w.inputs);
     std::vector<float> values(rows, -std::numeric_limits<float>::infinity());
     std::fill_n(indices, rows, 0);

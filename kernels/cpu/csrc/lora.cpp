@@ -56,8 +56,9 @@ void AdapterRows::group(const int32_t* slots, int64_t count) {
 }
 
 template <class T>
-PanelSums Additions<T>::panel(int64_t i) const {
+PanelSums Additions<T>::sums(const Panel& panel) const {
     if (!rows) return {};
+    const int64_t i = panel.number;
     thread_local std::vector<vf> sums;
     const AdapterStack<T>& w = *stack;
     const int64_t num_rows = rows->rows.size(), stride = w.panels() * W;
@@ -65,6 +66,7 @@ PanelSums Additions<T>::panel(int64_t i) const {
     const int64_t part0 = w.first_parts[2 * i], part1 = w.first_parts[2 * i + 1];
     const bool is_one_part = part0 == part1;
     for (const AdapterTile& tile : rows->tiles) {
+        if (rows->rows[tile.first] >= panel.end || rows->rows[tile.end - 1] < panel.first) continue;
         const int64_t rank = w.ranks[tile.slot], inputs = w.span * rank, count = tile.end - tile.first;
         const T* x = ranked + tile.first * stride;
         const T *x0 = x + part0 * rank, *x1 = x + part1 * rank;

@@ -48,6 +48,12 @@ struct AdapterRows {
     void group(const int32_t* slots, int64_t count);
 };
 
+// A panel of a product and the rows that are multiplied with it together, from `first` up to `end`.
+struct Panel {
+    int64_t number;
+    int64_t first, end;
+};
+
 // The sums that adapters add to one panel of a product.
 struct PanelSums {
     const vf* at;          // null: nothing is added
@@ -62,26 +68,20 @@ struct Additions {
     const AdapterRows* rows = nullptr;  // null: nothing is added
     const T* ranked = nullptr;          // A x by index, `stack->panels() * W` elements each
 
-    // Returns the sums to add to panel `i` of the product, which are valid until this thread's next call.
-    PanelSums panel(int64_t i) const;
+    // Returns the sums to add to a panel of the product, which are valid until this thread's next call.
+    PanelSums sums(const Panel& panel) const;
 };
 
 // Computes A x with all members of a team into `ranked`, which has room for all of `AdapterRows::rows`; `x` [rows, inputs].
 template <class T>
 Additions<T> additions(Member& member, const AdapterStack<T>* stack, const AdapterRows& rows, const T* x, T* ranked);
 
-// A panel of a product and the rows that are multiplied with it together, from `first` up to `end`.
-struct Panel {
-    int64_t number;
-    int64_t first, end;
-};
-
 // Does what `products` does for the rows of a panel, with additions; `Weight` and `Input` are Linear and Rows, or
 // BlockLinear and BlockRows.
 template <class T, class Weight, class Input, class Take>
 inline void products(const Weight& w, const Panel& panel, const Next<Weight>& next, const Input& x,
                      const Additions<T>& added, Take&& take) {
-    const PanelSums sums = added.panel(panel.number);
+    const PanelSums sums = added.sums(panel);
     products(w, panel.number, next, w.part(x, panel.first, panel.end - panel.first), [&](int64_t row, vf first, vf second) {
         row += panel.first;
         const int64_t index = sums.at ? added.rows->indices[row] : -1;
