@@ -505,7 +505,7 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
     // The sums of all rows, if they are not taken tile by tile.
     auto all_sums = [&] {
         thread_local std::vector<vf> sums;
-        sums.resize(std::max<int64_t>(sums.size(), 2 * rows));
+        fit(sums, 2 * rows);
         if (!slices[1].count)
             for (int64_t r = 0; r < rows; ++r) sums[2 * r + 1] = vf{};
         return sums.data();
@@ -522,7 +522,7 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
     }
     thread_local std::vector<vf> unpacked;
     const int64_t size = w.inputs / 16 * MOST_VECTORS;
-    unpacked.resize(std::max<int64_t>(unpacked.size(), 2 * size));
+    fit(unpacked, 2 * size);
     SoonBytes soon = bytes_of_panel(*next.matrix, next.panel);
     const BlockSlice &slice0 = slices[0].some[0], &slice1 = slices[1].some[0];
     if (slices[0].count == 1 && slices[1].count == 1 && slice0.type == slice1.type) {
@@ -552,7 +552,7 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
 
 const bf16* dequantized_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next) {
     thread_local std::vector<vi> panel;
-    panel.resize(std::max<int64_t>(panel.size(), w.inputs));
+    fit(panel, w.inputs);
     const PanelSlices slices(w, i, next);
     if (!slices.halves[1].count)
         for (int64_t k = 1; k < w.inputs; k += 2) panel[k] = vi{};

@@ -114,7 +114,7 @@ struct RowBlocks {
 
     void fit(int64_t rows, int64_t most_inputs) {
         stride = most_inputs / 32;
-        blocks.resize(rows * stride);
+        vmp::fit(blocks, rows * stride);
     }
 
     void quantize_row(const T* x, int64_t inputs, int64_t row) {

@@ -16,7 +16,7 @@ struct RowBuffer : Weight::Buffer {
     HugeVector<typename Weight::Value> values;
 
     void fit(int64_t rows, int64_t most_inputs) {
-        values.resize(rows * most_inputs);
+        vmp::fit(values, rows * most_inputs);
         Weight::Buffer::fit(rows, most_inputs);
     }
 };
@@ -207,7 +207,6 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
     const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;
     std::vector<Attention> plans(end - first);
     std::vector<const Attention*> plan_of(end - first);
-    auto fit = [](auto& some, int64_t size) { some.resize(std::max<int64_t>(some.size(), size)); };
     int64_t most_inputs = 0;
     bool has_experts = false;
     b.adapter_rows.group(adapters ? slots : nullptr, tokens);

@@ -88,15 +88,14 @@ struct ExpertBuffers {
         const Weight &gate_up = experts.gate_up[0], &down = experts.down[0];
         const int64_t hidden = gate_up.inputs, tokens = std::min(num_tokens, tokens_together(chosen));
         const int64_t count = tokens * chosen;
-        auto fit = [](auto& some, int64_t size) { some.resize(std::max<int64_t>(some.size(), size)); };
         if (gate_up.quantizes())
             gathered_quantized.fit(count, hidden);
         else
-            fit(gathered, count * hidden);
+            vmp::fit(gathered, count * hidden);
         if (down.quantizes()) inner_quantized.fit(count, down.inputs);
         if (shared_down && shared_down->quantizes()) shared_quantized.fit(tokens, shared_down->inputs);
-        fit(inner, count * down.inputs);
-        fit(outputs, count * hidden);
+        vmp::fit(inner, count * down.inputs);
+        vmp::fit(outputs, count * hidden);
     }
 };
 

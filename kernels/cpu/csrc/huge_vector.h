@@ -60,4 +60,10 @@ struct InHugePages {
 template <class T>
 using HugeVector = std::vector<T, InHugePages<T>>;
 
+// Makes room for `size` elements; a vector that has it stays as it is.
+template <class Vector>
+void fit(Vector& some, size_t size) {
+    if (some.size() < size) some.resize(size);
+}
+
 }  // namespace vmp

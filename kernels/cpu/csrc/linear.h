@@ -202,7 +202,7 @@ template <class T>
 inline float quantize(const T* x, int64_t dim, uint8_t* bytes) {
     constexpr float MOST = 127;
     thread_local std::vector<float> rotated;
-    rotated.resize(std::max<int64_t>(rotated.size(), dim + W));
+    fit(rotated, dim + W);
     float* row = rotated.data();
     for (int64_t i = 0; i < dim; i += W) store(row + i, load_some(x + i, int(std::min<int64_t>(W, dim - i))));
     hadamard(row, dim);
@@ -235,8 +235,8 @@ struct ByteRows {
     std::vector<float> scales;
 
     void fit(int64_t rows, int64_t most_inputs) {
-        bytes.resize(rows * most_inputs);
-        scales.resize(rows);
+        vmp::fit(bytes, rows * most_inputs);
+        vmp::fit(scales, rows);
     }
 
     void quantize_row(const T* x, int64_t inputs, int64_t row) {

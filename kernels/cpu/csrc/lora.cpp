@@ -62,7 +62,7 @@ PanelSums Additions<T>::sums(const Panel& panel) const {
     thread_local std::vector<vf> sums;
     const AdapterStack<T>& w = *stack;
     const int64_t num_rows = rows->rows.size(), stride = w.panels() * W;
-    sums.resize(std::max<int64_t>(sums.size(), 2 * num_rows));
+    fit(sums, 2 * num_rows);
     const int64_t part0 = w.first_parts[2 * i], part1 = w.first_parts[2 * i + 1];
     const bool is_one_part = part0 == part1;
     for (const AdapterTile& tile : rows->tiles) {
@@ -89,7 +89,7 @@ Additions<T> additions(Member& member, const AdapterStack<T>* stack, const Adapt
     const AdapterStack<T>& w = *stack;
     const int64_t panels = w.panels(), stride = panels * W, pairs = (panels + 1) / 2;
     thread_local std::vector<T> gathered;
-    gathered.resize(std::max<int64_t>(gathered.size(), MR * w.inputs));
+    fit(gathered, MR * w.inputs);
     member.each(int64_t(rows.tiles.size()) * pairs, [&](int64_t i) {
         const AdapterTile& tile = rows.tiles[i / pairs];
         const int64_t left = w.parts * w.ranks[tile.slot] - i % pairs * NR, count = tile.end - tile.first;

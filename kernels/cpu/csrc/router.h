@@ -33,7 +33,7 @@ template <class T>
 inline void route(const Router<T>& router, const T* scores, int64_t num_experts, int64_t* ids, float* weights) {
     constexpr float NO_SCORE = -std::numeric_limits<float>::infinity();
     thread_local std::vector<float> probabilities;
-    probabilities.resize(std::max<int64_t>(probabilities.size(), num_experts + W));
+    fit(probabilities, num_experts + W);
     float* const values = probabilities.data();
     vf most = splat(NO_SCORE), sums = {};
     for (int64_t i = 0; i < num_experts; i += W) {
