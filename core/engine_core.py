@@ -57,6 +57,8 @@ _QUIET_MS = 10
 """Time without news after which memory is prepared for later steps."""
 _PAUSE_MS = 1
 """Time without news between two pages that are prepared."""
+_PAGES_AT_ONCE = 16
+"""Most pages that are prepared before the core looks for anything else to do."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -258,13 +260,20 @@ class EngineCore:
             self._note_state()  # also beats; requests that were aborted after the latest step are not counted any more
             if self._captures_are_due:
                 self._poller.poll(0)
-            elif not self._poller.poll(_QUIET_MS):
-                while not self._poller.poll(_PAUSE_MS) and self._runner.memory.cover_ahead():
-                    self._page.beat()
+            elif not self._poller.poll(_QUIET_MS) and not self._cover_ahead():
                 self._poller.poll(_BEAT_MS)
             if self._followers is not None:
                 self._followers.look()
             self._activity.note_idle()
+
+    def _cover_ahead(self) -> bool:
+        """Prepare memory for some later blocks of the KV cache, until there is news; return whether more may follow."""
+        for _ in range(_PAGES_AT_ONCE):
+            if not self._runner.memory.cover_ahead():
+                return False
+            if self._poller.poll(_PAUSE_MS):
+                break
+        return True
 
     def _settle_sleep(self) -> None:
         """Carry out the calls of `sleep` and `wake_up` that have arrived, after all pending steps."""
