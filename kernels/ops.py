@@ -59,6 +59,7 @@ __all__ = [
     "ExpertBlocks",
     "ExpertWeights",
     "Factors",
+    "FusedDecoder",
     "LayerWeights",
     "Logprobs",
     "PackedAdapterStack",
@@ -92,6 +93,7 @@ __all__ = [
     "pack_experts",
     "pack_linear",
     "paged_attention",
+    "prepare_embedding",
     "quantize_blocks",
     "quantize_rows",
     "rms_norm",
@@ -454,6 +456,22 @@ def block_embedding(weight: BlockWeight, ids: Tensor, dtype: torch.dtype) -> Ten
         return cpu_blocks.embedding(kernels, weight, ids, dtype)
     rows = BlockWeight(weight.data[ids.flatten()], weight.type, weight.inputs)
     return rows.dequantized().to(dtype).view(*ids.shape, -1)
+
+
+def prepare_embedding(weight: Tensor | BlockWeight, ids: Tensor, out: Tensor) -> Callable[[], object] | None:
+    """Return a call that writes the rows of `weight` that are then in `ids` to `out`; None if no kernel does that.
+
+    `weight` is [n, inputs], `ids` int64 [rows], `out` [rows, inputs], contiguous. All must outlive the call.
+    """
+    if isinstance(weight, BlockWeight):
+        kernels = library() if cpu_blocks.can_read([weight], out.dtype) else None
+        return None if kernels is None else cpu_blocks.prepare_embedding(kernels, weight, ids, out)
+    if weight.device.type != "cpu" or weight.dtype != out.dtype or not weight.is_contiguous():
+        return None
+    # A call of numpy is shorter than one of torch.
+    bits = {2: torch.int16, 4: torch.int32}[out.itemsize]
+    table, rows = weight.detach().view(bits).numpy(), out.view(bits).numpy()
+    return functools.partial(table.take, ids.numpy(), 0, rows)
 
 
 def can_fuse(layer: LayerWeights, options: DecoderOptions) -> bool:

@@ -59,6 +59,7 @@ PAUSE_MODES = ("abort", "wait", "keep")
 SLEEP_LEVELS = (1, 2)
 SLEEP_MODES = ("keep", "abort")
 """What the operation "sleep" does with live requests."""
+_SHORT, _LONG = np.dtype("<u2"), np.dtype("<u4")
 TOKEN_IDS = np.dtype("<i4")
 """The type of token ids in `AddRequest` and `AddPooling`."""
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -585,12 +586,17 @@ def pack_tokens(
     slots: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
 ) -> tuple[bytes, bytes, bytes]:
     """Return the columns of a `StepOutput` from integer arrays [n]."""
-    slot_type = "<u2" if not len(slots) or slots.max() < 2**16 else "<u4"
-    return (
-        slots.astype(slot_type).tobytes(),
-        tokens.astype("<u4").tobytes(),
-        (positions & 0xFFFF).astype("<u2").tobytes(),
-    )
+    return pack_slots(slots), *pack_results(tokens, positions)
+
+
+def pack_slots(slots: npt.NDArray[np.integer]) -> bytes:
+    """Return the column of slots [n] of a `StepOutput`."""
+    return slots.astype(_SHORT if not len(slots) or slots.max() < 2**16 else _LONG).tobytes()
+
+
+def pack_results(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> tuple[bytes, bytes]:
+    """Return the columns of tokens and of positions of a `StepOutput` from arrays [n]."""
+    return tokens.astype(_LONG).tobytes(), (positions & 0xFFFF).astype(_SHORT).tobytes()
 
 
 def unpack_tokens(output: StepOutput) -> tuple[list[int], list[int], list[int]]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from vllm_mp import wire
 from vllm_mp.core.scheduler.request import RequestKey
-from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate
+from vllm_mp.core.scheduler.step import ModelOutput, StepUpdate, pack_only_client
 
 MAX_PART_BYTES = wire.MAX_MESSAGE_BYTES // 4
 """Limit of the bytes of log-probabilities, or of vectors, in a message, which may carry several kinds of them."""
@@ -23,10 +23,11 @@ def step_outputs(
     A token, its log-probabilities and the end of its request are in one message. Vectors and log-probabilities of
     prompts may be sent in messages before it.
     """
-    client = _only_client(update, output)
-    if client is not None:
-        columns = wire.pack_tokens(update.slots.astype(np.int64), update.tokens, update.positions)
-        yield client, wire.StepOutput(incarnation, number, *columns)
+    only = _only_client(update, output)
+    if only is not None:
+        client, packed_slots = only
+        results = wire.pack_results(update.tokens, update.positions)
+        yield client, wire.StepOutput(incarnation, number, packed_slots, *results)
         return
     ends = by_client(update.finished)
     cached = by_client((client, (slot, count)) for client, slot, count in update.cached)
@@ -71,8 +72,8 @@ def step_outputs(
             )
 
 
-def _only_client(update: StepUpdate, output: ModelOutput) -> int | None:
-    """Return the client if the step concerns a single one and has brought tokens alone; otherwise None."""
+def _only_client(update: StepUpdate, output: ModelOutput) -> tuple[int, bytes] | None:
+    """Return (client, packed slots) if the step concerns a single client and has brought tokens alone; else None."""
     clients = update.clients
     if (
         not len(clients)
@@ -85,8 +86,7 @@ def _only_client(update: StepUpdate, output: ModelOutput) -> int | None:
         or output.prompt_logprobs
     ):
         return None
-    client = int(clients[0])
-    return client if len(clients) == 1 or (clients == client).all() else None
+    return update.only_client or pack_only_client(clients, update.slots)
 
 
 def by_client(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:

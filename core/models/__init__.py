@@ -1,9 +1,11 @@
 """The interface between the engine and a model, and the construction of native models."""
 
 import importlib
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from vllm_mp.kernels.ops import AnyAdapterStack, AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.families.registry import NATIVE_MODELS, NativeEntry
 
-__all__ = ["CausalLM", "NativeModel", "build_model", "import_native_models"]
+__all__ = ["CausalLM", "NativeModel", "PreparedStep", "build_model", "import_native_models"]
 
 
 class CausalLM(Protocol):
@@ -56,6 +58,25 @@ class CausalLM(Protocol):
     def argmax(self, hidden: Tensor, masks: TokenMasks | None = None) -> Tensor:
         """Return `ops.argmax` of the logits of `hidden` [n, hidden_size], of the tokens that `masks` allow."""
         ...
+
+
+class PreparedStep(NamedTuple):
+    """A step of the host that can be computed again and again, from what then lies in the tensors of its inputs.
+
+    A model that can do this has `prepare_step(input_ids, positions, kv_caches, metadata)`, with the arguments of
+    `forward`, where `metadata` may have the lengths of an earlier step. It returns None for steps that it cannot
+    prepare. A step so needs few calls besides those of the kernels: after a step of a large model nothing of the
+    interpreter is left in the processor's caches, so that every call costs several times what it usually does.
+    """
+
+    forward: Sequence[Callable[[], object]]
+    """Calls, one after another, that compute `hidden`."""
+    hidden: Tensor
+    """[num_tokens, hidden_size] what `CausalLM.forward` returns; overwritten each time."""
+    argmax: Callable[[], object]
+    """Computes `tokens` from `hidden`."""
+    tokens: npt.NDArray[np.int64]
+    """[num_tokens] what `CausalLM.argmax` returns for `hidden`; overwritten each time."""
 
 
 class NativeModel(CausalLM, Protocol):

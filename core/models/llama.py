@@ -4,16 +4,19 @@ and OLMo 2.
 One decoder for all; its members differ by fields of `NativeArchitecture`: biases, norms, windows, scaling, soft caps.
 """
 
+import functools
 import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vllm_mp.core.collectives.group import RankModule
+from vllm_mp.core.models import PreparedStep
 from vllm_mp.core.models.attention_layer import AttentionLayer
 from vllm_mp.core.models.experts import ExpertMLP, mixture_name, separate_experts
 from vllm_mp.core.models.linear import Linear, make_adapter_stacks, pack_projections
@@ -21,7 +24,7 @@ from vllm_mp.core.models.mlp import MLP
 from vllm_mp.core.models.rotary import cos_sin_cache, cos_sin_of_sections
 from vllm_mp.core.models.text_part import is_of_images, name_in_text_part
 from vllm_mp.core.models.vocabulary import VocabularyHead, shared_embedding
-from vllm_mp.core.weights.block_matrix import destination_of, vocabulary_matrix
+from vllm_mp.core.weights.block_matrix import destination_of, prepare_embedding, vocabulary_matrix
 from vllm_mp.core.weights.checkpoint import FLOAT_DTYPES, CheckpointMismatchError, Destination, load_checkpoint
 from vllm_mp.core.weights.cuts import cut_tensors
 from vllm_mp.kernels import ops
@@ -368,6 +371,24 @@ class LlamaForCausalLM(RankModule):
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         embeds = shared_embedding(input_ids, self.embed_tokens, self._dtype, self.arch.shard, self.group)
         return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
+
+    def prepare_step(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[tuple[Tensor, Tensor]], metadata: AttentionMetadata
+    ) -> PreparedStep | None:
+        """See `PreparedStep`."""
+        is_whole = self.arch.stage is None and self.arch.has_head
+        if not (is_whole and positions.dim() == 1 and isinstance(self.decoder, ops.FusedDecoder)):
+            return None
+        hidden = torch.empty(len(input_ids), self.arch.hidden_size, dtype=self._dtype)
+        tokens = np.zeros(len(input_ids), np.int64)
+        embed = prepare_embedding(input_ids, self.embed_tokens, hidden)
+        argmax = self.lm_head.prepare_argmax(hidden, torch.from_numpy(tokens))
+        if embed is None or argmax is None:
+            return None
+        factors = [factor for factor in (self.embedding_scale, self.arch.input_multiplier) if factor != 1.0]
+        scale = [functools.partial(hidden.mul_, factor) for factor in factors]
+        layers = self.decoder.prepare(hidden, hidden, positions, self.cos_sin, kv_caches, metadata)
+        return PreparedStep([embed, *scale, *layers], hidden, argmax, tokens)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)

@@ -1,5 +1,6 @@
 """The embedding and the head of a model, whose rows the ranks share out by tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +68,14 @@ class VocabularyHead(Packable, RankModule):
             assert masks is None, "the masks of rank 0 need its logits of all tokens"
             return self._argmax_over_ranks(hidden, self._shard)
         return ops.masked_argmax(self(hidden), masks) if self._packed is None else self._packed.argmax(hidden, masks)
+
+    def prepare_argmax(self, hidden: Tensor, tokens: Tensor) -> Callable[[], None] | None:
+        """Return a call that writes `argmax` of what is then in `hidden` to `tokens`, int64 [n], both contiguous.
+
+        None if there is no such call: on a GPU, for example, or with a shard.
+        """
+        prepare = None if self._shard is not None else getattr(self._packed, "prepare_argmax", None)
+        return None if prepare is None else prepare(hidden, tokens)
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the tokens whose rows the weight holds."""

@@ -452,7 +452,9 @@ class Scheduler:
         self.cache.note_repeated(repeated, pending)
         self.batch.token_ids[repeated.step.rows, pending.ends] = output.tokens
         positions = pending.ends - repeated.num_prompt_tokens
-        return StepUpdate(repeated.clients, repeated.slots, output.tokens, positions, [], [], [], set())
+        clients, slots = repeated.clients, repeated.slots
+        only_client = repeated.only_client
+        return StepUpdate(clients, slots, output.tokens, positions, [], [], [], set(), only_client=only_client)
 
     def _repeat(self, step: ScheduledStep) -> None:
         """Let the next step be `step` again, which was just processed and has ended no request, if that is possible.

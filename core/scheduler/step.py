@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vllm_mp import wire
 from vllm_mp.core.scheduler.batch import NEVER_REGISTERS, NO_ROWS, Batch, Counts, Mask, Rows, Vector
 from vllm_mp.core.scheduler.request import Request, RequestKey
 from vllm_mp.core.speculation.drafts import Drafts, num_accepted, spread
-from vllm_mp.wire import Finished, TokenLogprobs
 
 if TYPE_CHECKING:
     from vllm_mp.core.images.request_images import RequestImages
@@ -211,9 +211,9 @@ class ModelOutput(NamedTuple):
     """[num_chosen] new tokens of the rows that the step samples, in order: one for each, and one after each draft.
 
     Negative: no token could be sampled."""
-    logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
+    logprobs: Sequence[tuple[int, wire.TokenLogprobs]] = ()
     """(client, log-probabilities) of new tokens."""
-    prompt_logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
+    prompt_logprobs: Sequence[tuple[int, wire.TokenLogprobs]] = ()
     """(client, log-probabilities) of prompt tokens."""
     vectors: Sequence[Vector] = ()
     """[num_pooled] vectors of the rows that the step pools, in order."""
@@ -230,7 +230,7 @@ class StepUpdate(NamedTuple):
     """[num_tokens] new tokens."""
     positions: npt.NDArray[np.int64]
     """[num_tokens] position of each new token in the output of its request, from 0."""
-    finished: list[tuple[int, Finished]]
+    finished: list[tuple[int, wire.Finished]]
     """(client, end) of each request that the step ended."""
     cached: list[tuple[int, int, int]]
     """(client, slot, number of cached tokens) of each request that got its first token or its vector, if the number
@@ -243,6 +243,14 @@ class StepUpdate(NamedTuple):
     """(client, slot, seconds in the waiting queue) of each request that got its first token or its vector."""
     adapters: Sequence[tuple[int, int, str]] = ()
     """(client, slot, digest of its adapter's weights) of each request with an adapter that got its first token."""
+    only_client: tuple[int, bytes] | None = None
+    """What `pack_only_client` returns for the tokens, if it is known; None may also mean that it is not."""
+
+
+def pack_only_client(clients: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32]) -> tuple[int, bytes] | None:
+    """Return the client and the packed `slots` [n] if all `clients` [n] are the same one; else None."""
+    client = int(clients[0])
+    return (client, wire.pack_slots(slots)) if (clients == client).all() else None
 
 
 class RepeatedStep:
@@ -261,6 +269,7 @@ class RepeatedStep:
         self.clients: npt.NDArray[np.uint32] = batch.client[rows]
         """[num_rows] the column of `batch` with that name, as the next two."""
         self.slots: npt.NDArray[np.uint32] = batch.slot[rows]
+        self.only_client = pack_only_client(self.clients, self.slots)
         self.num_prompt_tokens: Counts = batch.num_prompt_tokens[rows]
         self.num_quiet = 0
         """Number of the next steps in which no row begins or fills a block."""

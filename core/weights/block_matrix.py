@@ -1,7 +1,7 @@
 """Matrices in block types (kernels/block_weight.py), and embeddings that may be such a matrix."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +81,11 @@ def embedding(ids: Tensor, weight: nn.Parameter | BlockMatrix, dtype: torch.dtyp
         return ops.block_embedding(weight.parts[0], ids, dtype)
     with threads_for(ids.numel() * weight.shape[1]):
         return F.embedding(ids, weight)
+
+
+def prepare_embedding(ids: Tensor, weight: nn.Parameter | BlockMatrix, out: Tensor) -> Callable[[], object] | None:
+    """Return a call that writes `embedding` of `ids` to `out`; see `ops.prepare_embedding`."""
+    return ops.prepare_embedding(weight.parts[0] if isinstance(weight, BlockMatrix) else weight, ids, out)
 
 
 def destination_of(weight: Tensor | BlockMatrix) -> Tensor | Destination:

@@ -37,7 +37,8 @@ from vllm_mp.core.worker.memory.model_memory import ModelMemory
 from vllm_mp.core.worker.memory.paired_memory import PairedMemory
 from vllm_mp.core.worker.memory.plan import cache_blocks
 from vllm_mp.core.worker.memory.sleep import Memory
-from vllm_mp.core.worker.pending_output import PendingOutput
+from vllm_mp.core.worker.pending_output import ChosenTokens, PendingOutput
+from vllm_mp.core.worker.repeated_decodes import RepeatedDecodes
 from vllm_mp.core.worker.sampling.host_copies import HostCopies, all_to_device, to_device
 from vllm_mp.core.worker.sampling.logprobs import Owned, StepLogprobs, prompt_logprobs, wants_logprobs
 from vllm_mp.core.worker.sampling.pooler import Pooler
@@ -46,7 +47,7 @@ from vllm_mp.core.worker.sampling.sampler_profile import profile_sampler
 from vllm_mp.core.worker.staged_output import StagedOutput, returns_all
 from vllm_mp.core.worker.staged_steps import StagedSteps
 from vllm_mp.core.worker.step_embeds import StepEmbeds, step_embeds
-from vllm_mp.core.worker.step_inputs import RepeatedInputs, StepRows, step_inputs, token_types
+from vllm_mp.core.worker.step_inputs import StepRows, step_inputs, token_types
 from vllm_mp.core.worker.step_message import ARGMAX, LOGITS, NO_LOGITS, StepMessage
 from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.kernels import ops
@@ -122,8 +123,8 @@ class ModelRunner:
         """Attention isolates values that are not finite only if it is asked to, so the host must look for them."""
         self._launched: ScheduledStep | None = None
         """The step that was launched last."""
-        self._repeated_inputs: RepeatedInputs | None = None
-        """The inputs of `_launched`, if it was repeated."""
+        self._repeated: RepeatedDecodes | None = None
+        """What computes `_launched` again; None if it was not repeated, or is computed on a GPU."""
         self._is_argmax_again = False
         """If `_launched` is repeated, all its tokens are those with the highest logits."""
         self._latest: Tensor | None = None
@@ -240,7 +241,6 @@ class ModelRunner:
             return None
         return self.memory.kept.prefix_reader(self._config.cache_config.prefix_cache_file_bytes, self._beat)
 
-    @torch.inference_mode()
     def launch(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> OutputHandle:
         """Start the computation of `step` on the device and return its output, which is pending and not sampled yet.
 
@@ -249,7 +249,12 @@ class ModelRunner:
         """
         if step is self._launched and self._leader is None:
             return self._launch_again(step, batch, sampler)
-        self._launched, self._repeated_inputs, self._is_argmax_again = step, None, False
+        self._launched, self._repeated, self._is_argmax_again = step, None, False
+        return self._launch_first(step, batch, sampler)
+
+    @torch.inference_mode()
+    def _launch_first(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> OutputHandle:
+        """Launch a step that is not the one before."""
         embeds = step_embeds(step, batch, self._dtype, self._to_device)
         if self._staged is not None:
             return self._launch_stage(self._staged, step, batch, sampler, embeds)
@@ -269,14 +274,18 @@ class ModelRunner:
 
     def _launch_again(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> OutputHandle:
         """Launch the step before once more (`RepeatedStep`). It has no tokens of prompts, and no vectors."""
-        firsts = batch.num_computed_tokens[step.rows]
         if self._device.type == "cpu" and batch.rope_positions is None and self.memory.graphs is None:
-            if self._repeated_inputs is None:
-                block_size = self._config.cache_config.block_size
-                self._repeated_inputs = RepeatedInputs(step, block_size, self._all_to_device)
-            hidden = self._forward(*self._repeated_inputs.next(batch), None, None)
+            if self._repeated is None:
+                self._repeated = RepeatedDecodes(step, self._config.cache_config.block_size, self.memory)
+            hidden = self._repeated.compute(batch)
+            if self._is_argmax_again:
+                self._beat()
+                if (tokens := self._repeated.argmax()) is not None:
+                    return ChosenTokens(tokens)
         else:
-            hidden = self._compute(step, batch, None)
+            with torch.inference_mode():
+                hidden = self._compute(step, batch, None)
+        firsts = batch.num_computed_tokens[step.rows]
         copies, choices = HostCopies(self._host_stream), (step.rows, firsts + 1)
         sample = functools.partial(self._sample, hidden, step, choices, batch, sampler, copies, NO_LOGITS)
         return PendingOutput(sample, list, list, copies)
@@ -418,8 +427,7 @@ class ModelRunner:
         inputs: list[Tensor] = [] if received is None else [received]
         if embeds is not None:
             inputs.append(self.memory.model.embed_input_ids(input_ids).index_copy_(0, embeds.indices, embeds.values))
-        if self.memory.kept is not None:
-            self.memory.kept.use_cells(metadata.cell_mapping)
+        self.memory.use_cells(metadata.cell_mapping)
         hidden: Tensor = self.memory.model(input_ids, positions, self.memory.kv_caches, metadata, *inputs)
         return hidden
 

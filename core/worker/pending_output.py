@@ -1,7 +1,10 @@
 """The output of a launched step, before it is sampled and on the host."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -9,6 +12,20 @@ from vllm_mp.core.scheduler.batch import Vector
 from vllm_mp.core.scheduler.step import ModelOutput
 from vllm_mp.core.worker.sampling.host_copies import HostCopies
 from vllm_mp.core.worker.sampling.logprobs import Owned
+
+
+class ChosenTokens(NamedTuple):
+    """The results of a step that the host has computed and that has nothing but tokens."""
+
+    tokens: npt.NDArray[np.int64]
+    """[num_chosen], valid until the next step."""
+
+    def sample(self) -> None:
+        """Do nothing: the tokens are there."""
+
+    def wait(self) -> ModelOutput:
+        """Return the output."""
+        return ModelOutput(self.tokens)
 
 
 class PendingOutput:

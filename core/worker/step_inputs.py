@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from vllm_mp.core.lora.cached_adapter import NO_SLOT
@@ -24,17 +25,20 @@ class StepRows(Protocol):
     rope_positions: npt.NDArray[np.int32] | None
 
 
+_SPARE_BLOCKS = 8
+"""Blocks that each row of a repeated step can begin before its inputs are laid out again."""
 ToDevice = Callable[[Sequence[npt.NDArray[Any]]], Sequence[Tensor]]
 """Returns arrays on the device, as `host_copies.all_to_device` does."""
 
 
 def step_inputs(
-    step: ScheduledStep, batch: StepRows, block_size: int, to_device: ToDevice
+    step: ScheduledStep, batch: StepRows, block_size: int, to_device: ToDevice, spare_blocks: int = 0
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
     """Return token ids and positions, int64 [num_tokens] each, and what attention reads, on the device.
 
     The positions are [3, num_tokens] (`Batch.rope_positions`) if a token has several.
     A token that the step awaits (`step.awaits`) has the id -1 - its index in `step.awaited`, for `ops.fill_awaited`.
+    The block table has room for up to `spare_blocks` more blocks than the longest row has.
     """
     rows, counts = step.rows, step.counts
     ends = np.cumsum(counts)
@@ -57,7 +61,7 @@ def step_inputs(
         cells,
         np.concatenate([[0], ends]).astype(np.int32),
         seq_lens.astype(np.int32),
-        batch.block_table[rows, : -(-max_seq_len // block_size)],
+        batch.block_table[rows, : -(-max_seq_len // block_size) + spare_blocks],
     ]
     slots = batch.adapter_slot[rows]
     has_adapters = bool((slots != NO_SLOT).any())
@@ -81,55 +85,62 @@ def step_inputs(
     return of_tokens, of_positions, metadata
 
 
+def _on_host(arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
+    return [torch.from_numpy(array) for array in arrays]
+
+
 class RepeatedInputs:
     """The inputs of a step that the scheduler returns again and again (`RepeatedStep`), advanced where they lie.
 
     Only for the host as the device, whose tensors share the memory of arrays.
     """
 
-    def __init__(self, step: ScheduledStep, block_size: int, to_device: ToDevice) -> None:
+    def __init__(self, step: ScheduledStep, block_size: int) -> None:
         self._step = step
         self._block_size = block_size
-        self._to_device = to_device
         self._latest: tuple[Tensor, Tensor, AttentionMetadata] | None = None
         self._num_quiet = 0
         """Number of the next steps in which no row begins a block."""
 
-    def next(self, batch: StepRows) -> tuple[Tensor, Tensor, AttentionMetadata]:
-        """Return what `step_inputs` returns for the step; they are valid until the next call."""
+    def advance(self, batch: StepRows) -> bool:
+        """Go on to the next step; return whether a row begins a block in it, or its inputs lie in new tensors."""
         if self._latest is None:
             return self._lay_out(batch)
         rows, size = self._step.rows, self._block_size
         self._positions += 1
         self._cells += 1
         self._seq_lens += 1
+        self._input_ids[:] = batch.token_ids[rows, self._positions]
         if self._num_quiet:
             self._num_quiet -= 1
-        else:
-            indices, offsets = np.divmod(self._positions, size)
-            begun = np.flatnonzero(offsets == 0)
-            if len(begun):
-                if int(indices.max()) >= self._block_table.shape[1]:
-                    return self._lay_out(batch)
-                blocks = batch.block_table[rows[begun], indices[begun]]
-                self._block_table[begun, indices[begun]] = blocks
-                self._cells[begun] = blocks.astype(np.int64) * size
-            self._num_quiet = size - 1 - int(offsets.max())
-        self._input_ids[:] = batch.token_ids[rows, self._positions]
-        input_ids, positions, metadata = self._latest
-        metadata = metadata._replace(host_seq_lens=self._seq_lens.tolist(), max_seq_len=metadata.max_seq_len + 1)
-        self._latest = input_ids, positions, metadata
-        return self._latest
+            return False
+        indices, offsets = np.divmod(self._positions, size)
+        begun = np.flatnonzero(offsets == 0)
+        if len(begun):
+            if int(indices.max()) >= self._block_table.shape[1]:
+                return self._lay_out(batch)
+            blocks = batch.block_table[rows[begun], indices[begun]]
+            self._block_table[begun, indices[begun]] = blocks
+            self._cells[begun] = blocks.astype(np.int64) * size
+        self._num_quiet = size - 1 - int(offsets.max())
+        return bool(len(begun))
 
-    def _lay_out(self, batch: StepRows) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    def latest(self) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        """Return what `step_inputs` returns for the step, valid until `advance`; there may be spare blocks."""
+        assert self._latest is not None, "call `advance` first"
+        input_ids, positions, metadata = self._latest
+        lengths = self._seq_lens.tolist()
+        return input_ids, positions, metadata._replace(host_seq_lens=lengths, max_seq_len=max(lengths))
+
+    def _lay_out(self, batch: StepRows) -> bool:
         self._latest = input_ids, positions, metadata = step_inputs(
-            self._step, batch, self._block_size, self._to_device
+            self._step, batch, self._block_size, _on_host, _SPARE_BLOCKS
         )
         self._input_ids, self._positions = input_ids.numpy(), positions.numpy()
         self._cells, self._seq_lens = metadata.cell_mapping.numpy(), metadata.seq_lens.numpy()
         self._block_table = metadata.block_table.numpy()
         self._num_quiet = self._block_size - 1 - int((self._positions % self._block_size).max())
-        return self._latest
+        return True
 
 
 def _rope_positions(batch: StepRows, rows: Rows, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

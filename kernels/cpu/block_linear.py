@@ -4,7 +4,7 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -132,7 +132,16 @@ class BlockLinear:
         """Return `ops.masked_argmax` of the float32 outputs for `x` [rows, inputs], without storing them."""
         x = x.contiguous()
         indices = torch.empty(x.shape[0], dtype=torch.int64)
-        self._library.function("block_argmax", self._dtype)(
+        self.prepare_argmax(x, indices, masks)()
+        return indices
+
+    def prepare_argmax(self, x: Tensor, indices: Tensor, masks: TokenMasks | None = None) -> Callable[[], None]:
+        """Return a call that writes `argmax` of what is then in `x`, contiguous, to `indices`, int64 [rows].
+
+        The tensors must outlive it.
+        """
+        return functools.partial(
+            self._library.function("block_argmax", self._dtype),
             self._pointer,
             x.data_ptr(),
             x.shape[0],
@@ -140,7 +149,6 @@ class BlockLinear:
             CTokenMasks.pointer(masks),
             torch.get_num_threads(),
         )
-        return indices
 
 
 @functools.cache
@@ -156,16 +164,21 @@ def embedding(library: Library, weight: BlockWeight, ids: Tensor, dtype: torch.d
     """See `ops.block_embedding`; `weight` and `dtype` are such as `can_read` allows."""
     ids = ids.contiguous()
     out = torch.empty(*ids.shape, weight.inputs, dtype=dtype)
-    num_threads = 1 if out.numel() <= _MAX_EMBEDDED_BY_ONE else torch.get_num_threads()
-    library.function("block_embedding", dtype)(
+    prepare_embedding(library, weight, ids, out)()
+    return out
+
+
+def prepare_embedding(library: Library, weight: BlockWeight, ids: Tensor, out: Tensor) -> Callable[[], None]:
+    """Return a call that writes `embedding` of what is then in `ids` to `out`; both are contiguous and outlive it."""
+    return functools.partial(
+        library.function("block_embedding", out.dtype),
         ctypes.byref(_c_part(weight)),
         weight.inputs,
         ids.data_ptr(),
         ids.numel(),
         out.data_ptr(),
-        num_threads,
+        1 if out.numel() <= _MAX_EMBEDDED_BY_ONE else torch.get_num_threads(),
     )
-    return out
 
 
 def can_read(weights: Sequence[BlockWeight], dtype: torch.dtype) -> bool:

@@ -1,6 +1,7 @@
 """The layers of a decoder of the Llama family as one call of the C++ kernels."""
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_void_p
@@ -132,8 +133,6 @@ class FusedDecoder(nn.Module):
         self._known_last: Callable[[], Tensor | None] = lambda: None
         self._addresses: tuple[Any, Any] = (None, None)
         """See `_addresses_of`. The caches themselves are not kept: a sleep releases their memory."""
-        self._step: tuple[AttentionMetadata, Any] | None = None
-        """The latest metadata, and its reference for the kernels, see `_reference_to`."""
         self._rotary: tuple[Tensor, Any] | None = None
         """The tables of rotary angles, and the reference to them for the kernels."""
         has_blocks = isinstance(interfaces[0], CBlockDecoderLayer)
@@ -221,13 +220,30 @@ class FusedDecoder(nn.Module):
         `cos_sin` is [num_tables, max_position, rotary_dim], contiguous.
         """
         normed = x if self._has_norm else torch.empty_like(x)
+        for call in self.prepare(x, normed, positions, cos_sin, kv_caches, metadata):
+            call()
+        return x
+
+    def prepare(
+        self,
+        x: Tensor,
+        normed: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> list[Callable[[], None]]:
+        """Return calls that do what `forward` does with what is then in these tensors, which must outlive them.
+
+        The normed hidden states are written to `normed`, which may be `x`.
+        """
         rotary = self._rotary
         if rotary is None or rotary[0] is not cos_sin:
             tables = ctypes.byref(CRotaryTables(cos_sin.data_ptr(), cos_sin.stride(0), cos_sin.shape[2]))
             rotary = self._rotary = cos_sin, tables
         num_layers = len(self._interfaces)
         arguments = (
-            self._reference_to(metadata, kv_caches[0][0]),
+            ctypes.byref(c_metadata(metadata, kv_caches[0][0])),
             x.data_ptr(),
             positions.data_ptr(),
             rotary[1],
@@ -239,29 +255,10 @@ class FusedDecoder(nn.Module):
         )
         # Each call chooses its number of threads again, so a long step is cut into several calls.
         layers_per_call = max(1, int(WORK_A_CALL / (self._layer_weights * max(_LEAST_ROWS, len(positions)))))
-        for first in range(0, num_layers, layers_per_call):
-            self._layers_from[first](min(num_layers, first + layers_per_call), *arguments)
-        return x
-
-    def _reference_to(self, metadata: AttentionMetadata, cache: Tensor) -> Any:
-        """Return a reference to `metadata` for the kernels; the latest one if the metadata have the same tensors.
-
-        `cache` is one of the caches, which are all alike.
-        """
-        if self._step is not None:
-            known, reference = self._step
-            if (
-                metadata.seq_lens is known.seq_lens
-                and metadata.cell_mapping is known.cell_mapping
-                and metadata.block_table is known.block_table
-                and metadata.query_start is known.query_start
-                and metadata.attention_ends is known.attention_ends
-                and metadata.isolates == known.isolates
-            ):
-                return reference
-        reference = ctypes.byref(c_metadata(metadata, cache))
-        self._step = metadata, reference
-        return reference
+        return [
+            functools.partial(self._layers_from[first], min(num_layers, first + layers_per_call), *arguments)
+            for first in range(0, num_layers, layers_per_call)
+        ]
 
     def _addresses_of(self, kv_caches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Any, Any]:
         """Return the addresses of the keys and of the values; asked for once, as the caches are allocated together."""

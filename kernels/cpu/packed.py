@@ -1,7 +1,8 @@
 """Weights packed for the C++ kernels, and the products with them."""
 
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -149,7 +150,16 @@ class PackedLinear:
         """Return `ops.masked_argmax` of the float32 outputs for `x` [rows, inputs], without storing them."""
         x = x.contiguous()
         indices = torch.empty(x.shape[0], dtype=torch.int64)
-        self._library.function("argmax", self._dtype)(
+        self.prepare_argmax(x, indices, masks)()
+        return indices
+
+    def prepare_argmax(self, x: Tensor, indices: Tensor, masks: TokenMasks | None = None) -> Callable[[], None]:
+        """Return a call that writes `argmax` of what is then in `x`, contiguous, to `indices`, int64 [rows].
+
+        The tensors must outlive it.
+        """
+        return functools.partial(
+            self._library.function("argmax", self._dtype),
             self._pointer,
             x.data_ptr(),
             x.shape[0],
@@ -157,7 +167,6 @@ class PackedLinear:
             CTokenMasks.pointer(masks),
             torch.get_num_threads(),
         )
-        return indices
 
 
 def can_pack(weight: Tensor) -> bool:

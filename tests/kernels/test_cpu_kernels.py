@@ -413,6 +413,14 @@ def test_fused_decoder_agrees_with_its_modules(build, dtype, quantization, name,
                 assert torch.equal(model.argmax(hidden), reference.argmax(logits))
                 keys = keys_in_order(own[-1][0], build) if model is packed else own[-1][0]
                 outputs.append((hidden, logits, keys.nan_to_num()))
+                if model is packed:
+                    later = torch.zeros_like(ids)
+                    prepared = packed.prepare_step(later, positions, own, metadata)
+                    later[:] = ids
+                    for call in (*prepared.forward, prepared.argmax):
+                        call()
+                    assert torch.equal(prepared.hidden, hidden)
+                    assert prepared.tokens.tolist() == model.argmax(hidden).tolist()
         # In 8 bits too, the least difference may round a value to the next integer.
         bound = 0.02 if dtype == torch.bfloat16 or quantization else 1e-5
         for got, expected in zip(outputs[1], outputs[0], strict=True):

@@ -7,7 +7,6 @@ The page has one writer and any number of readers, kept consistent by a seqlock:
 odd before a write and even after it, and a reader repeats a reading during which the number was odd or changed.
 """
 
-import enum
 import mmap
 import os
 import sys
@@ -72,8 +71,8 @@ _MAX_DESCRIPTION_BYTES = 2**16
 _SIZE = _DESCRIPTION_OFFSET + _MAX_DESCRIPTION_BYTES
 
 
-class _Field(enum.IntEnum):
-    """Positions of the page's 64-bit header fields."""
+class _Field:
+    """Positions of the page's 64-bit header fields; no members of an enum, which take longer to look up."""
 
     MAGIC = 0
     SEQUENCE = 1
@@ -118,6 +117,7 @@ class _Field(enum.IntEnum):
     """Time without progress after which the latest step hangs if the process stands still; 0: not known, or no step."""
     STEPS_WAIT = 30
     """1: steps may wait for something outside of the process, such as a device."""
+    COUNT = 31
 
 
 class StatusPage:
@@ -410,7 +410,7 @@ class StatusPage:
         deadline = time.monotonic() + self._write_timeout_s
         while True:
             before = int(self._header[_Field.SEQUENCE])
-            fields = self._header[: len(_Field)].tolist()
+            fields = self._header[: _Field.COUNT].tolist()
             requests = self._step_requests[: fields[_Field.NUM_STEP_REQUESTS]].tolist()
             calls = self._header[_CALLS_AT : _CALLS_AT + MAX_NOTED_CALLS].tolist()
             if before % 2 == 0 and before == self._header[_Field.SEQUENCE]:

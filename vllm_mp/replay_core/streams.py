@@ -125,6 +125,5 @@ class Streams:
     def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
         """Remove the entries that are not `kept` [n], and compute what follows from the entries."""
         self._slots, self._starts, self._positions = self._slots[kept], self._starts[kept], self._positions[kept]
-        empty = np.zeros(len(self._slots), np.int64)
-        self._packed_slots, _, _ = wire.pack_tokens(self._slots, empty, empty)
+        self._packed_slots = wire.pack_slots(self._slots)
         self._steps_until_end = int((self._lengths() - self._positions).min(initial=2**62))

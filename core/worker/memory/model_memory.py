@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.collectives.group import RankGroup
 from vllm_mp.core.lora.slots import AdapterSlots
+from vllm_mp.core.models import PreparedStep
 from vllm_mp.core.models.attention_layer import bind_attention
 from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.weights.code_digest import code_digest
@@ -35,6 +36,7 @@ from vllm_mp.core.worker.memory.plan import (
     check_adapter_memory,
     free_cuda_memory,
 )
+from vllm_mp.kernels.attention_metadata import AttentionMetadata
 from vllm_mp.kernels.cpu.library import library
 from vllm_mp.kernels.int8_cache import stored_shapes
 from vllm_mp.kernels.triton import available
@@ -90,7 +92,7 @@ class ModelMemory:
         self._cache_dtype = cache_dtype(config, dtype)
         self._loaded = loaded
         """The model that was loaded before; None: it is loaded here."""
-        self._wrap: Callable[[Any], Any] = lambda model: model
+        self._wrap: Callable[[Any], Any] | None = None
         """Applied to each model that is loaded."""
         self._offloaded: OffloadedWeights | None = None
         """None unless the weights are in host memory."""
@@ -111,6 +113,8 @@ class ModelMemory:
         """(keys, values) of each layer, [num_blocks, block_size, heads, dim] each; empty for an encoder or in sleep.
 
         In 8 bits, `dim` includes the scale (`int8_cache.stored_shapes`)."""
+        self.prepared: PreparedStep | None = None
+        """The step that was prepared last; None if it could not be, or its memory was dropped."""
         self.graphs: StepGraphs | None = None
         """Captured steps; None if there are none."""
         self.late_captures: LateCaptures | None = None
@@ -120,7 +124,7 @@ class ModelMemory:
         self._make_capture = make_capture or self._default_capture()
 
     def wrap_model(self, wrap: Callable[[Any], Any]) -> None:
-        """Call `wrap(model)` instead of the model in every step, without CUDA graphs."""
+        """Call `wrap(model)` instead of the model in every step, which no graph and no `PreparedStep` replaces."""
         self._wrap = wrap
         self.model = wrap(self.model)
         self.graphs = self.late_captures = self._make_capture = None
@@ -160,6 +164,17 @@ class ModelMemory:
             return torch.empty((num_blocks, block_size, *shape), dtype=self._cache_dtype, device=self._device)
 
         self.kv_caches = [(cache(keys), cache(values)) for keys, values in self._stored_shapes()]
+
+    def prepare_step(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> PreparedStep | None:
+        """Return the step as the model prepares it, until weights or cache are dropped; None if it cannot."""
+        prepare = None if self._wrap is not None else getattr(self.model, "prepare_step", None)
+        self.prepared = None if prepare is None else prepare(input_ids, positions, self.kv_caches, metadata)
+        return self.prepared
+
+    def use_cells(self, cells: Tensor) -> None:
+        """Prepare the memory of the cells `cells` [n], int64, for a step that writes them."""
+        if self.kept is not None:
+            self.kept.use_cells(cells)
 
     def num_kept_blocks(self, digest: ModelDigest) -> int:
         """Return how many blocks an earlier core has left for a model with this digest; 0 if there are none to use."""
@@ -205,7 +220,7 @@ class ModelMemory:
     def drop_weights(self) -> None:
         if self.kept is not None:
             self.kept.abandon_prefix_file()  # the files of the model may hold other weights by then
-        self._offloaded, self.model = None, _NoModel(self.model.kv_shapes)
+        self._offloaded, self.prepared, self.model = None, None, _NoModel(self.model.kv_shapes)
         if self._loaded is not None:
             self._loaded.forget()
             self._loaded = None
@@ -223,7 +238,7 @@ class ModelMemory:
         release_memory(self._device)  # the memory of the host's copy, or of the weight files
 
     def drop_cache(self) -> None:
-        self.graphs, self.late_captures, self.kv_caches = None, None, []
+        self.graphs, self.late_captures, self.prepared, self.kv_caches = None, None, None, []
         release_memory(self._device)
         if self.kept is not None:
             self.kept.release()
@@ -287,7 +302,7 @@ class ModelMemory:
         bind_attention(module, self.attention.attend)
         for layer in _layers(module):
             layer.register_forward_pre_hook(lambda *_: self._beat())
-        return self._wrap(model)
+        return model if self._wrap is None else self._wrap(model)
 
     def _default_capture(self) -> Callable[[torch.device], Capture] | None:
         """Return the capture in CUDA graphs for native models; None if steps are launched one operation at a time."""

@@ -41,8 +41,8 @@ def slots_of_rows(monkeypatch):
     """Return a dictionary of the adapter slot of each row, which every step uses; -1 for other rows."""
     slots = {}
 
-    def with_slots(step, batch, block_size, to_device):
-        ids, positions, metadata = step_inputs(step, batch, block_size, to_device)
+    def with_slots(step, batch, block_size, to_device, *spare_blocks):
+        ids, positions, metadata = step_inputs(step, batch, block_size, to_device, *spare_blocks)
         of_rows = [slots.get(int(row), -1) for row in step.rows]
         if max(of_rows) >= 0:
             (of_tokens,) = to_device([np.repeat(np.array(of_rows, np.int32), step.counts)])
