@@ -27,10 +27,10 @@ def play(folder, temperature, **options):
     """Return the tokens of requests that begin, end and are aborted at different steps, the steps, and the engine."""
     engine = LocalEngine(folder, load_format="dummy", **options)
     for slot, prompt in enumerate(PROMPTS):
-        engine.add(slot, prompt, 58 - 10 * slot, num_logprobs=-1, temperature=temperature * (slot > 0))
+        engine.add(slot, prompt, 58 - slot, num_logprobs=-1, temperature=temperature * (slot > 0))
     steps = []
     while engine.scheduler.has_work:
-        if len(steps) == 30:
+        if len(steps) == 6:
             engine.scheduler.abort(0, 1)
         steps.append(engine.step())
     return engine.tokens, steps, engine
