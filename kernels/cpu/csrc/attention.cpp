@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "huge_vector.h"
 #include "multiply.h"
 
 namespace vmp {
@@ -199,10 +200,10 @@ struct SoonRows {
 // The scratch memory of one thread.
 template <class T, class E>
 struct Scratch {
-    std::vector<T> q, k, v, p;
-    std::vector<T> wide;  // the keys of a tile, if they are rows of integers
+    HugeVector<T> q, k, v, p;
+    HugeVector<T> wide;  // the keys of a tile, if they are rows of integers
     std::vector<E> zeros;
-    std::vector<float> scores, part, total, highest, sums, total_highest, total_sums;
+    HugeVector<float> scores, part, total, highest, sums, total_highest, total_sums;
 
     // The highest scores and the sums of a KV head's rows are read and written in whole vectors, so they begin at
     // multiples of this.
@@ -410,33 +411,59 @@ constexpr float LOG2_E = 1.44269504f;
 // What the scores of a running result are multiplied with; those with a soft cap are multiplied before it.
 inline float unit_of_scores(const Heads& heads) { return heads.soft_cap > 0 ? 1 : heads.scale; }
 
-// Turns `scores` [rows, KEYS] of a tile of keys into `weights` of the same shape, and the running result into the one
-// before the weighted values are added. A score that is NaN makes the sum of its row NaN, and so its result. Scales are
-// those of caches with integers.
+// The greatest sum of weights of a tile of keys for which the row keeps the score that it subtracts.
+constexpr float MOST = 0x1p64f;
+
+// Writes 2 to the power of the difference between `scores` [count], times `unit`, and `shift`, times `scales` if there are
+// any, to `weights`. Returns partial sums of the powers.
 template <bool HAS_SCALES, class T>
-void weigh(const Heads& heads, const KeyTile& keys, int count, int64_t rows, int64_t first_position,
+ALWAYS_INLINE vf put_weights(const float* scores, int count, float unit, float shift, const float* scales, T* weights) {
+    vf sums = {};
+    for (int i = 0; i < count; i += NR) {
+        vf weight0 = exp2(load(scores + i) * unit - shift), weight1 = exp2(load(scores + i + W) * unit - shift);
+        sums += weight0;
+        sums += weight1;
+        if constexpr (HAS_SCALES) {
+            weight0 *= load(scales + i);
+            weight1 *= load(scales + i + W);
+        }
+        store(weights + i, weight0, weight1);
+    }
+    return sums;
+}
+
+// Turns `scores` [rows, KEYS] of a tile of keys into `weights` of the same shape, and the running result into the one
+// before the weighted values are added. What a row subtracts from its scores is the highest of the first tile in which it
+// sees keys. It remains until the weights of a tile become too large, so most tiles need no search for the highest score.
+// A score that is NaN makes the sum of its row NaN, and so its result. The rows are those of the queries from number
+// `first_row` on. Scales are those of caches with integers.
+template <bool HAS_SCALES, class T>
+void weigh(const Heads& heads, const KeyTile& keys, int count, int64_t first_row, int64_t rows, int64_t first_position,
            const int32_t* ends, const float* key_scales, const float* value_scales, const Running& running,
            float* scores, T* weights) {
     const int64_t group = heads.group(), dim = heads.padded_value_dim();
     const bool masks = keys.from > 0 || keys.start + count > first_position + 1 || heads.window;
     const float soft_cap = heads.soft_cap, in_caps = soft_cap > 0 ? 2 * heads.scale / soft_cap : 0;
+    const bool changes = HAS_SCALES || masks || soft_cap > 0;
     const float unit = LOG2_E * unit_of_scores(heads);
     for (int64_t first = 0; first < rows; first += W) {
         const int some = int(std::min<int64_t>(W, rows - first));
         float* const some_scores = scores + first * KEYS;
         T* const some_weights = weights + first * KEYS;
+        const vf before = load(running.highest + first), sums_before = load(running.sums + first);
+        const bool is_first = lanes_of(before == NONE) != 0;
         vf of_rows[W];
-        for (int r = 0; r < some; ++r) {
+        for (int r = 0; (is_first || changes) && r < some; ++r) {
             float* const of_row = some_scores + r * KEYS;
             vf most = splat(NONE);
-            if (!HAS_SCALES && !masks && soft_cap == 0) {
+            if (!changes) {
                 for (int i = 0; i < count; i += W) most = max(load(of_row + i), most);
                 of_rows[r] = most;
                 continue;
             }
             vi from = {}, to = {};
             if (masks) {
-                const int64_t token = (first + r) / group, position = first_position + token;
+                const int64_t token = (first_row + first + r) / group, position = first_position + token;
                 const int64_t lowest = heads.window ? position - heads.window + 1 - keys.start : 0;
                 const int64_t end = ends ? ends[token] : position + 1;
                 from += int32_t(std::max<int64_t>(keys.from, lowest));
@@ -452,34 +479,28 @@ void weigh(const Heads& heads, const KeyTile& keys, int count, int64_t rows, int
             }
             of_rows[r] = most;
         }
-        const vf before = load(running.highest + first), now = max(reduce_some(of_rows, some, max), before);
-        const vf kept = select(before == NONE, vf{}, exp2_up_to_0((before - now) * unit));
-        float shifts[W], all_kept[W];
+        const vf now = is_first ? select(before == NONE, reduce_some(of_rows, some, max), before) : before;
+        float shifts[W];
         store(running.highest + first, now);
         store(shifts, select(now == NONE, vf{}, now * unit));
-        store(all_kept, kept);
-        for (int r = 0; r < some; ++r) {
-            const float* const of_row = some_scores + r * KEYS;
-            const vf shift = splat(shifts[r]);
-            vf sums = {};
-            for (int i = 0; i < count; i += NR) {
-                vf weight0 = exp2_up_to_0(load(of_row + i) * unit - shift);
-                vf weight1 = exp2_up_to_0(load(of_row + i + W) * unit - shift);
-                sums += weight0;
-                sums += weight1;
-                if constexpr (HAS_SCALES) {
-                    weight0 *= load(value_scales + i);
-                    weight1 *= load(value_scales + i + W);
-                }
-                store(some_weights + r * KEYS + i, weight0, weight1);
-            }
-            of_rows[r] = sums;
-            if (all_kept[r] == 1) continue;
-            float* const out = running.part + (first + r) * dim;
-            for (int64_t i = 0; i < dim; i += W) store(out + i, load(out + i) * all_kept[r]);
-        }
+        auto put = [&](int r, float shift) {
+            return put_weights<HAS_SCALES>(some_scores + r * KEYS, count, unit, shift, value_scales,
+                                           some_weights + r * KEYS);
+        };
+        for (int r = 0; r < some; ++r) of_rows[r] = put(r, shifts[r]);
         const vf sums = reduce_some(of_rows, some, [](vf a, vf b) { return a + b; });
-        store(running.sums + first, load(running.sums + first) * kept + sums);
+        store(running.sums + first, sums_before + sums);
+        if (lanes_of(sums > MOST) == 0) continue;
+        for (int r = 0; r < some; ++r) {
+            if (!(sums[r] > MOST)) continue;
+            vf most = splat(now[r]);
+            for (int i = 0; i < count; i += W) most = max(load(some_scores + r * KEYS + i), most);
+            const float highest = reduce(most, max), kept = exp2(splat((now[r] - highest) * unit))[0];
+            running.highest[first + r] = highest;
+            running.sums[first + r] = sums_before[r] * kept + sum(put(r, highest * unit));
+            float* const out = running.part + (first + r) * dim;
+            for (int64_t i = 0; i < dim; i += W) store(out + i, load(out + i) * kept);
+        }
     }
 }
 
@@ -511,10 +532,26 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
     T* const weights = s.p.data();
     auto put_scores = [&](int64_t row, int64_t column, vf some) { store(all_scores + row * KEYS + column, some); };
     if constexpr (ON_TILES<T>) {
-        SoonRows<E> soon = soon_keys;
-        for (int panel = 0; panel < count; panel += NR)
-            multiply_blocks(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, soon, all_scores + panel, KEYS, false);
-        soon.ask_rest(0);
+        const E* values[KEYS];
+        v.rows(keys, count, s.zeros.data(), values);
+        pack_values(values, count, v.dim, dim, s.v.data());
+        SoonRows<E> next_keys = soon_keys, next_values = soon_values;
+        // So few rows at a time that scores, weights and sums stay in the L1 cache.
+        for (int64_t first = 0; first < rows; first += TILE_HEIGHT) {
+            const int some = int(std::min<int64_t>(TILE_HEIGHT, rows - first));
+            const Running own{running.part + first * dim, running.highest + first, running.sums + first};
+            for (int panel = 0; panel < count; panel += NR)
+                multiply_block(some, q + first * k.dim, k.dim, s.k.data() + panel * k.dim, k.dim, next_keys,
+                               all_scores + panel, KEYS, false);
+            weigh<IS_INT8<E>>(heads, keys, count, first, some, first_position, ends, key_scales, value_scales, own,
+                              all_scores, weights);
+            for (int64_t column = 0; column < dim; column += NR)
+                multiply_block(some, weights, KEYS, s.v.data() + column * count, count, next_values, own.part + column, dim,
+                               true);
+        }
+        next_keys.ask_rest(0);
+        next_values.ask_rest(0);
+        return;
     } else if (reads_groups) {
         auto panel_at = [&](int64_t column) { return KeyGroups<T, E>{rows_of_keys + column / W}; };
         multiply_few(int(rows), q, k.dim, panel_at, count, k.dim, soon_keys, put_scores);
@@ -530,19 +567,10 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
             multiply_into(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, all_scores + panel, KEYS, false);
         soon_keys.ask_rest(0);
     }
-    weigh<IS_INT8<E>>(heads, keys, count, rows, first_position, ends, key_scales, value_scales, running, all_scores,
+    weigh<IS_INT8<E>>(heads, keys, count, 0, rows, first_position, ends, key_scales, value_scales, running, all_scores,
                       weights);
     const E* values[KEYS];
     v.rows(keys, count, s.zeros.data(), values);
-    if constexpr (ON_TILES<T>) {
-        pack_values(values, count, v.dim, dim, s.v.data());
-        SoonRows<E> soon = soon_values;
-        for (int64_t column = 0; column < dim; column += NR)
-            multiply_blocks(rows, weights, KEYS, s.v.data() + column * count, count, soon, running.part + column, dim,
-                            true);
-        soon.ask_rest(0);
-        return;
-    }
     auto add = [&](int64_t row, int64_t column, vf some) {
         float* out = running.part + row * dim + column;
         store(out, load(out) + some);
@@ -630,7 +658,7 @@ void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_hea
         }
         return;
     }
-    auto put_results = [&](const std::vector<float>& totals, const std::vector<float>& sums) {
+    auto put_results = [&](const HugeVector<float>& totals, const HugeVector<float>& sums) {
         for (int64_t row = 0; row < rows; ++row)
             put_result(totals.data() + row * dim, sums[state_of(row)], heads.value_dim,
                        out + token_of(row) * out_stride + head_of(row) * heads.value_dim);

@@ -357,29 +357,31 @@ inline vf exp_up_to_0(vf x) {
     return select(tiny, vf{}, exp_within(select(tiny, lowest, x), splat(-0.5f)));
 }
 
-// Returns 2 to the power of x for x up to 0, accurate to 2 units in the last place: 0 below -126, and NaN for NaN.
-inline vf exp2_up_to_0(vf x) {
+// Returns 2 to the power of x, accurate to 3 units in the last place: 0 below -126, 2^127 or more from 127 on, and NaN for
+// NaN.
+inline vf exp2(vf x) {
     const vf lowest = splat(-126.0f);
 #if defined(__AVX512F__)
     constexpr int TO_NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     const vf whole = (vf)_mm512_maskz_roundscale_ps(0xffff, (__m512)x, TO_NEAREST);
 #else
-    const vi n = __builtin_convertvector(select(x < lowest, lowest, x) - 0.5f, vi);
-    const vf whole = __builtin_convertvector(n, vf);
+    // The sum with `rounding` has the nearest whole number in its last bits.
+    const vf rounding = splat(0x1.8p23f), most = splat(127.0f), bounded = select(x > most, most, x);
+    const vf shifted = select(x < lowest, lowest, bounded) + rounding;
+    const vf whole = shifted - rounding;
 #endif
     const vf r = x - whole;
-    vf p = splat(1.535336188e-4f);
-    p = p * r + 1.339887440e-3f;
-    p = p * r + 9.618437357e-3f;
-    p = p * r + 5.550332471e-2f;
-    p = p * r + 2.402264791e-1f;
-    p = p * r + 6.931472029e-1f;
+    vf p = splat(1.326472721e-3f);
+    p = p * r + 9.671512707e-3f;
+    p = p * r + 5.550733744e-2f;
+    p = p * r + 2.402224208e-1f;
+    p = p * r + 6.931469776e-1f;
     p = p * r + 1.0f;
 #if defined(__AVX512F__)
     const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, (__m512)lowest, _CMP_NLT_UQ);
     return (vf)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)whole);
 #else
-    return select(x < lowest, vf{}, p * (vf)((n + 127) << 23));
+    return select(x < lowest, vf{}, p * (vf)(((vi)shifted << 23) + (127 << 23)));
 #endif
 }
 

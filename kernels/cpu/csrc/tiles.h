@@ -40,14 +40,6 @@ template <class T, class Ask>
 inline void multiply_block(int rows, const T* x, int64_t stride, const void* panel, int64_t inputs, Ask& soon, void* out,
                            int64_t out_stride, bool adds);
 
-// Does the same for all whole tiles of rows with a panel for INPUTS_KEPT inputs, which stays in four tiles: with each tile that
-// is loaded, two are multiplied rather than one. Returns the number of rows.
-template <class Ask>
-inline int64_t multiply_whole_tiles(int64_t rows, const bf16* x, int64_t stride, const void* panel, Ask& soon, float* out,
-                                    int64_t out_stride, bool adds);
-
-constexpr int64_t INPUTS_KEPT = 2 * TILE_BYTES / sizeof(bf16);
-
 #if defined(VMP_TILE_MODEL) || defined(__AMX_TILE__)
 
 // Makes the compiler write `memory` before the next instruction on tiles, whose intrinsics do not say that they read it.
@@ -165,61 +157,8 @@ inline void multiply_block(int rows, const T* x, int64_t stride, const void* pan
         multiply_block<false>(rows, x, stride, (const char*)panel, inputs, soon, (char*)out, 4 * out_stride, adds);
 }
 
-template <class Ask>
-inline int64_t multiply_whole_tiles(int64_t rows, const bf16* x, int64_t stride, const void* panel, Ask& soon, float* out,
-                                    int64_t out_stride, bool adds) {
-    constexpr int64_t STEP = 2 * TILE_BYTES;
-    const int64_t x_step = stride * sizeof(bf16), out_step = out_stride * sizeof(float);
-    const char *const first_half = (const char*)panel, *const second_half = first_half + TILE_HEIGHT * STEP;
-    configure_tiles(TILE_HEIGHT, TILE_HEIGHT, TILE_BYTES);
-    finish_writes(panel);
-    _tile_loadd(4, first_half, STEP);
-    _tile_loadd(5, first_half + TILE_BYTES, STEP);
-    _tile_loadd(6, second_half, STEP);
-    _tile_loadd(7, second_half + TILE_BYTES, STEP);
-    int64_t row = 0;
-    for (; row + TILE_HEIGHT <= rows; row += TILE_HEIGHT, x += TILE_HEIGHT * stride, out += TILE_HEIGHT * out_stride) {
-        soon.ask(TILE_HEIGHT);
-        _tile_loadd(2, x, x_step);
-        _tile_loadd(3, x + INPUTS_KEPT / 2, x_step);
-        if (adds) {
-            _tile_loadd(0, out, out_step);
-            _tile_loadd(1, out + TILE_HEIGHT, out_step);
-        } else {
-            _tile_zero(0);
-            _tile_zero(1);
-        }
-        _tile_dpbf16ps(0, 2, 4);
-        _tile_dpbf16ps(1, 2, 5);
-        _tile_dpbf16ps(0, 3, 6);
-        _tile_dpbf16ps(1, 3, 7);
-        _tile_stored(0, out, out_step);
-        _tile_stored(1, out + TILE_HEIGHT, out_step);
-    }
-    return row;
-}
-
 #else
 inline void release_tiles() {}
 #endif
-
-// Does what `multiply_block` does, for any number of rows.
-template <class Ask>
-inline void multiply_blocks(int64_t rows, const bf16* x, int64_t stride, const void* panel, int64_t inputs, Ask& soon,
-                            float* out, int64_t out_stride, bool adds) {
-    if (inputs == INPUTS_KEPT && rows > BLOCK_ROWS) {
-        const int64_t done = multiply_whole_tiles(rows, x, stride, panel, soon, out, out_stride, adds);
-        rows -= done;
-        x += done * stride;
-        out += done * out_stride;
-    }
-    const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    for (int64_t i = 0, row = 0; i < blocks; ++i) {
-        const int64_t end = rows * (i + 1) / blocks;
-        multiply_block(int(end - row), x + row * stride, stride, panel, inputs, soon, out + row * out_stride, out_stride,
-                       adds);
-        row = end;
-    }
-}
 
 }  // namespace vmp
