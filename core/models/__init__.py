@@ -65,7 +65,7 @@ class PreparedStep(NamedTuple):
 
     A model that can do this has `prepare_step(input_ids, positions, kv_caches, metadata)`, with the arguments of
     `forward`, where `metadata` may have the lengths of an earlier step. It returns None for steps that it cannot
-    prepare. A step so needs few calls besides those of the kernels: after a step of a large model nothing of the
+    prepare. So a step needs few calls beside the kernels: after a step of a large model nothing of the
     interpreter is left in the processor's caches, so that every call costs several times what it usually does.
     """
 

@@ -165,11 +165,10 @@ class ModelMemory:
 
         self.kv_caches = [(cache(keys), cache(values)) for keys, values in self._stored_shapes()]
 
-    def prepare_step(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> PreparedStep | None:
-        """Return the step as the model prepares it, until weights or cache are dropped; None if it cannot."""
+    def prepare_step(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> None:
+        """Set `prepared` to the step as the model prepares it."""
         prepare = None if self._wrap is not None else getattr(self.model, "prepare_step", None)
         self.prepared = None if prepare is None else prepare(input_ids, positions, self.kv_caches, metadata)
-        return self.prepared
 
     def use_cells(self, cells: Tensor) -> None:
         """Prepare the memory of the cells `cells` [n], int64, for a step that writes them."""
