@@ -75,6 +75,9 @@ ALWAYS_INLINE void transpose(const uint8_t* at, int64_t stride, vi (&words)[8]) 
 ALWAYS_INLINE vf float16_of(vi words) {
 #if defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps((__m256i)__builtin_convertvector(words, vh));
+#elif defined(__F16C__) && !defined(VMP_TILE_MODEL)  // the model has wider vectors
+    const auto halves = (__m256i)(words & 0xffff);
+    return (vf)_mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 #else
     // The product restores the exponent, for subnormal numbers too. Infinity and NaN get the exponent of both.
     const vf size = (vf)((words & 0x7fff) << 13) * 0x1p112f;
@@ -187,13 +190,18 @@ ALWAYS_INLINE void nibbles(const Block& block, int byte, vi (&words)[8]) {
 ALWAYS_INLINE void add_fifth_bits(vi bits, vi (&words)[8]) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
-        const vi four = (vi)((vu)bits >> (4 * i)) & 15;
 #if defined(__AVX512F__)
         constexpr vi spread = vector_of<vi>([](int n) { return (n * 0x02040810) & 0x10101010; });
-        words[i] |= __builtin_shuffle(spread, four);
+        words[i] |= __builtin_shuffle(spread, (vi)((vu)bits >> (4 * i)) & 15);
+#elif defined(__AVX2__) && !defined(VMP_TILE_MODEL)
+        // Each byte gets a copy of the byte with its bit.
+        const auto bytes = (__m256i)(LANES % 4 * 0x04040404 + i / 2 * 0x01010101);
+        const auto own = _mm256_set1_epi32(i % 2 ? int32_t(0x80402010) : 0x08040201);
+        const auto copies = _mm256_and_si256(_mm256_shuffle_epi8((__m256i)bits, bytes), own);
+        words[i] |= (vi)_mm256_cmpeq_epi8(copies, own) & 0x10101010;
 #else
         // The product puts copies of the four bits 7 bits apart, so that each byte has its bit in a copy.
-        words[i] |= (four * 0x02040810) & 0x10101010;
+        words[i] |= (((vi)((vu)bits >> (4 * i)) & 15) * 0x02040810) & 0x10101010;
 #endif
     }
 }

@@ -14,7 +14,7 @@ constexpr int TILE_OF_ROWS = TILE_HEIGHT;
 #elif defined(__AVX512F__)
 constexpr int TILE_OF_ROWS = 6;
 #else
-constexpr int TILE_OF_ROWS = 3;
+constexpr int TILE_OF_ROWS = 4;
 #endif
 
 // Whether `dot` subtracts 128 from the bytes of wide weights: 16 bits are enough for two products of signed bytes, whose
@@ -34,7 +34,9 @@ ALWAYS_INLINE vi dot(vi sum, vi weights, int32_t x) {
         sizes = _mm256_abs_epi8(bytes);
         all = _mm256_sign_epi8(all, bytes);
     }
-    return sum + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(sizes, all), _mm256_set1_epi16(1));
+    sum += (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(sizes, all), _mm256_set1_epi16(1));
+    compute_now(sum);
+    return sum;
 #else
     for (int i = 0; i < 4; ++i) sum += int32_t(int8_t(x >> (8 * i))) * byte_of(weights, i);
     return sum;
@@ -52,11 +54,11 @@ ALWAYS_INLINE vi add_pairs(vi sum, vs pairs) {
 }
 #endif
 
-// How many words of `bits` bits an integer can be multiplied before a sum of pairs may need more than 16 bits; signed
-// bytes of x are from -127 to 127.
-constexpr int words_in_16_bits(int bits) {
+// How many words of a group, with integers of `bits` bits, can be multiplied before a sum of pairs may need more than 16
+// bits; signed bytes of x are from -127 to 127.
+constexpr int words_in_16_bits(int bits, int group) {
     if (!VMP_SUMS_IN_16_BITS || bits > 6) return 1;
-    return std::min(4, 32767 / (2 * 127 * ((1 << bits) - 1)));
+    return std::min(group / 4, 32767 / (2 * 127 * ((1 << bits) - 1)));
 }
 
 // How the integers of a group are multiplied; types that agree in this share code for unpacked weights.
@@ -74,7 +76,7 @@ constexpr int MOST_VECTORS = BlockKind<16, true, false>::VECTORS;
 constexpr int MOST_WEIGHTS = 256;  // of a block
 
 template <class Type>
-using KindOf = BlockKind<Type::GROUP, Type::HAS_MINIMUM, Type::BITS == 8, words_in_16_bits(Type::BITS)>;
+using KindOf = BlockKind<Type::GROUP, Type::HAS_MINIMUM, Type::BITS == 8, words_in_16_bits(Type::BITS, Type::GROUP)>;
 
 // The words of a group that are multiplied without a loop. With vectors of 4 elements, each word takes so many
 // instructions that the loop costs nothing, and the code without it is large.
@@ -96,9 +98,12 @@ ALWAYS_INLINE vf add_group(vf total, const vi* words, vf scale, vf minimum, int 
     if constexpr (Kind::RUN > 1) {
 #pragma GCC unroll 4
         for (int i = 0; i < Kind::GROUP / 4; i += Kind::RUN) {
-            vs pairs = {};
-#pragma GCC unroll 4
-            for (int j = i; j < i + Kind::RUN; ++j) pairs += pairs_of(words[j], read<int32_t>(values + 4 * j));
+            vs pairs = pairs_of(words[i], read<int32_t>(values + 4 * i));
+#pragma GCC unroll 8
+            for (int j = i + 1; j < i + Kind::RUN; ++j) {
+                pairs += pairs_of(words[j], read<int32_t>(values + 4 * j));
+                compute_now(pairs);
+            }
             sum = add_pairs(sum, pairs);
         }
     } else
@@ -254,7 +259,11 @@ void multiply_unpacked(int64_t rows, const vf* const* panels, int64_t inputs, in
         if (rows < ROWS)
             return multiply_unpacked<Kind, COLUMNS, ROWS - 1>(rows, panels, inputs, offset, x, x_stride, out, soon);
     constexpr int GROUP = Kind::GROUP;
-    vf totals[ROWS][COLUMNS] = {};
+    vf totals[ROWS][COLUMNS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+        for (int c = 0; c < COLUMNS; ++c) totals[r][c] = vf{};
     for (int64_t index = 0; index < inputs / GROUP; ++index) {
         soon.ask();
         const int64_t group = group_at<GROUP>(index);
@@ -264,11 +273,12 @@ void multiply_unpacked(int64_t rows, const vf* const* panels, int64_t inputs, in
         const vf* at[COLUMNS];
         for (int c = 0; c < COLUMNS; ++c) at[c] = panels[c] + index * Kind::VECTORS;
         vi sums[ROWS][COLUMNS];
+        auto begin_sums = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
+            for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
-            for (int c = 0; c < COLUMNS; ++c)
-                sums[r][c] = first_sum<Kind>(offset, block[r * x_stride], part);
+                for (int c = 0; c < COLUMNS; ++c) sums[r][c] = first_sum<Kind>(offset, block[r * x_stride], part);
+        };
         // Calls `f(r, c, weights, four)` for each row and column, with word `i` of the column and the row's inputs.
         auto each_word = [&](int i, auto&& f) __attribute__((always_inline)) {
 #pragma GCC unroll 8
@@ -282,12 +292,15 @@ void multiply_unpacked(int64_t rows, const vf* const* panels, int64_t inputs, in
         if constexpr (Kind::RUN > 1) {
 #pragma GCC unroll 4
             for (int i = 0; i < GROUP / 4; i += Kind::RUN) {
-                vs pairs[ROWS][COLUMNS] = {};
-#pragma GCC unroll 4
+                vs pairs[ROWS][COLUMNS];
+#pragma GCC unroll 8
                 for (int j = i; j < i + Kind::RUN; ++j)
                     each_word(j, [&](int r, int c, vi weights, int32_t four) __attribute__((always_inline)) {
-                        pairs[r][c] += pairs_of(weights, four);
+                        const vs product = pairs_of(weights, four);
+                        pairs[r][c] = j == i ? product : pairs[r][c] + product;
+                        compute_now(pairs[r][c]);
                     });
+                if (i == 0) begin_sums();
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
@@ -296,6 +309,7 @@ void multiply_unpacked(int64_t rows, const vf* const* panels, int64_t inputs, in
         } else
 #endif
         {
+            begin_sums();
 #pragma GCC unroll WORDS_AT_ONCE
             for (int i = 0; i < GROUP / 4; ++i)
                 each_word(i, [&](int r, int c, vi weights, int32_t four) __attribute__((always_inline)) {

@@ -18,6 +18,8 @@ namespace vmp {
 constexpr int FEW_ROWS = 4;  // tiles multiply more of them faster
 #elif defined(__AVX512F__)
 constexpr int FEW_ROWS = 8;
+#elif defined(__AVX2__)
+constexpr int FEW_ROWS = 4;
 #else
 constexpr int FEW_ROWS = 2;
 #endif

@@ -108,6 +108,15 @@ inline vi multiply_pairs(vs a, vs b) {
 
 inline vf select(vi condition, vf yes, vf no) { return condition ? yes : no; }
 
+#if VMP_SUMS_IN_16_BITS
+// Makes the compiler compute `sum` here. It would regroup a sum of integers, compute all products first, and have too few
+// registers for them.
+template <class V>
+ALWAYS_INLINE void compute_now(V& sum) {
+    asm("" : "+x"(sum));
+}
+#endif
+
 // Returns a bit for each element of a condition that holds.
 inline uint32_t lanes_of(vi condition) {
 #if defined(__AVX512F__)
