@@ -23,6 +23,10 @@ constexpr float NONE = -std::numeric_limits<float>::infinity();
 template <class E>
 constexpr bool IS_INT8 = std::is_same_v<E, int8_t>;
 
+// The type to which many queries of T, and the keys and values for them, are converted before they are multiplied.
+template <class T>
+using Wide = std::conditional_t<WIDENS<T>, float, T>;
+
 // Positions of a row, from `begin` up to but without `end`.
 struct Span {
     int32_t row;
@@ -197,11 +201,11 @@ struct SoonRows {
     }
 };
 
-// The scratch memory of one thread.
+// The scratch memory of one thread, for products of type T with a cache of E.
 template <class T, class E>
 struct Scratch {
     HugeVector<T> q, k, v, p;
-    HugeVector<T> wide;  // the keys of a tile, if they are rows of integers
+    HugeVector<T> wide;  // the keys of a tile, if they are rows of another type
     std::vector<E> zeros;
     HugeVector<float> scores, part, total, highest, sums, total_highest, total_sums;
 
@@ -215,7 +219,7 @@ struct Scratch {
         q.resize(all * heads.key_dim);
         k.resize(KEYS * heads.key_dim);
         v.resize(KEYS * dim);
-        if (IS_INT8<E>) wide.resize(KEYS * heads.key_dim);
+        if (!std::is_same_v<T, E>) wide.resize(KEYS * heads.key_dim);
         zeros.resize(std::max(W * heads.key_dim, heads.value_dim));
         p.resize(rows * KEYS);
         scores.resize(rows * KEYS);
@@ -290,8 +294,10 @@ struct KeyGroups {
             const E* at = groups[v] + step * W * KP<T>;
             if constexpr (IS_INT8<E>)
                 words[v] = words_of<T>(load(at), load(at + (KP<T> - 1) * W));
-            else
+            else if constexpr (std::is_same_v<T, E>)
                 words[v] = read<vi>(at);
+            else
+                words[v] = (vi)half_of(read<vu>(groups[v] + step / 2 * W * KP<E>), step % 2);
         }
     }
 };
@@ -309,7 +315,7 @@ inline void pack_groups(const E* const* groups, int count, int64_t dim, T* panel
 }
 
 // Values as a panel whose columns are their dimensions, from `column` on, and whose inputs are the keys.
-// `part(key, column)` gives one vector of dimensions; of integers, their floats.
+// `part(key, column)` gives one vector of dimensions; of another type than T, their floats.
 template <class T, class E, class Part>
 struct Values {
     const Part& part;
@@ -320,7 +326,7 @@ struct Values {
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v += 2) {
             const int64_t from = column + v * W;
-            if constexpr (IS_INT8<E>) {
+            if constexpr (!std::is_same_v<T, E>) {
                 const int64_t even = KP<T> * step, odd = even + KP<T> - 1;
                 words[v] = words_of<T>(part(even, from), part(odd, from));
                 words[v + 1] = words_of<T>(part(even, from + W), part(odd, from + W));
@@ -340,23 +346,23 @@ struct Values {
 };
 
 // Returns one vector of a value's dimensions for `Values`.
-template <class E>
+template <class T, class E>
 ALWAYS_INLINE auto part_at(const E* at) {
-    if constexpr (IS_INT8<E>)
-        return load(at);
-    else
+    if constexpr (std::is_same_v<T, E>)
         return read<vi>(at);
+    else
+        return load(at);
 }
 
 // Packs the values into panels of that form; dimensions that only fill a vector are zeros.
 template <class T, class E>
 inline void pack_values(const E* const* values, int count, int64_t dim, int64_t padded_dim, T* panels) {
-    constexpr int64_t IN_VECTOR = IS_INT8<E> ? W : 4 * W / int64_t(sizeof(E));
+    constexpr int64_t IN_VECTOR = std::is_same_v<T, E> ? 4 * W / int64_t(sizeof(E)) : W;
     auto part = [&](int64_t key, int64_t from) {
-        if (from + IN_VECTOR <= dim) return part_at(values[key] + from);
+        if (from + IN_VECTOR <= dim) return part_at<T>(values[key] + from);
         E some[IN_VECTOR] = {};
         if (from < dim) std::memcpy(some, values[key] + from, sizeof(E) * (dim - from));
-        return part_at(some);
+        return part_at<T>(some);
     };
     for (int64_t column = 0; column < padded_dim; column += NR)
         for (int64_t step = 0; step < count / KP<T>; ++step, panels += NR * KP<T>) {
@@ -367,18 +373,27 @@ inline void pack_values(const E* const* values, int count, int64_t dim, int64_t 
         }
 }
 
-// Packs `count` keys that lie in rows; those of 8 bits are converted into `wide` [KEYS, dim] first.
+// Writes a row of `dim` elements as elements of type T.
+template <class E, class T>
+inline void convert(const E* row, int64_t dim, T* out) {
+    if constexpr (std::is_same_v<T, E>) {
+        std::memcpy(out, row, sizeof(T) * dim);
+    } else {
+        for (int64_t n = 0; n < dim; n += W) {
+            const int some = int(std::min<int64_t>(W, dim - n));
+            store_some(out + n, load_some(row + n, some), some);
+        }
+    }
+}
+
+// Packs `count` keys that lie in rows; those of another type are converted into `wide` [KEYS, dim] first.
 template <class T, class E>
 inline void pack_rows(const E* const* keys, int count, int64_t dim, T* wide, T* panels) {
-    if constexpr (IS_INT8<E>) {
+    if constexpr (!std::is_same_v<T, E>) {
         const T* rows[KEYS];
         for (int i = 0; i < count; ++i) {
-            T* row = wide + i * dim;
-            for (int64_t n = 0; n < dim; n += W) {
-                const int some = int(std::min<int64_t>(W, dim - n));
-                store_some(row + n, load_some(keys[i] + n, some), some);
-            }
-            rows[i] = row;
+            rows[i] = wide + i * dim;
+            convert(keys[i], dim, wide + i * dim);
         }
         pack_keys(rows, count, dim, panels);
     } else {
@@ -415,9 +430,9 @@ inline float unit_of_scores(const Heads& heads) { return heads.soft_cap > 0 ? 1 
 constexpr float MOST = 0x1p64f;
 
 // Writes 2 to the power of the difference between `scores` [count], times `unit`, and `shift`, times `scales` if there are
-// any, to `weights`. Returns partial sums of the powers.
-template <bool HAS_SCALES, class T>
-ALWAYS_INLINE vf put_weights(const float* scores, int count, float unit, float shift, const float* scales, T* weights) {
+// any, to `weights`, rounded to T. Returns partial sums of the powers.
+template <bool HAS_SCALES, class T, class M>
+ALWAYS_INLINE vf put_weights(const float* scores, int count, float unit, float shift, const float* scales, M* weights) {
     vf sums = {};
     for (int i = 0; i < count; i += NR) {
         vf weight0 = exp2(load(scores + i) * unit - shift), weight1 = exp2(load(scores + i + W) * unit - shift);
@@ -427,20 +442,24 @@ ALWAYS_INLINE vf put_weights(const float* scores, int count, float unit, float s
             weight0 *= load(scales + i);
             weight1 *= load(scales + i + W);
         }
+        if constexpr (!std::is_same_v<T, M>) {
+            weight0 = rounded<T>(weight0);
+            weight1 = rounded<T>(weight1);
+        }
         store(weights + i, weight0, weight1);
     }
     return sums;
 }
 
-// Turns `scores` [rows, KEYS] of a tile of keys into `weights` of the same shape, and the running result into the one
-// before the weighted values are added. What a row subtracts from its scores is the highest of the first tile in which it
-// sees keys. It remains until the weights of a tile become too large, so most tiles need no search for the highest score.
-// A score that is NaN makes the sum of its row NaN, and so its result. The rows are those of the queries from number
+// Turns `scores` [rows, KEYS] of a tile of keys into `weights` of the same shape, rounded to T, and the running result into
+// the one before the weighted values are added. What a row subtracts from its scores is the highest of the first tile in
+// which it sees keys. It remains until the weights of a tile become too large, so most tiles need no search for the highest
+// score. A score that is NaN makes the sum of its row NaN, and so its result. The rows are those of the queries from number
 // `first_row` on. Scales are those of caches with integers.
-template <bool HAS_SCALES, class T>
+template <bool HAS_SCALES, class T, class M>
 void weigh(const Heads& heads, const KeyTile& keys, int count, int64_t first_row, int64_t rows, int64_t first_position,
            const int32_t* ends, const float* key_scales, const float* value_scales, const Running& running,
-           float* scores, T* weights) {
+           float* scores, M* weights) {
     const int64_t group = heads.group(), dim = heads.padded_value_dim();
     const bool masks = keys.from > 0 || keys.start + count > first_position + 1 || heads.window;
     const float soft_cap = heads.soft_cap, in_caps = soft_cap > 0 ? 2 * heads.scale / soft_cap : 0;
@@ -449,7 +468,7 @@ void weigh(const Heads& heads, const KeyTile& keys, int count, int64_t first_row
     for (int64_t first = 0; first < rows; first += W) {
         const int some = int(std::min<int64_t>(W, rows - first));
         float* const some_scores = scores + first * KEYS;
-        T* const some_weights = weights + first * KEYS;
+        M* const some_weights = weights + first * KEYS;
         const vf before = load(running.highest + first), sums_before = load(running.sums + first);
         const bool is_first = lanes_of(before == NONE) != 0;
         vf of_rows[W];
@@ -484,7 +503,7 @@ void weigh(const Heads& heads, const KeyTile& keys, int count, int64_t first_row
         store(running.highest + first, now);
         store(shifts, select(now == NONE, vf{}, now * unit));
         auto put = [&](int r, float shift) {
-            return put_weights<HAS_SCALES>(some_scores + r * KEYS, count, unit, shift, value_scales,
+            return put_weights<HAS_SCALES, T>(some_scores + r * KEYS, count, unit, shift, value_scales,
                                            some_weights + r * KEYS);
         };
         for (int r = 0; r < some; ++r) of_rows[r] = put(r, shifts[r]);
@@ -505,11 +524,12 @@ void weigh(const Heads& heads, const KeyTile& keys, int count, int64_t first_row
 }
 
 // Adds a tile of keys to the result of the queries `q` [rows, key dim] of one KV head. `ends` are those of the query
-// tokens, or null. Few queries read the values in the cache; for many queries, packing the values is faster.
-template <class T, class E>
+// tokens, or null. Products are of type M: T or, of more than MR queries, Wide<T>. Few queries read the values in the cache;
+// for many queries, packing the values is faster.
+template <class T, class E, class M>
 void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, const Cache<E>& v,
-                 const SoonRows<E>& soon_keys, const SoonRows<E>& soon_values, const T* q, int64_t rows,
-                 int64_t first_position, const int32_t* ends, const Running& running, Scratch<T, E>& s) {
+                 const SoonRows<E>& soon_keys, const SoonRows<E>& soon_values, const M* q, int64_t rows,
+                 int64_t first_position, const int32_t* ends, const Running& running, Scratch<M, E>& s) {
     const int64_t dim = heads.padded_value_dim();
     const int count = (keys.to + NR - 1) / NR * NR;
     const E* rows_of_keys[KEYS];  // or groups
@@ -518,7 +538,7 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
         k.scales(keys, count, key_scales);
         v.scales(keys, count, value_scales);
     }
-    const bool reads_groups = k.is_grouped() && !ON_TILES<T> && rows <= MR;
+    const bool are_few = std::is_same_v<T, M> && rows <= MR, reads_groups = k.is_grouped() && !ON_TILES<M> && are_few;
     if (k.is_grouped())
         k.groups(keys, count, s.zeros.data(), rows_of_keys);
     else
@@ -529,9 +549,9 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
         pack_groups(rows_of_keys, count, k.dim, s.k.data());
     // Local, because the compiler would read the pointers again after each store of a float.
     float* const all_scores = s.scores.data();
-    T* const weights = s.p.data();
+    M* const weights = s.p.data();
     auto put_scores = [&](int64_t row, int64_t column, vf some) { store(all_scores + row * KEYS + column, some); };
-    if constexpr (ON_TILES<T>) {
+    if constexpr (ON_TILES<M>) {
         const E* values[KEYS];
         v.rows(keys, count, s.zeros.data(), values);
         pack_values(values, count, v.dim, dim, s.v.data());
@@ -543,8 +563,8 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
             for (int panel = 0; panel < count; panel += NR)
                 multiply_block(some, q + first * k.dim, k.dim, s.k.data() + panel * k.dim, k.dim, next_keys,
                                all_scores + panel, KEYS, false);
-            weigh<IS_INT8<E>>(heads, keys, count, first, some, first_position, ends, key_scales, value_scales, own,
-                              all_scores, weights);
+            weigh<IS_INT8<E>, T>(heads, keys, count, first, some, first_position, ends, key_scales, value_scales, own,
+                                 all_scores, weights);
             for (int64_t column = 0; column < dim; column += NR)
                 multiply_block(some, weights, KEYS, s.v.data() + column * count, count, next_values, own.part + column, dim,
                                true);
@@ -553,33 +573,33 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
         next_values.ask_rest(0);
         return;
     } else if (reads_groups) {
-        auto panel_at = [&](int64_t column) { return KeyGroups<T, E>{rows_of_keys + column / W}; };
+        auto panel_at = [&](int64_t column) { return KeyGroups<M, E>{rows_of_keys + column / W}; };
         multiply_few(int(rows), q, k.dim, panel_at, count, k.dim, soon_keys, put_scores);
-        soon_keys.ask_rest(k.dim / KP<T>);
-    } else if (rows <= MR) {
+        soon_keys.ask_rest(k.dim / KP<M>);
+    } else if (are_few) {
         auto panel_at = [&](int64_t column) {
-            return Packed{s.k.data() + column * k.dim, NR * k.dim * int64_t(sizeof(T))};
+            return Packed{s.k.data() + column * k.dim, NR * k.dim * int64_t(sizeof(M))};
         };
         multiply_few(int(rows), q, k.dim, panel_at, count, k.dim, soon_keys, put_scores);
-        soon_keys.ask_rest(k.dim / KP<T>);
+        soon_keys.ask_rest(k.dim / KP<M>);
     } else {
         for (int panel = 0; panel < count; panel += NR)
             multiply_into(rows, q, k.dim, s.k.data() + panel * k.dim, k.dim, all_scores + panel, KEYS, false);
         soon_keys.ask_rest(0);
     }
-    weigh<IS_INT8<E>>(heads, keys, count, 0, rows, first_position, ends, key_scales, value_scales, running, all_scores,
-                      weights);
+    weigh<IS_INT8<E>, T>(heads, keys, count, 0, rows, first_position, ends, key_scales, value_scales, running, all_scores,
+                         weights);
     const E* values[KEYS];
     v.rows(keys, count, s.zeros.data(), values);
     auto add = [&](int64_t row, int64_t column, vf some) {
         float* out = running.part + row * dim + column;
         store(out, load(out) + some);
     };
-    if (rows <= MR && v.dim == dim) {
-        auto part = [&](int64_t key, int64_t from) { return part_at(values[key] + from); };
-        auto panel_at = [&](int64_t column) { return Values<T, E, decltype(part)>{part, column}; };
+    if (are_few && v.dim == dim) {
+        auto part = [&](int64_t key, int64_t from) { return part_at<M>(values[key] + from); };
+        auto panel_at = [&](int64_t column) { return Values<M, E, decltype(part)>{part, column}; };
         multiply_few(int(rows), weights, KEYS, panel_at, dim, count, soon_values, add);
-        soon_values.ask_rest(count / KP<T>);
+        soon_values.ask_rest(count / KP<M>);
         return;
     }
     soon_values.ask_rest(0);
@@ -591,10 +611,10 @@ void attend_keys(const Heads& heads, const KeyTile& keys, const Cache<E>& k, con
 // Attends from the queries of a tile, for `num_heads` KV heads from `first_head` on, to the keys of `span`, which lie
 // in one part. The result goes to part, highest and sums of the scratch memory. Of `next`, the first keys of `next_head` are
 // prefetched.
-template <class T, class E>
+template <class T, class E, class M>
 void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
                  const QueryTile& tile, const Span& span, const Span& next, int64_t next_head, const Caches<T>& caches,
-                 Scratch<T, E>& s) {
+                 Scratch<M, E>& s) {
     const int64_t rows = tile.count * heads.group(), padded = s.padded(rows), dim = heads.padded_value_dim();
     const int32_t* ends = step.attention_ends ? step.attention_ends + tile.first : nullptr;
     std::fill_n(s.part.begin(), num_heads * rows * dim, 0.0f);
@@ -615,7 +635,7 @@ void attend_part(const AttentionMetadata& step, const Heads& heads, int64_t firs
             const KeyTile then = goes_on          ? tile_at(span, at + KEYS, cells)
                                  : has_more_heads ? tile_at(span, span.begin, cells)
                                                   : tile_at(first_of_next, first_of_next.begin, next_cells);
-            attend_keys(heads, tile_at(span, at, cells), keys_in<E>(caches, heads, head), values_in<E>(caches, heads, head),
+            attend_keys<T>(heads, tile_at(span, at, cells), keys_in<E>(caches, heads, head), values_in<E>(caches, heads, head),
                         SoonRows<E>(keys_in<E>(caches, heads, then_head), then),
                         SoonRows<E>(values_in<E>(caches, heads, then_head), then),
                         s.q.data() + i * rows * heads.key_dim, rows, first_position(step, tile), ends, running, s);
@@ -631,10 +651,10 @@ inline void put_result(const float* total, float sum, int64_t dim, T* out) {
 
 // Computes the attention of one tile, for `num_heads` KV heads from `first_head` on. `q` and `out` have a row for each
 // query token, `q_stride` and `out_stride` elements apart. Of `next`, the first keys of `next_head` are prefetched.
-template <class T, class E>
+template <class T, class E, class M>
 void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_head, int64_t num_heads,
             const QueryTile& tile, const Span& next, int64_t next_head, const T* q, int64_t q_stride,
-            const Caches<T>& caches, T* out, int64_t out_stride, float* partials, Scratch<T, E>& s) {
+            const Caches<T>& caches, T* out, int64_t out_stride, float* partials, Scratch<M, E>& s) {
     const int64_t group = heads.group(), head_rows = tile.count * group, rows = num_heads * head_rows;
     const int64_t dim = heads.padded_value_dim();
     s.fit(head_rows, num_heads, heads);
@@ -644,8 +664,8 @@ void attend(const AttentionMetadata& step, const Heads& heads, int64_t first_hea
     // Where the highest score and the sum of a row are.
     auto state_of = [&](int64_t row) { return row / head_rows * s.padded(head_rows) + row % head_rows; };
     for (int64_t row = 0; row < rows; ++row)
-        std::memcpy(s.q.data() + row * heads.key_dim, q + token_of(row) * q_stride + head_of(row) * heads.key_dim,
-                    sizeof(T) * heads.key_dim);
+        convert(q + token_of(row) * q_stride + head_of(row) * heads.key_dim, heads.key_dim,
+                s.q.data() + row * heads.key_dim);
     const Span span = keys_of(step, heads, tile);
     if (tile.parts > 1) {
         attend_part(step, heads, first_head, num_heads, tile, span, next, next_head, caches, s);
@@ -707,6 +727,7 @@ template <class E, class T>
 void attend_to(Member& member, const AttentionMetadata& step, const Heads& heads, const Attention& todo, const T* q,
                 int64_t q_stride, const Caches<T>& caches, T* out, int64_t out_stride, float* partials) {
     Scratch<T, E>& scratch = scratch_of_thread<T, E>();
+    Scratch<Wide<T>, E>& of_many = scratch_of_thread<Wide<T>, E>();
     const int64_t num_tiles = int64_t(todo.tiles.size());
     // The heads of a tile lie side by side in the cache, so they stay together if there are enough tiles.
     const bool together = num_tiles >= 16;
@@ -714,8 +735,12 @@ void attend_to(Member& member, const AttentionMetadata& step, const Heads& heads
         const int64_t end_head = first_head + num_heads, next_head = end_head < heads.keys ? end_head : 0;
         const int64_t next_tile = i + (next_head == 0);
         const Span next = next_tile < num_tiles ? keys_of(step, heads, todo.tiles[next_tile]) : Span{};
-        attend(step, heads, first_head, num_heads, todo.tiles[i], next, next_head, q, q_stride, caches, out, out_stride,
-               partials, scratch);
+        const QueryTile& tile = todo.tiles[i];
+        auto attend_in = [&](auto& memory) {
+            attend(step, heads, first_head, num_heads, tile, next, next_head, q, q_stride, caches, out, out_stride, partials,
+                   memory);
+        };
+        tile.count * heads.group() > MR ? attend_in(of_many) : attend_in(scratch);
     };
     if (together)
         member.each_in_stretches(num_tiles, [&](int64_t i) {

@@ -198,13 +198,15 @@ struct BlockLinear : BlockMatrix {
     bool quantizes() const { return true; }
 
     // Whether so many rows are quantized; else they are multiplied with dequantized weights.
-    bool quantizes(int64_t rows) const {
+    bool converts(int64_t rows) const {
         return !std::is_same_v<T, bf16> || !HAS_TILES || is_batch_invariant || rows < MANY_ROWS;
     }
 
+    void convert_row(RowBlocks<T>& buffer, const T* x, int64_t row) const { buffer.quantize_row(x, inputs, row); }
+
     // Returns `count` rows to multiply with this matrix, which `buffer` has quantized if they must be.
     BlockRows<T> rows(const RowBlocks<T>& buffer, const T* x, int64_t count) const {
-        if (quantizes(count)) return buffer.rows(x, count);
+        if (converts(count)) return buffer.rows(x, count);
         return {x, nullptr, 0, count};
     }
 
@@ -226,7 +228,7 @@ inline void products(const BlockLinear<T>& w, int64_t i, const Next<BlockLinear<
                 for (int half = 0; half < 2; ++half) bias[half] = load(w.bias + i * NR + half * W);
             const bf16* const panel = dequantized_panel(w, i, {next.matrix, next.panel});
             const void* const after = address_of_panel(*next.matrix, next.panel);
-            return multiply_panel(
+            return multiply_panel<bf16>(
                 x.count, x.values, w.inputs, panel, w.inputs, after,
                 [&](int64_t row, vf first, vf second) { take(row, first + bias[0], second + bias[1]); });
         }

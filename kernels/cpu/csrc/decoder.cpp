@@ -10,7 +10,7 @@
 namespace vmp {
 namespace {
 
-// Rows as the next product takes them: of type T, and also quantized if it requires that.
+// Rows as the next product takes them: of type T, and also converted if it requires that.
 template <class Weight>
 struct RowBuffer : Weight::Buffer {
     HugeVector<typename Weight::Value> values;
@@ -98,8 +98,7 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
         rms_norm(from, weight, dim, decoder.eps, decoder.rounds_norms, out);
     };
     auto rows_of = [&](const T* some, const Weight& next) {
-        if (next.quantizes(tokens))
-            each_row([&](int64_t i) { normed.quantize_row(some + i * next.inputs, next.inputs, i); });
+        if (next.converts(tokens)) each_row([&](int64_t i) { next.convert_row(normed, some + i * next.inputs, i); });
         return next.rows(normed, some, tokens);
     };
     auto norm = [&](const float* weight, const Weight& next) {
@@ -107,7 +106,7 @@ void add_layer(Member& member, const Decoder<Weight>& decoder, const DecoderLaye
         each_row([&](int64_t i) {
             T* out = normed.values.data() + i * hidden;
             rms_norm_into(x + i * hidden, weight, hidden, out);
-            if (next.quantizes(tokens)) normed.quantize_row(out, hidden, i);
+            if (next.converts(tokens)) next.convert_row(normed, out, i);
         });
         return next.rows(normed, normed.values.data(), tokens);
     };

@@ -45,7 +45,7 @@ typename Weight::Buffer& buffer_of_thread() {
 // Returns the rows in the form in which they are multiplied with `w`, quantized into `buffer` if it requires that.
 template <class T, class Weight>
 auto input(Member& member, const Weight& w, const T* x, int64_t rows, typename Weight::Buffer& buffer) {
-    if (w.quantizes(rows)) member.each(rows, [&](int64_t i) { buffer.quantize_row(x + i * w.inputs, w.inputs, i); });
+    if (w.converts(rows)) member.each(rows, [&](int64_t i) { w.convert_row(buffer, x + i * w.inputs, i); });
     return w.rows(buffer, x, rows);
 }
 
@@ -53,7 +53,7 @@ template <class T, class Weight, class Out>
 void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
             const AdapterStack<T>* adapters = nullptr, const int32_t* slots = nullptr) {
     auto& buffer = buffer_of_thread<Weight>();
-    if (w.quantizes(rows)) buffer.fit(rows, w.inputs);
+    if (w.converts(rows)) buffer.fit(rows, w.inputs);
     AdapterRows adapter_rows;
     std::vector<T> ranked;
     if (adapters) {
@@ -75,7 +75,7 @@ void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
 template <class T, class Weight>
 void argmax(const Weight& w, const T* x, int64_t rows, int64_t* indices, const TokenMasks* masks, int threads) {
     auto& buffer = buffer_of_thread<Weight>();
-    if (w.quantizes(rows)) buffer.fit(rows, w.inputs);
+    if (w.converts(rows)) buffer.fit(rows, w.inputs);
     std::vector<float> values(rows, -std::numeric_limits<float>::infinity());
     std::fill_n(indices, rows, 0);
     const std::vector<const uint32_t*> mask_of_row = masks ? masks->of_rows(rows) : std::vector<const uint32_t*>(rows);

@@ -34,6 +34,14 @@ template <class T>
 constexpr bool CONVERTS_ROWS = std::is_same_v<T, bf16>;
 #endif
 
+// Whether many rows of T are converted to floats in advance, once for all panels, and a panel once for all rows: with the
+// registers of AVX2 that takes less time than to convert both where they are multiplied.
+template <class T>
+constexpr bool WIDENS = CONVERTS_ROWS<T> && W < 16;
+
+// The least number of rows for which that is done.
+constexpr int64_t WIDE_ROWS = 24;
+
 // The most rows that are multiplied with a panel at a time: if these are all rows, and if there are more. More than 8
 // rows need more addresses than there are registers, and the L1 cache keeps 8 lines of the same part of a page; rows that
 // are converted lie side by side instead. But up to 12 rows in bfloat16 wait for the memory, and so take less time than
@@ -98,16 +106,17 @@ struct Rows {
     const uint8_t* bytes;
     const float* scales;
     int64_t count;
+    const float* floats = nullptr;  // the values, if they are multiplied as floats
 };
 
 template <class T>
-struct ByteRows;
+struct ConvertedRows;
 
 // A matrix in panels of NR columns; the vectors have an element for each column of the panels.
 template <class T>
 struct Linear {
     using Value = T;
-    using Buffer = ByteRows<T>;
+    using Buffer = ConvertedRows<T>;
     using Rows = vmp::Rows<T>;
 
     const void* weight;
@@ -119,16 +128,26 @@ struct Linear {
 
     // Whether rows are quantized before they are multiplied.
     bool quantizes() const { return scales; }
-    bool quantizes(int64_t) const { return quantizes(); }
+    // Whether so many rows are quantized or converted to floats before they are multiplied.
+    bool converts(int64_t rows) const { return quantizes() || (WIDENS<T> && rows >= WIDE_ROWS); }
     int64_t panels() const { return (outputs + NR - 1) / NR; }
 
-    // Returns `count` rows to multiply with this matrix, which `buffer` has quantized if they must be.
-    Rows rows(const Buffer& buffer, const T* x, int64_t count) const { return buffer.rows(x, count); }
+    void convert_row(Buffer& buffer, const T* x, int64_t row) const {
+        quantizes() ? buffer.quantize_row(x, inputs, row) : buffer.widen_row(x, inputs, row);
+    }
+
+    // Returns `count` rows to multiply with this matrix, which `buffer` has converted if they must be.
+    Rows rows(const Buffer& buffer, const T* x, int64_t count) const {
+        Rows all = buffer.rows(x, count);
+        if (!quantizes() && converts(count)) all.floats = buffer.floats.data();
+        return all;
+    }
 
     // Returns `count` rows of those to multiply with this matrix, from row `first` on.
     Rows part(const Rows& x, int64_t first, int64_t count) const {
-        if (quantizes()) return {nullptr, x.bytes + first * inputs, x.scales + first, count};
-        return {x.values + first * inputs, nullptr, nullptr, count};
+        const int64_t from = first * inputs;
+        if (quantizes()) return {nullptr, x.bytes + from, x.scales + first, count};
+        return {x.values + from, nullptr, nullptr, count, x.floats ? x.floats + from : nullptr};
     }
 
     template <class Weight>
@@ -228,15 +247,25 @@ inline float quantize(const T* x, int64_t dim, uint8_t* bytes) {
     return bound / MOST;
 }
 
-// Memory for quantized rows.
+// Memory for rows that are quantized or converted to floats.
 template <class T>
-struct ByteRows {
+struct ConvertedRows {
     HugeVector<uint8_t> bytes;
     std::vector<float> scales;
+    HugeVector<float> floats;
 
     void fit(int64_t rows, int64_t most_inputs) {
         vmp::fit(bytes, rows * most_inputs);
         vmp::fit(scales, rows);
+        if (WIDENS<T> && rows >= WIDE_ROWS) vmp::fit(floats, rows * most_inputs);
+    }
+
+    void widen_row(const T* x, int64_t inputs, int64_t row) {
+        float* const out = floats.data() + row * inputs;
+        for (int64_t i = 0; i < inputs; i += W) {
+            const int count = int(std::min<int64_t>(W, inputs - i));
+            store_some(out + i, load_some(x + i, count), count);
+        }
     }
 
     void quantize_row(const T* x, int64_t inputs, int64_t row) {
@@ -357,14 +386,15 @@ inline void multiply_on_tiles(int64_t rows, const T* x, int64_t stride, const vo
     before.take_rows(BLOCK_ROWS);
 }
 
-// Multiplies any number of rows with a panel: calls `take(row, first, second)` with the two vectors of each row.
-template <class T, class Weight, class Take>
+// Multiplies any number of rows with a panel: calls `take(row, first, second)` with the two vectors of each row. The
+// panel that comes `next` has elements of type Stored.
+template <class Stored, class T, class Weight, class Take>
 inline void multiply_panel(int64_t rows, const T* x, int64_t stride, const Weight* panel, int64_t inputs,
                            const void* next, Take&& take) {
     if constexpr (ON_TILES<T>) {
         multiply_on_tiles(rows, x, stride, panel, inputs, next, take);
     } else {
-        const int64_t panel_bytes = inputs * NR * int64_t(sizeof(Weight));
+        const int64_t panel_bytes = inputs * NR * int64_t(sizeof(Stored));
         each_block<T>(rows, panel, panel_bytes, next, [&](int64_t first, int64_t end, Soon soon) {
             Sum<T> sums[MOST_ROWS<T>][2];
             multiply_some(int(end - first), x + first * stride, stride, panel, inputs, soon, (Element<T>*)sums, NR, false);
@@ -384,6 +414,17 @@ inline void multiply_into(int64_t rows, const T* x, int64_t stride, const T* pan
     });
 }
 
+// Returns a panel of weights in bfloat16 as floats, in memory of the calling thread.
+inline const float* widened_panel(const bf16* panel, int64_t inputs) {
+    thread_local HugeVector<float> floats;
+    fit(floats, inputs * NR);
+    float* out = floats.data();
+    for (int64_t k = 0; k < inputs; k += 2, panel += 2 * NR, out += 2 * NR)
+        for (int half = 0; half < 2; ++half)
+            for (int v = 0; v < 2; ++v) store(out + half * NR + v * W, half_of(read<vu>(panel + v * 2 * W), half));
+    return floats.data();
+}
+
 // Multiplies all rows with panel `i` and adds the bias: calls `take(row, first, second)` with the panel's two vectors.
 // Meanwhile the panel that comes `next` is prefetched, or its beginning.
 template <class T, class Take>
@@ -401,16 +442,20 @@ inline void products(const Linear<T>& w, int64_t i, const Next<Linear<T>>& next,
             sum0 = read<vi>(w.sums + i * NR);
             sum1 = read<vi>(w.sums + i * NR + W);
         }
-        multiply_panel(x.count, x.bytes, w.inputs, w.template panel<int8_t>(i), w.inputs, after,
-                       [&](int64_t row, vi first, vi second) {
-                           const vf scale = splat(x.scales[row]);
-                           take(row, __builtin_convertvector(first - sum0, vf) * (scale0 * scale) + bias0,
-                                __builtin_convertvector(second - sum1, vf) * (scale1 * scale) + bias1);
-                       });
-    } else {
-        multiply_panel(x.count, x.values, w.inputs, w.template panel<T>(i), w.inputs, after,
-                       [&](int64_t row, vf first, vf second) { take(row, first + bias0, second + bias1); });
+        multiply_panel<int8_t>(x.count, x.bytes, w.inputs, w.template panel<int8_t>(i), w.inputs, after,
+                               [&](int64_t row, vi first, vi second) {
+                                   const vf scale = splat(x.scales[row]);
+                                   take(row, __builtin_convertvector(first - sum0, vf) * (scale0 * scale) + bias0,
+                                        __builtin_convertvector(second - sum1, vf) * (scale1 * scale) + bias1);
+                               });
+        return;
     }
+    auto take_sums = [&](int64_t row, vf first, vf second) { take(row, first + bias0, second + bias1); };
+    const T* const panel = w.template panel<T>(i);
+    if constexpr (WIDENS<T>)
+        if (x.floats)
+            return multiply_panel<T>(x.count, x.floats, w.inputs, widened_panel(panel, w.inputs), w.inputs, after, take_sums);
+    multiply_panel<T>(x.count, x.values, w.inputs, panel, w.inputs, after, take_sums);
 }
 
 }  // namespace vmp

@@ -19,9 +19,6 @@ struct Packed {
     }
 };
 
-// Returns the first values of pairs, or the second ones, as floats.
-ALWAYS_INLINE vf half_of(vu pairs, bool is_second) { return (vf)(is_second ? pairs & 0xffff0000u : pairs << 16); }
-
 // Reads fewer than 2 * W values; the rest are zeros.
 inline vu read_few(const bf16* p, int64_t count) {
     vu some = {};

@@ -163,6 +163,9 @@ inline vf load(const bf16* p) {
 #endif
 }
 
+// Returns the first values of pairs in bfloat16, or the second ones, as floats.
+ALWAYS_INLINE vf half_of(vu pairs, bool is_second) { return (vf)(is_second ? pairs & 0xffff0000u : pairs << 16); }
+
 // GCC converts bytes to integers one by one.
 inline vf load(const int8_t* p) {
 #if defined(__AVX512F__)
@@ -184,14 +187,17 @@ inline vf load(const int8_t* p) {
 inline void store(float* p, vf x) { write(p, x); }
 
 // Rounds to nearest, ties to even; NaN stays NaN.
+inline vf rounded_to_bf16(vf x) {
+    const vu bits = (vu)x, sum = bits + 0x7fff + ((bits >> 16) & 1);
+    return (vf)((x == x ? sum : vu{} + 0x7fc00000u) & 0xffff0000u);
+}
+
+// Rounds as `rounded_to_bf16` does.
 inline void store(bf16* p, vf x) {
 #if defined(__AVX512BF16__)
     write(p, _mm512_cvtneps_pbh((__m512)x));
 #else
-    vu bits = (vu)x;
-    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    vu kept = (vu)((vi)rounded & (vi)(x == x)) | ((vu)(x != x) & 0x7fc0);
-    write(p, __builtin_convertvector(kept, vh));
+    write(p, __builtin_convertvector((vu)rounded_to_bf16(x) >> 16, vh));
 #endif
 }
 
@@ -233,9 +239,13 @@ inline vf rounded(vf x) {
     if constexpr (std::is_same_v<T, float>) {
         return x;
     } else {
+#if defined(__AVX512BF16__)
         bf16 kept[W];
         store(kept, x);
         return load(kept);
+#else
+        return rounded_to_bf16(x);
+#endif
     }
 }
 
