@@ -21,11 +21,17 @@ struct SoonClose {
     ALWAYS_INLINE void ask() { soon.ask_closer(); }
 };
 
-template <class T, int ROWS>
+struct SoonNothing {
+    ALWAYS_INLINE void ask() {}
+};
+
+template <class T, bool ASKS, int ROWS>
 void multiply_exactly(const T* x, int64_t stride, const void* panel, int64_t inputs, Soon soon, Element<T>* out,
                       int64_t out_stride, bool adds) {
     Sum<T> sums[ROWS][2];
-    if constexpr (IS_CLOSE<T, ROWS>)
+    if constexpr (!ASKS)
+        multiply<ROWS, 2>(x, stride, Packed{panel}, inputs, SoonNothing{}, sums);
+    else if constexpr (IS_CLOSE<T, ROWS>)
         multiply<ROWS, 2>(x, stride, Packed{panel}, inputs, SoonClose{soon}, sums);
     else
         multiply<ROWS, 2>(x, stride, Packed{panel}, inputs, soon, sums);
@@ -39,9 +45,9 @@ void multiply_exactly(const T* x, int64_t stride, const void* panel, int64_t inp
         }
 }
 
-template <class T, int... FEWER>
+template <class T, bool ASKS, int... FEWER>
 Multiply<T>* multiply_of(int rows, std::integer_sequence<int, FEWER...>) {
-    static constexpr Multiply<T>* OF_ROWS[] = {multiply_exactly<T, FEWER + 1>...};
+    static constexpr Multiply<T>* OF_ROWS[] = {multiply_exactly<T, ASKS, FEWER + 1>...};
     return OF_ROWS[rows - 1];
 }
 
@@ -50,11 +56,12 @@ Multiply<T>* multiply_of(int rows, std::integer_sequence<int, FEWER...>) {
 template <class T>
 void multiply_some(int rows, const T* x, int64_t stride, const void* panel, int64_t inputs, Soon soon, Element<T>* out,
                    int64_t out_stride, bool adds) {
-    if constexpr (ON_TILES<T>)
-        multiply_block(rows, x, stride, panel, inputs, soon, out, out_stride, adds);
-    else
-        multiply_of<T>(rows, std::make_integer_sequence<int, MOST_ROWS<T>>{})(x, stride, panel, inputs, soon, out,
-                                                                              out_stride, adds);
+    if constexpr (ON_TILES<T>) return multiply_block(rows, x, stride, panel, inputs, soon, out, out_stride, adds);
+    constexpr auto fewer = std::make_integer_sequence<int, MOST_ROWS<T>>{};
+    Multiply<T>* multiply_with = multiply_of<T, true>(rows, fewer);
+    if constexpr (HAS_MANY_BLOCKS)
+        if (!soon.stride) multiply_with = multiply_of<T, false>(rows, fewer);
+    multiply_with(x, stride, panel, inputs, soon, out, out_stride, adds);
 }
 
 template void multiply_some(int, const float*, int64_t, const void*, int64_t, Soon, float*, int64_t, bool);

@@ -65,10 +65,16 @@ struct Next {
     int64_t panel;
 };
 
-// Weights to prefetch while others are multiplied: from `at`, `stride` bytes further with each step, at most STEP.
+// From so many blocks of rows on, what comes next is prefetched before each block is multiplied, and not with each step,
+// where steps are so short that a prefetch in each makes them up to 1.5 times as long.
+constexpr int64_t MANY_BLOCKS = 6;
+constexpr bool HAS_MANY_BLOCKS = W < 16;
+
+// Weights to prefetch while others are multiplied: from `at`, `stride` bytes further with each step, at most STEP; none if
+// `stride` is 0.
 struct Soon {
-    const char* at;
-    int64_t stride;
+    const char* at = nullptr;
+    int64_t stride = 0;
 
     // To the L2 cache.
     ALWAYS_INLINE void ask() {
@@ -332,9 +338,15 @@ inline void each_block(int64_t rows, const void* panel, int64_t panel_bytes, con
     const int64_t blocks = (rows + most - 1) / most;
     const char *bytes = (const char*)panel, *next_bytes = (const char*)next;
     for (int64_t i = 0, row = 0; i < blocks; ++i) {
-        const int64_t end = rows * (i + 1) / blocks;
-        f(row, end, blocks > 1 ? Soon{next_bytes + panel_bytes * i / blocks, (STEP + blocks - 1) / blocks}
-                               : Soon{bytes + AHEAD, STEP});
+        const int64_t end = rows * (i + 1) / blocks, from = panel_bytes * i / blocks;
+        if (blocks == 1) {
+            f(row, end, Soon{bytes + AHEAD, STEP});
+        } else if (HAS_MANY_BLOCKS && blocks >= MANY_BLOCKS) {
+            prefetch_all(next_bytes + from, panel_bytes * (i + 1) / blocks - from);
+            f(row, end, Soon{});
+        } else {
+            f(row, end, Soon{next_bytes + from, (STEP + blocks - 1) / blocks});
+        }
         row = end;
     }
     if (blocks == 1 && next_bytes != bytes + panel_bytes) prefetch_all(next, AHEAD);
