@@ -373,19 +373,6 @@ inline void pack_values(const E* const* values, int count, int64_t dim, int64_t 
         }
 }
 
-// Writes a row of `dim` elements as elements of type T.
-template <class E, class T>
-inline void convert(const E* row, int64_t dim, T* out) {
-    if constexpr (std::is_same_v<T, E>) {
-        std::memcpy(out, row, sizeof(T) * dim);
-    } else {
-        for (int64_t n = 0; n < dim; n += W) {
-            const int some = int(std::min<int64_t>(W, dim - n));
-            store_some(out + n, load_some(row + n, some), some);
-        }
-    }
-}
-
 // Packs `count` keys that lie in rows; those of another type are converted into `wide` [KEYS, dim] first.
 template <class T, class E>
 inline void pack_rows(const E* const* keys, int count, int64_t dim, T* wide, T* panels) {

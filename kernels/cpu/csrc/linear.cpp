@@ -56,12 +56,15 @@ Multiply<T>* multiply_of(int rows, std::integer_sequence<int, FEWER...>) {
 template <class T>
 void multiply_some(int rows, const T* x, int64_t stride, const void* panel, int64_t inputs, Soon soon, Element<T>* out,
                    int64_t out_stride, bool adds) {
-    if constexpr (ON_TILES<T>) return multiply_block(rows, x, stride, panel, inputs, soon, out, out_stride, adds);
-    constexpr auto fewer = std::make_integer_sequence<int, MOST_ROWS<T>>{};
-    Multiply<T>* multiply_with = multiply_of<T, true>(rows, fewer);
-    if constexpr (HAS_MANY_BLOCKS)
-        if (!soon.stride) multiply_with = multiply_of<T, false>(rows, fewer);
-    multiply_with(x, stride, panel, inputs, soon, out, out_stride, adds);
+    if constexpr (ON_TILES<T>) {
+        multiply_block(rows, x, stride, panel, inputs, soon, out, out_stride, adds);
+    } else {
+        constexpr auto fewer = std::make_integer_sequence<int, MOST_ROWS<T>>{};
+        Multiply<T>* multiply_with = multiply_of<T, true>(rows, fewer);
+        if constexpr (HAS_MANY_BLOCKS)
+            if (!soon.stride) multiply_with = multiply_of<T, false>(rows, fewer);
+        multiply_with(x, stride, panel, inputs, soon, out, out_stride, adds);
+    }
 }
 
 template void multiply_some(int, const float*, int64_t, const void*, int64_t, Soon, float*, int64_t, bool);

@@ -266,13 +266,7 @@ struct ConvertedRows {
         if (WIDENS<T> && rows >= WIDE_ROWS) vmp::fit(floats, rows * most_inputs);
     }
 
-    void widen_row(const T* x, int64_t inputs, int64_t row) {
-        float* const out = floats.data() + row * inputs;
-        for (int64_t i = 0; i < inputs; i += W) {
-            const int count = int(std::min<int64_t>(W, inputs - i));
-            store_some(out + i, load_some(x + i, count), count);
-        }
-    }
+    void widen_row(const T* x, int64_t inputs, int64_t row) { convert(x, inputs, floats.data() + row * inputs); }
 
     void quantize_row(const T* x, int64_t inputs, int64_t row) {
         scales[row] = quantize(x, inputs, bytes.data() + row * inputs);

@@ -284,6 +284,19 @@ inline void store_some(T* p, vf first, vf second, int count) {
     if (count > W) store_some(p + W, second, count - W);
 }
 
+// Writes `count` values of one type as values of another.
+template <class From, class To>
+inline void convert(const From* from, int64_t count, To* to) {
+    if constexpr (std::is_same_v<From, To>) {
+        std::memcpy(to, from, sizeof(To) * count);
+    } else {
+        for (int64_t i = 0; i < count; i += W) {
+            const int some = count - i < W ? int(count - i) : W;
+            store_some(to + i, load_some(from + i, some), some);
+        }
+    }
+}
+
 // Reduces each group of 2 * HALF elements to one value by halves, and returns it in each of them; `f(x, y)` combines two
 // vectors.
 template <int HALF, class F>
