@@ -30,7 +30,6 @@ from vllm_mp.testing.measuring.peers import (
     TimedEngine,
     Workloads,
     decode_name,
-    file_options,
     mixed_figures,
     prefill_name,
     run,
@@ -92,8 +91,8 @@ class OwnFile(AsyncEngine):
 
     def __init__(self, weights: Weights, *, batch_invariant: bool = True) -> None:
         name = f"vllm_mp {OWN_FORMAT}" if batch_invariant else f"vllm_mp, not batch-invariant, {OWN_FORMAT}"
-        options = {**file_options(weights.path()), "batch_invariant": batch_invariant}
-        super().__init__(name, Path(sys.executable), "vllm_mp", **options)
+        options = {"batch_invariant": batch_invariant, "disable_log_requests": True}
+        super().__init__(name, Path(sys.executable), "vllm_mp", model=str(weights.path()), **options)
         self._weights = weights
 
     def prepare(self) -> None:

@@ -198,16 +198,13 @@ class AsyncEngine(TimedEngine):
 
 
 def ours(quantization: str | None = None, file: Path | None = None) -> AsyncEngine:
-    """Return this engine, in this environment, with the weights of the GGUF file `file` if it is given."""
-    options = {"quantization": quantization, "disable_log_requests": True} if file is None else file_options(file)
-    return AsyncEngine(
-        f"vllm_mp {file.stem if file else quantization or 'bfloat16'}", Path(sys.executable), "vllm_mp", **options
-    )
+    """Return this engine, in this environment, with the weights of the GGUF file `file` if it is given.
 
-
-def file_options(file: Path) -> dict[str, Any]:
-    """Return the arguments of this engine for the weights of a GGUF file."""
-    return {"model": str(file), "max_model_len": 4096, "disable_log_requests": True}
+    Requests to a file have at most 4,096 tokens, because the KV cache may be too small for the context of its model.
+    """
+    weights = {"quantization": quantization} if file is None else {"model": str(file), "max_model_len": 4096}
+    name = f"vllm_mp {file.stem if file else quantization or 'bfloat16'}"
+    return AsyncEngine(name, Path(sys.executable), "vllm_mp", **weights, disable_log_requests=True)
 
 
 class VllmCpu(AsyncEngine):
