@@ -75,7 +75,7 @@ ALWAYS_INLINE void transpose(const uint8_t* at, int64_t stride, vi (&words)[8]) 
 ALWAYS_INLINE vf float16_of(vi words) {
 #if defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps((__m256i)__builtin_convertvector(words, vh));
-#elif defined(__F16C__) && !defined(VMP_TILE_MODEL)  // the model has wider vectors
+#elif defined(__AVX2__) && defined(__F16C__) && !defined(VMP_TILE_MODEL)  // the model has wider vectors
     const auto halves = (__m256i)(words & 0xffff);
     return (vf)_mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 #else

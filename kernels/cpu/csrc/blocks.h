@@ -114,7 +114,7 @@ struct RowBlocks {
     HugeVector<RowBlock> blocks;
     int64_t stride = 0;
 
-    void fit(int64_t rows, int64_t most_inputs) {
+    void fit(int64_t rows, int64_t most_inputs, bool /*quantizes*/) {
         stride = most_inputs / 32;
         vmp::fit(blocks, rows * stride);
     }

@@ -17,7 +17,7 @@ struct RowBuffer : Weight::Buffer {
 
     void fit(int64_t rows, int64_t most_inputs) {
         vmp::fit(values, rows * most_inputs);
-        Weight::Buffer::fit(rows, most_inputs);
+        Weight::Buffer::fit(rows, most_inputs, true);
     }
 };
 
@@ -206,7 +206,7 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
     const int64_t tokens = step.num_tokens, hidden = decoder.layers[0].qkv.inputs;
     std::vector<Attention> plans(end - first);
     std::vector<const Attention*> plan_of(end - first);
-    int64_t most_inputs = 0;
+    int64_t most_inputs = 0, most_widened = 0;  // of matrices; of those for which rows are converted to floats
     bool has_experts = false;
     b.adapter_rows.group(adapters ? slots : nullptr, tokens);
     for (int64_t i = first; i < end; ++i) {
@@ -230,8 +230,12 @@ void run(const Decoder<Weight>& decoder, int64_t first, int64_t end, const Atten
             b.experts.fit(*layer.experts, layer.inner ? &layer.down : nullptr, tokens, layer.router->num_chosen);
         }
         most_inputs = std::max({most_inputs, hidden, layer.o.inputs, layer.inner});
+        const Weight* const of_experts = layer.experts ? layer.experts->gate_up : &layer.gate_up;
+        for (const Weight* w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down, of_experts})
+            if (w->converts(tokens) && !w->quantizes()) most_widened = std::max(most_widened, w->inputs);
     }
     if (tokens > FEW) b.normed.fit(tokens, most_inputs);
+    if (most_widened) b.normed.Weight::Buffer::fit(tokens, most_widened, false);
     // Each thread then norms rows, or sorts the choices of experts, for itself.
     const bool reads_between_loops = tokens <= FEW || has_experts;
     const Team::Wait wait = reads_between_loops ? Team::Wait::FOR_THREADS : Team::Wait::FOR_WORK;

@@ -107,7 +107,7 @@ void run_experts(const Experts<Weight>& experts, const T* x, int64_t num_tokens,
     const Weight& gate_up = experts.gate_up[0];
     const int64_t hidden = gate_up.inputs, most = tokens_together(chosen);
     b.fit(experts, nullptr, num_tokens, chosen);
-    if (gate_up.quantizes()) quantized.fit(std::min(num_tokens, most), hidden);
+    if (gate_up.quantizes()) quantized.fit(std::min(num_tokens, most), hidden, true);
     for (int64_t first = 0; first < num_tokens; first += most) {
         const int64_t tokens = std::min(most, num_tokens - first);
         const T* rows = x + first * hidden;

@@ -89,11 +89,11 @@ struct ExpertBuffers {
         const int64_t hidden = gate_up.inputs, tokens = std::min(num_tokens, tokens_together(chosen));
         const int64_t count = tokens * chosen;
         if (gate_up.quantizes())
-            gathered_quantized.fit(count, hidden);
+            gathered_quantized.fit(count, hidden, true);
         else
             vmp::fit(gathered, count * hidden);
-        if (down.quantizes()) inner_quantized.fit(count, down.inputs);
-        if (shared_down && shared_down->quantizes()) shared_quantized.fit(tokens, shared_down->inputs);
+        if (down.quantizes()) inner_quantized.fit(count, down.inputs, true);
+        if (shared_down && shared_down->quantizes()) shared_quantized.fit(tokens, shared_down->inputs, true);
         vmp::fit(inner, count * down.inputs);
         vmp::fit(outputs, count * hidden);
     }

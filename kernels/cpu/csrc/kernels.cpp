@@ -35,14 +35,14 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, bool is_pair, void* 
     }
 }
 
-// Returns memory for quantized rows that the next call finds again.
+// Returns memory for converted rows that the next call finds again.
 template <class Weight>
 typename Weight::Buffer& buffer_of_thread() {
     thread_local typename Weight::Buffer buffer;
     return buffer;
 }
 
-// Returns the rows in the form in which they are multiplied with `w`, quantized into `buffer` if it requires that.
+// Returns the rows in the form in which they are multiplied with `w`, converted into `buffer` if `w` requires it.
 template <class T, class Weight>
 auto input(Member& member, const Weight& w, const T* x, int64_t rows, typename Weight::Buffer& buffer) {
     if (w.converts(rows)) member.each(rows, [&](int64_t i) { w.convert_row(buffer, x + i * w.inputs, i); });
@@ -53,7 +53,7 @@ template <class T, class Weight, class Out>
 void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
             const AdapterStack<T>* adapters = nullptr, const int32_t* slots = nullptr) {
     auto& buffer = buffer_of_thread<Weight>();
-    if (w.converts(rows)) buffer.fit(rows, w.inputs);
+    if (w.converts(rows)) buffer.fit(rows, w.inputs, w.quantizes());
     AdapterRows adapter_rows;
     std::vector<T> ranked;
     if (adapters) {
@@ -75,7 +75,7 @@ void linear(const Weight& w, const T* x, int64_t rows, Out* out, int threads,
 template <class T, class Weight>
 void argmax(const Weight& w, const T* x, int64_t rows, int64_t* indices, const TokenMasks* masks, int threads) {
     auto& buffer = buffer_of_thread<Weight>();
-    if (w.converts(rows)) buffer.fit(rows, w.inputs);
+    if (w.converts(rows)) buffer.fit(rows, w.inputs, w.quantizes());
     std::vector<float> values(rows, -std::numeric_limits<float>::infinity());
     std::fill_n(indices, rows, 0);
     const std::vector<const uint32_t*> mask_of_row = masks ? masks->of_rows(rows) : std::vector<const uint32_t*>(rows);

@@ -21,10 +21,6 @@ struct SoonClose {
     ALWAYS_INLINE void ask() { soon.ask_closer(); }
 };
 
-struct SoonNothing {
-    ALWAYS_INLINE void ask() {}
-};
-
 template <class T, bool ASKS, int ROWS>
 void multiply_exactly(const T* x, int64_t stride, const void* panel, int64_t inputs, Soon soon, Element<T>* out,
                       int64_t out_stride, bool adds) {

@@ -34,13 +34,10 @@ template <class T>
 constexpr bool CONVERTS_ROWS = std::is_same_v<T, bf16>;
 #endif
 
-// Whether many rows of T are converted to floats in advance, once for all panels, and a panel once for all rows: with the
-// registers of AVX2 that takes less time than to convert both where they are multiplied.
+// Whether many rows of T are converted to floats in advance, once for all panels, and a panel once for all rows: with 16
+// registers that takes less time than to convert both where they are multiplied.
 template <class T>
 constexpr bool WIDENS = CONVERTS_ROWS<T> && W < 16;
-
-// The least number of rows for which that is done.
-constexpr int64_t WIDE_ROWS = 24;
 
 // The most rows that are multiplied with a panel at a time: if these are all rows, and if there are more. More than 8
 // rows need more addresses than there are registers, and the L1 cache keeps 8 lines of the same part of a page; rows that
@@ -65,10 +62,13 @@ struct Next {
     int64_t panel;
 };
 
-// From so many blocks of rows on, what comes next is prefetched before each block is multiplied, and not with each step,
-// where steps are so short that a prefetch in each makes them up to 1.5 times as long.
+// With at least this many blocks of rows, the next panel is prefetched before each block instead of with each step, where
+// steps are so short that a prefetch makes them up to 1.5 times as long.
 constexpr int64_t MANY_BLOCKS = 6;
 constexpr bool HAS_MANY_BLOCKS = W < 16;
+
+// The least number of rows that are converted to floats in advance: those of MANY_BLOCKS blocks.
+constexpr int64_t WIDE_ROWS = (MANY_BLOCKS - 1) * MR + 1;
 
 // Weights to prefetch while others are multiplied: from `at`, `stride` bytes further with each step, at most STEP; none if
 // `stride` is 0.
@@ -105,14 +105,14 @@ constexpr int ZERO_BYTE = VMP_SUMS_IN_16_BITS ? 0 : 128;
 template <class T>
 constexpr int KP = 4 / sizeof(T);
 
-// Rows to multiply and, for 8-bit weights, the same rows after `quantize`.
+// Rows to multiply and, if the product converts them, the same rows quantized or as floats.
 template <class T>
 struct Rows {
     const T* values;
     const uint8_t* bytes;
     const float* scales;
     int64_t count;
-    const float* floats = nullptr;  // the values, if they are multiplied as floats
+    const float* floats = nullptr;
 };
 
 template <class T>
@@ -260,10 +260,10 @@ struct ConvertedRows {
     std::vector<float> scales;
     HugeVector<float> floats;
 
-    void fit(int64_t rows, int64_t most_inputs) {
+    void fit(int64_t rows, int64_t most_inputs, bool quantizes) {
+        if (!quantizes) return vmp::fit(floats, rows * most_inputs);
         vmp::fit(bytes, rows * most_inputs);
         vmp::fit(scales, rows);
-        if (WIDENS<T> && rows >= WIDE_ROWS) vmp::fit(floats, rows * most_inputs);
     }
 
     void widen_row(const T* x, int64_t inputs, int64_t row) { convert(x, inputs, floats.data() + row * inputs); }

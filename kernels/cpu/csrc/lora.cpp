@@ -21,17 +21,13 @@ struct NarrowPanels {
     }
 };
 
-struct NoPrefetch {
-    void ask() const {}
-};
-
 // Multiplies `rows` rows, at most ROWS, with VECTORS panels of W columns: writes [rows, VECTORS].
 template <int ROWS, int VECTORS, class T>
 inline void multiply_narrow(int64_t rows, const T* x, int64_t stride, const NarrowPanels& panels, int64_t inputs,
                             vf* out) {
     if constexpr (ROWS > 0) {
         if (rows < ROWS) return multiply_narrow<ROWS - 1, VECTORS>(rows, x, stride, panels, inputs, out);
-        multiply<ROWS, VECTORS>(x, stride, panels, inputs, NoPrefetch{}, *(vf(*)[ROWS][VECTORS])out);
+        multiply<ROWS, VECTORS>(x, stride, panels, inputs, SoonNothing{}, *(vf(*)[ROWS][VECTORS])out);
     }
 }
 

@@ -19,6 +19,11 @@ struct Packed {
     }
 };
 
+// Stands for what is prefetched with each step where nothing is.
+struct SoonNothing {
+    ALWAYS_INLINE void ask() const {}
+};
+
 // Reads fewer than 2 * W values; the rest are zeros.
 inline vu read_few(const bf16* p, int64_t count) {
     vu some = {};

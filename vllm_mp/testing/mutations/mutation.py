@@ -28,8 +28,8 @@ class Mutation:
     """What a user would see."""
     tests: tuple[str, ...]
     """Test files, or tests as pytest names them, that run first because they probably catch the fault."""
-    build: str = "native"
-    """The build of the C++ kernels that has the fault, as `VLLM_MP_BUILDS` names it."""
+    build: str | None = None
+    """The only build of the C++ kernels that has the fault; None if all have it."""
 
     @property
     def is_compiled(self) -> bool:

@@ -65,10 +65,10 @@ class Tree:
         return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TMPDIR": str(temporary)}
 
     def _compile(self, mutation: Mutation) -> None:
-        """Compile what depends on the file of `mutation`; of the kernels, the build that has the fault alone."""
+        """Compile what depends on the file of `mutation`; of the kernels, the build for this processor alone."""
         before = self._compiled()
         command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-        environment = {**os.environ, "VLLM_MP_BUILDS": mutation.build}
+        environment = {**os.environ, "VLLM_MP_BUILDS": "native"}
         done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
         if done.returncode or self._compiled() == before:  # a module that does not compile is left out
             raise RuntimeError(f"{mutation.name}: {mutation.file} does not compile: {done.stderr[-2000:]}")
