@@ -39,14 +39,21 @@ constexpr bool CONVERTS_ROWS = std::is_same_v<T, bf16>;
 template <class T>
 constexpr bool WIDENS = CONVERTS_ROWS<T> && W < 16;
 
+// The most rows that are converted where they are multiplied: with 16 registers, the compiler keeps sums of a sixth row in
+// memory.
+constexpr int MOST_CONVERTED = W < 16 ? 5 : MR;
+
 // The most rows that are multiplied with a panel at a time: if these are all rows, and if there are more. More than 8
 // rows need more addresses than there are registers, and the L1 cache keeps 8 lines of the same part of a page; rows that
 // are converted lie side by side instead. But up to 12 rows in bfloat16 wait for the memory, and so take less time than
 // two reads of the panel.
 template <class T>
-constexpr int MOST_ROWS = ON_TILES<T> ? BLOCK_ROWS : std::is_same_v<T, uint8_t> ? std::min(MR, 8) : MR;
+constexpr int MOST_ROWS = ON_TILES<T>                   ? BLOCK_ROWS
+                          : CONVERTS_ROWS<T>            ? MOST_CONVERTED
+                          : std::is_same_v<T, uint8_t> ? std::min(MR, 8)
+                                                       : MR;
 template <class T>
-constexpr int MOST_OF_MANY = ON_TILES<T> ? BLOCK_ROWS : CONVERTS_ROWS<T> ? MR : std::min(MR, 8);
+constexpr int MOST_OF_MANY = ON_TILES<T> ? BLOCK_ROWS : CONVERTS_ROWS<T> ? MOST_CONVERTED : std::min(MR, 8);
 
 // The bytes of a panel that are multiplied with one 32-bit word of each row.
 constexpr int64_t STEP = 4 * NR;
