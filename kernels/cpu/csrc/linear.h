@@ -74,7 +74,7 @@ struct Next {
 constexpr int64_t MANY_BLOCKS = 6;
 constexpr bool HAS_MANY_BLOCKS = W < 16;
 
-// The least number of rows that are converted to floats in advance: those of MANY_BLOCKS blocks.
+// The least number of rows that are converted to floats in advance: as floats they are at least MANY_BLOCKS blocks.
 constexpr int64_t WIDE_ROWS = (MANY_BLOCKS - 1) * MR + 1;
 
 // Weights to prefetch while others are multiplied: from `at`, `stride` bytes further with each step, at most STEP; none if
