@@ -33,6 +33,7 @@ from vllm_mp.kernels.cpu.decoder import DecoderOptions, FusedDecoder, LayerWeigh
 from vllm_mp.kernels.cpu.experts import ExpertBlocks, ExpertWeights, PackedExperts
 from vllm_mp.kernels.cpu.library import DTYPES, library
 from vllm_mp.kernels.cpu.packed import Arena, PackedLinear, can_pack
+from vllm_mp.kernels.cpu.product import Product
 from vllm_mp.kernels.reference import FLOAT8, FLOAT8_GROUP, QuantizedRows
 from vllm_mp.kernels.sampling import NO_PLACE, SAMPLING_FILTERS, DrawParams, Logprobs, TokenMasks
 from vllm_mp.kernels.step_columns import StepColumns
@@ -65,6 +66,7 @@ __all__ = [
     "PackedAdapterStack",
     "PackedExperts",
     "PackedLinear",
+    "Product",
     "QuantizedRows",
     "StepColumns",
     "TokenMasks",
@@ -322,6 +324,16 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
         return cpu_logits.sample(kernels, logits, params)
     tokens: Tensor = _operations(logits).sample(logits, params)
     return tokens
+
+
+def prepare_draws(logits: Tensor, params: DrawParams, tokens: Tensor) -> Callable[[Tensor], None] | None:
+    """Return a call that writes `sample` of what is then in `logits` to `tokens`, int64 [n]; None without such a call.
+
+    The call takes the random numbers, in place of those of `params`. All tensors must outlive it.
+    """
+    if cpu_logits.can_read(logits) and (kernels := library()):
+        return cpu_logits.prepare_draws(kernels, logits, params, tokens)
+    return None
 
 
 def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:

@@ -77,6 +77,10 @@ class PreparedStep(NamedTuple):
     """Computes `tokens` from `hidden`."""
     tokens: npt.NDArray[np.int64]
     """[num_tokens] what `CausalLM.argmax` returns for `hidden`; overwritten each time."""
+    prepare_logits: Callable[[], tuple[Callable[[], object], Tensor] | None]
+    """Returns a call that computes `CausalLM.compute_logits` of `hidden`, and the float32 tensor that gets these.
+
+    Returns None if there is no such call."""
 
 
 class NativeModel(CausalLM, Protocol):

@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -388,7 +388,13 @@ class LlamaForCausalLM(RankModule):
         factors = [factor for factor in (self.embedding_scale, self.arch.input_multiplier) if factor != 1.0]
         scale = [functools.partial(hidden.mul_, factor) for factor in factors]
         layers = self.decoder.prepare(hidden, hidden, positions, self.cos_sin, kv_caches, metadata)
-        return PreparedStep([embed, *scale, *layers], hidden, argmax, tokens)
+        prepare_logits = functools.partial(self._prepare_logits, hidden)
+        return PreparedStep([embed, *scale, *layers], hidden, argmax, tokens, prepare_logits)
+
+    def _prepare_logits(self, hidden: Tensor) -> tuple[Callable[[], None], Tensor] | None:
+        """See `PreparedStep.prepare_logits`."""
+        is_changed = self.arch.logits_divisor != 1.0 or self.arch.logits_soft_cap is not None
+        return None if is_changed else self.lm_head.prepare_logits(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)

@@ -74,8 +74,22 @@ class VocabularyHead(Packable, RankModule):
 
         None if there is no such call: on a GPU, for example, or with a shard.
         """
-        prepare = None if self._shard is not None else getattr(self._packed, "prepare_argmax", None)
-        return None if prepare is None else prepare(hidden, tokens)
+        return self._packed.prepare_argmax(hidden, tokens) if self._is_prepared else None
+
+    def prepare_logits(self, hidden: Tensor) -> tuple[Callable[[], None], Tensor] | None:
+        """Return a call that computes `forward` of what is then in `hidden`, contiguous, and the tensor that gets it.
+
+        None where `prepare_argmax` returns None.
+        """
+        if not self._is_prepared:
+            return None
+        logits = torch.empty(len(hidden), self._packed.interface.outputs)
+        return self._packed.prepare(hidden, logits), logits
+
+    @property
+    def _is_prepared(self) -> bool:
+        """Whether products with the weight can be prepared."""
+        return self._shard is None and isinstance(self._packed, ops.Product)
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the tokens whose rows the weight holds."""

@@ -127,6 +127,8 @@ class ModelRunner:
         """What computes `_launched` again; None if it was not repeated, or is computed on a GPU."""
         self._is_argmax_again = False
         """If `_launched` is repeated, all its tokens are those with the highest logits."""
+        self._is_draw_again = False
+        """If `_launched` is repeated, its tokens are drawn from logits that nothing changes (`Sampler.repeats`)."""
         self._latest: Tensor | None = None
         """Int64 [n] on the device: the tokens that were sampled last; None if no step reads them.
 
@@ -249,7 +251,8 @@ class ModelRunner:
         """
         if step is self._launched and self._leader is None:
             return self._launch_again(step, batch, sampler)
-        self._launched, self._repeated, self._is_argmax_again = step, None, False
+        self._launched, self._repeated = step, None
+        self._is_argmax_again = self._is_draw_again = False
         return self._launch_first(step, batch, sampler)
 
     @torch.inference_mode()
@@ -274,19 +277,23 @@ class ModelRunner:
 
     def _launch_again(self, step: ScheduledStep, batch: Batch, sampler: Sampler) -> OutputHandle:
         """Launch the step before once more (`RepeatedStep`). It has no tokens of prompts, and no vectors."""
+        num_tokens = batch.num_computed_tokens[step.rows] + 1
         if self._device.type == "cpu" and batch.rope_positions is None and self.memory.graphs is None:
             if self._repeated is None:
                 self._repeated = RepeatedDecodes(step, self._config.cache_config.block_size, self.memory)
             hidden = self._repeated.compute(batch)
-            if self._is_argmax_again:
+            if self._is_argmax_again or self._is_draw_again:
                 self._beat()
-                if (tokens := self._repeated.argmax()) is not None:
+                if self._is_argmax_again:
+                    tokens = self._repeated.argmax()
+                else:
+                    tokens = self._repeated.draw(sampler.repeated_params(num_tokens))
+                if tokens is not None:
                     return ChosenTokens(tokens)
         else:
             with torch.inference_mode():
                 hidden = self._compute(step, batch, None)
-        firsts = batch.num_computed_tokens[step.rows]
-        copies, choices = HostCopies(self._host_stream), (step.rows, firsts + 1)
+        copies, choices = HostCopies(self._host_stream), (step.rows, num_tokens)
         sample = functools.partial(self._sample, hidden, step, choices, batch, sampler, copies, NO_LOGITS)
         return PendingOutput(sample, list, list, copies)
 
@@ -479,6 +486,8 @@ class ModelRunner:
             logprobs = StepLogprobs(logits, batch, rows, num_tokens, step)
             tokens = sampler.sample(logits, rows, num_tokens)
             messages = logprobs.messages(tokens, copies.take)
+            is_alone = step is self._launched and leader is None and self._latest is None
+            self._is_draw_again = is_alone and sampler.repeats(rows) and not wants_logprobs(batch, rows)
         if self._latest is not None:
             # A row that got no token continues with token 0 until its end is processed; that output is discarded.
             assert step.drafts is None, "the next step reads one token of each row"

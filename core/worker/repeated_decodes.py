@@ -1,13 +1,19 @@
 """A step of decodes that is computed again and again on the host."""
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vllm_mp.core.models import PreparedStep
 from vllm_mp.core.scheduler.step import ScheduledStep
 from vllm_mp.core.worker.memory.model_memory import ModelMemory
 from vllm_mp.core.worker.step_inputs import RepeatedInputs, StepRows
+from vllm_mp.kernels import ops
+from vllm_mp.kernels.ops import DrawParams
 
 
 class RepeatedDecodes:
@@ -22,6 +28,10 @@ class RepeatedDecodes:
         self._inputs = RepeatedInputs(step, block_size)
         self._cells: Tensor | None = None
         """The `cell_mapping` of the inputs that were prepared."""
+        self._draws: PreparedDraws | None = None
+        """Draws from the prepared step; None if there were none yet, or they cannot be prepared."""
+        self._is_new = False
+        """The step was prepared anew since the last draws."""
 
     def compute(self, batch: StepRows) -> Tensor:
         """Return the hidden states of the next step [num_tokens, hidden_size], valid until the next call."""
@@ -31,7 +41,7 @@ class RepeatedDecodes:
             memory.use_cells(metadata.cell_mapping)
             if metadata.cell_mapping is not self._cells:
                 memory.prepare_step(input_ids, positions, metadata)
-                self._cells = metadata.cell_mapping
+                self._cells, self._draws, self._is_new = metadata.cell_mapping, None, True
         if memory.prepared is None:
             input_ids, positions, metadata = self._inputs.latest()
             with torch.inference_mode():
@@ -51,3 +61,43 @@ class RepeatedDecodes:
             return None
         prepared.argmax()
         return prepared.tokens
+
+    def draw(self, params: DrawParams) -> npt.NDArray[np.int64] | None:
+        """Return the tokens that are drawn for the hidden states [num_tokens], valid until the next step.
+
+        `params` may differ from those of the call before in the random numbers only. None if draws are not prepared.
+        """
+        prepared = self._memory.prepared
+        if prepared is None:
+            return None
+        if self._is_new:
+            self._draws, self._is_new = PreparedDraws.of(prepared, params), False
+        return None if self._draws is None else self._draws.tokens(params.uniform)
+
+
+class PreparedDraws(NamedTuple):
+    """Draws from the logits of a prepared step, by the same parameters each time but for the random numbers."""
+
+    compute_logits: Callable[[], object]
+    draw: Callable[[Tensor], object]
+    drawn: Tensor
+    """Int64 [num_tokens] what `draw` writes."""
+    kept: Sequence[Any]
+    """What owns the memory that the calls refer to."""
+
+    @classmethod
+    def of(cls, step: PreparedStep, params: DrawParams) -> "PreparedDraws | None":
+        """Return the draws from `step`; None if they cannot be prepared."""
+        prepared = step.prepare_logits()
+        if prepared is None:
+            return None
+        compute_logits, logits = prepared
+        drawn = torch.zeros(len(logits), dtype=torch.int64)
+        draw = ops.prepare_draws(logits, params, drawn)
+        return None if draw is None else cls(compute_logits, draw, drawn, (logits, params))
+
+    def tokens(self, uniform: Tensor) -> npt.NDArray[np.int64]:
+        """Return the tokens of the step as it has been computed; `uniform` are the random numbers [num_tokens]."""
+        self.compute_logits()
+        self.draw(uniform)
+        return self.drawn.numpy()

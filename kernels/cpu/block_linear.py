@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from vllm_mp.kernels.block_weight import BlockWeight
-from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
 from vllm_mp.kernels.cpu.library import (
     DTYPES,
     CBlockLinear,
     CBlockPart,
     CBlockStrip,
-    CTokenMasks,
     Library,
     address,
 )
 from vllm_mp.kernels.cpu.packed import Arena
-from vllm_mp.kernels.sampling import TokenMasks
+from vllm_mp.kernels.cpu.product import Product
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ _MAX_EMBEDDED_BY_ONE = 2**20
 programs keep from their processors would be waited for much longer."""
 
 
-class BlockLinear:
+class BlockLinear(Product):
     """`x @ weight.T + bias`, with weights in block types.
 
     The weight consists of the rows of the parts, which may have different types. They are rewritten in strips, in the
@@ -47,6 +45,8 @@ class BlockLinear:
     `library.is_batch_invariant` is False. Then, where the processor has tiles, 24 rows or more in bfloat16 are
     multiplied with weights that are rounded to bfloat16, which is faster.
     """
+
+    _PREFIX = "block_"
 
     def __init__(
         self,
@@ -103,52 +103,6 @@ class BlockLinear:
             for part in parts:
                 if part.release is not None:
                     part.release()
-
-    def __call__(
-        self,
-        x: Tensor,
-        dtype: torch.dtype | None = None,
-        adapters: PackedAdapterStack | None = None,
-        adapter_slots: Tensor | None = None,
-    ) -> Tensor:
-        """Return [..., outputs] for `x` [..., inputs]; see `PackedLinear.__call__`."""
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        out = torch.empty((flat.shape[0], self._outputs), dtype=dtype or self._dtype)
-        name = "block_linear" if out.dtype == self._dtype else "block_logits"
-        arguments = [self._pointer, flat.data_ptr(), flat.shape[0], out.data_ptr(), torch.get_num_threads()]
-        if name == "block_linear":
-            added = None if adapters is None or adapter_slots is None else adapters.pointer
-            arguments += [added, address(adapter_slots)]
-        self._library.function(name, self._dtype)(*arguments)
-        return out.view(*x.shape[:-1], self._outputs)
-
-    def adapter_stack(self, part_sizes: Sequence[int], num_slots: int, max_rank: int) -> PackedAdapterStack:
-        """Return memory for adapters of these weights; `part_sizes` has the number of outputs of each part."""
-        return PackedAdapterStack(
-            self._library, self.interface.inputs, part_sizes, num_slots, max_rank, self._dtype, is_pair=self._is_pair
-        )
-
-    def argmax(self, x: Tensor, masks: TokenMasks | None = None) -> Tensor:
-        """Return `ops.masked_argmax` of the float32 outputs for `x` [rows, inputs], without storing them."""
-        x = x.contiguous()
-        indices = torch.empty(x.shape[0], dtype=torch.int64)
-        self.prepare_argmax(x, indices, masks)()
-        return indices
-
-    def prepare_argmax(self, x: Tensor, indices: Tensor, masks: TokenMasks | None = None) -> Callable[[], None]:
-        """Return a call that writes `argmax` of what is then in `x`, contiguous, to `indices`, int64 [rows].
-
-        The tensors must outlive it.
-        """
-        return functools.partial(
-            self._library.function("block_argmax", self._dtype),
-            self._pointer,
-            x.data_ptr(),
-            x.shape[0],
-            indices.data_ptr(),
-            CTokenMasks.pointer(masks),
-            torch.get_num_threads(),
-        )
 
 
 @functools.cache

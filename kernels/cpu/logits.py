@@ -1,6 +1,8 @@
 """Operations on stored logits by the C++ kernels."""
 
 import ctypes
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,20 +41,35 @@ def argmax(library: Library, scores: Tensor) -> Tensor:
 
 def sample(library: Library, logits: Tensor, params: DrawParams) -> Tensor:
     """Compute `ops.sample` for logits that `can_read` accepts."""
-    is_on = {"temperature", "uniform", *(cut.name for cut in params.filters)}
-    columns = [getattr(params, name).data_ptr() if name in is_on else None for name in DRAW_COLUMNS]
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    prepare_draws(library, logits, params, tokens)(params.uniform)
+    return tokens
+
+
+def prepare_draws(library: Library, logits: Tensor, params: DrawParams, tokens: Tensor) -> Callable[[Tensor], None]:
+    """Return a call that writes `sample` of what is then in `logits` to `tokens`, int64 [n].
+
+    The call takes the random numbers, in place of those of `params`. All tensors must outlive it.
+    """
+    is_on = {"temperature", *(cut.name for cut in params.filters)}
+    draws = CDraws(**{name: getattr(params, name).data_ptr() for name in DRAW_COLUMNS if name in is_on})
     num_rows, size = logits.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64)
-    library.function("sample", logits.dtype)(
+    call = functools.partial(
+        library.function("sample", logits.dtype),
         logits.data_ptr(),
         logits.stride(0),
         size,
         num_rows,
-        ctypes.byref(CDraws(*columns)),
+        ctypes.byref(draws),
         tokens.data_ptr(),
         torch.get_num_threads(),
     )
-    return tokens
+
+    def draw(uniform: Tensor) -> None:
+        draws.uniform = uniform.data_ptr()
+        call()
+
+    return draw
 
 
 def logprobs(library: Library, logits: Tensor, chosen: Tensor, count: int) -> Logprobs:

@@ -1,17 +1,14 @@
 """Weights packed for the C++ kernels, and the products with them."""
 
 import ctypes
-import functools
-from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from vllm_mp.kernels.cpu.adapter_stack import PackedAdapterStack
-from vllm_mp.kernels.cpu.library import DTYPES, CLinear, CTokenMasks, Library, address
+from vllm_mp.kernels.cpu.library import DTYPES, CLinear, Library, address
 from vllm_mp.kernels.cpu.packed_forms import PackedForm, next_form, note_form
-from vllm_mp.kernels.sampling import TokenMasks
+from vllm_mp.kernels.cpu.product import Product
 from vllm_mp.machine.host_memory import host_memory
 
 MAX_INT8_INPUTS: Final = 65_536
@@ -49,12 +46,14 @@ class Arena:
         return taken
 
 
-class PackedLinear:
+class PackedLinear(Product):
     """`x @ weight.T + bias`, with the weights stored in the order in which a product reads them.
 
     Results are batch-invariant. 8-bit weights have a scale for each output. The rows that they are multiplied with are
     quantized to 8 bits with a scale for each row. Both are rotated first (csrc/linear.h).
     """
+
+    _PREFIX = ""
 
     def __init__(
         self,
@@ -117,56 +116,6 @@ class PackedLinear:
             self._outputs,
         )
         self._pointer = ctypes.byref(self.interface)
-
-    def __call__(
-        self,
-        x: Tensor,
-        dtype: torch.dtype | None = None,
-        adapters: PackedAdapterStack | None = None,
-        adapter_slots: Tensor | None = None,
-    ) -> Tensor:
-        """Return [..., outputs] for `x` [..., inputs], in the dtype of the original weights or in `dtype` float32.
-
-        With `adapters` and `adapter_slots`, int32 for each row of `x`, the rows get what `ops.add_adapters` adds,
-        before they are rounded; `dtype` must be None then.
-        """
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        out = torch.empty((flat.shape[0], self._outputs), dtype=dtype or self._dtype)
-        name = "linear" if out.dtype == self._dtype else "logits"
-        arguments = [self._pointer, flat.data_ptr(), flat.shape[0], out.data_ptr(), torch.get_num_threads()]
-        if name == "linear":
-            added = None if adapters is None or adapter_slots is None else adapters.pointer
-            arguments += [added, address(adapter_slots)]
-        self._library.function(name, self._dtype)(*arguments)
-        return out.view(*x.shape[:-1], self._outputs)
-
-    def adapter_stack(self, part_sizes: Sequence[int], num_slots: int, max_rank: int) -> PackedAdapterStack:
-        """Return memory for adapters of these weights; `part_sizes` has the number of outputs of each part."""
-        return PackedAdapterStack(
-            self._library, self.interface.inputs, part_sizes, num_slots, max_rank, self._dtype, is_pair=self._is_pair
-        )
-
-    def argmax(self, x: Tensor, masks: TokenMasks | None = None) -> Tensor:
-        """Return `ops.masked_argmax` of the float32 outputs for `x` [rows, inputs], without storing them."""
-        x = x.contiguous()
-        indices = torch.empty(x.shape[0], dtype=torch.int64)
-        self.prepare_argmax(x, indices, masks)()
-        return indices
-
-    def prepare_argmax(self, x: Tensor, indices: Tensor, masks: TokenMasks | None = None) -> Callable[[], None]:
-        """Return a call that writes `argmax` of what is then in `x`, contiguous, to `indices`, int64 [rows].
-
-        The tensors must outlive it.
-        """
-        return functools.partial(
-            self._library.function("argmax", self._dtype),
-            self._pointer,
-            x.data_ptr(),
-            x.shape[0],
-            indices.data_ptr(),
-            CTokenMasks.pointer(masks),
-            torch.get_num_threads(),
-        )
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -448,6 +448,12 @@ def test_fused_decoder_agrees_with_its_modules(build, dtype, quantization, name,
                         call()
                     assert torch.equal(prepared.hidden, hidden)
                     assert prepared.tokens.tolist() == model.argmax(hidden).tolist()
+                    if arch.logits_soft_cap is None and arch.logits_divisor == 1.0:
+                        compute_logits, own_logits = prepared.prepare_logits()
+                        compute_logits()
+                        assert torch.equal(own_logits, logits)
+                    else:
+                        assert prepared.prepare_logits() is None
         # In 8 bits too, the least difference may round a value to the next integer.
         bound = 0.02 if dtype == torch.bfloat16 or quantization else 1e-5
         for got, expected in zip(outputs[1], outputs[0], strict=True):

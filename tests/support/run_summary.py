@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from heapq import nlargest
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -22,6 +23,9 @@ COMPLETE = (0, 1)
 """pytest's exit codes of runs that came to their end: all tests passed, or some failed."""
 MAX_AGAIN = 4
 """More failed tests than this are no matter of load."""
+MANY_SECONDS = 5
+"""A file whose tests take longer may be named among those that take the most time."""
+MAX_NAMED_FILES = 8
 WHY_INCOMPLETE = {2: "was interrupted", 3: "had an internal error", 4: "had wrong arguments", 5: "selected no test"}
 
 
@@ -37,6 +41,8 @@ class Summary(NamedTuple):
     """Node ids of the tests that failed at first, and passed alone."""
     lost: list[str]
     """Why a run counts as failed whatever its tests did: it was interrupted, or left no report."""
+    seconds: dict[str, float]
+    """The time of the tests of each file."""
 
     @property
     def has_failed(self) -> bool:
@@ -45,7 +51,7 @@ class Summary(NamedTuple):
 
 def summarize(runs: Iterable[tuple[int, Path]]) -> Summary:
     """Read the reports, which pytest wrote with `--junit-xml=REPORT`, beside its exit codes."""
-    summary = Summary(0, Counter(), [], [], [])
+    summary = Summary(0, Counter(), [], [], [], {})
     for exit_code, report in runs:
         if exit_code not in COMPLETE:
             why = WHY_INCOMPLETE.get(exit_code, "ended")
@@ -80,6 +86,8 @@ def _with_cases(summary: Summary, cases: list[ElementTree.Element]) -> Summary:
     num_passed = summary.num_passed
     for case in cases:
         skip = case.find("skipped")
+        file = _node_id(case).partition("::")[0]
+        summary.seconds[file] = summary.seconds.get(file, 0.0) + float(case.get("time", 0))
         if case.find("failure") is not None or case.find("error") is not None:
             # A test that fails and whose fixture fails, too, has two entries in a row.
             if _node_id(case) not in summary.failed[-1:]:
@@ -114,6 +122,9 @@ def lines(summary: Summary, seconds: int) -> list[str]:
     if summary.unstable:
         printed += ["Unstable, failed at first and passed alone:", *(f"  {node_id}" for node_id in summary.unstable)]
     printed += summary.lost
+    times = ((time, file) for file, time in summary.seconds.items() if time > MANY_SECONDS)
+    if slowest := nlargest(MAX_NAMED_FILES, times):
+        printed.append(f"most time, in seconds: {', '.join(f'{file} {time:.0f}' for time, file in slowest)}")
     skipped = f"{summary.skipped.total():,} skipped"
     if summary.skipped:
         reasons = (

@@ -52,8 +52,8 @@ class Sampler:
         batch = self._batch
         if num_tokens is None:
             num_tokens = batch.num_tokens[rows]
-        if self._repeated is not None and self.repeats(rows):
-            return ops.sample(logits, self._repeated.params(num_tokens))
+        if self.repeats(rows):
+            return ops.sample(logits, self.repeated_params(num_tokens))
         masks = self.token_masks(rows, num_tokens, logits.shape[-1])
         if masks is not None:
             logits = logits.contiguous()
@@ -77,6 +77,14 @@ class Sampler:
         """
         repeated = self._repeated
         return repeated is not None and rows is repeated.rows and self._batch.num_changes == repeated.num_changes
+
+    def repeated_params(self, num_tokens: Counts) -> DrawParams:
+        """Return with what `sample` draws where `repeats` is true; only the random numbers are others in each step.
+
+        `num_tokens` [n] is as for `sample`.
+        """
+        assert self._repeated is not None
+        return self._repeated.params(num_tokens)
 
     def draw(self, logits: Tensor, rows: Rows, num_tokens: Counts) -> Tensor:
         """Return what `sample` does for `logits` that no logits processor and no grammar changes.

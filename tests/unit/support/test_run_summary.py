@@ -72,6 +72,15 @@ def test_failed_tests_are_named_so_that_each_can_be_run_alone(tmp_path):
     assert counts == "2 tests passed, 2 skipped (1 need a GPU, 1: root reads every file), 4 tests failed in 11 min 23 s"
 
 
+def test_files_whose_tests_take_the_most_time_are_named(tmp_path):
+    cases = ((f"tests.unit.test_{i}", name, 2.5 + i) for i in range(11) for name in ("one", "two[a]"))
+    tests = "".join(f'<testcase classname="{file}" name="{name}" time="{time}"/>' for file, name, time in cases)
+    path = tmp_path / "report.xml"
+    path.write_text(f"<testsuites><testsuite>{tests}</testsuite></testsuites>")
+    named = ", ".join(f"tests/unit/test_{i}.py {5 + 2 * i}" for i in range(10, 2, -1))
+    assert summarize(path, exit_code=0)[1][0] == f"most time, in seconds: {named}"
+
+
 def test_reports_are_added_up_and_a_missing_report_is_a_failure(tmp_path):
     good = report(tmp_path, unit_good="def test_good(): pass")
     assert summarize(good, good, exit_code=0) == (0, ["2 tests passed, 0 skipped, 0 tests failed in 11 min 23 s"])
