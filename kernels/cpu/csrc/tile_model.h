@@ -12,13 +12,13 @@
 
 namespace vmp {
 
-// The tiles of one thread. Its instructions are no inline functions, because the compiler would take minutes for them.
+// The tiles of one thread.
 class TileModel {
    public:
     static constexpr int TILES = 8, MOST_ROWS = 16, MOST_BYTES = 64;
 
     // Takes the 64 bytes of a configuration; all tiles are zero then.
-    [[gnu::noinline]] void configure(const void* config) {
+    void configure(const void* config) {
         uint8_t bytes[64];
         uint16_t row_bytes[TILES];
         std::memcpy(bytes, config, sizeof bytes);
@@ -39,20 +39,20 @@ class TileModel {
 
     bool is_configured() const { return configured_; }
 
-    [[gnu::noinline]] void release() {
+    void release() {
         configured_ = false;
         for (Tile& tile : tiles_) tile = {};
     }
 
-    [[gnu::noinline]] void zero(int i) { std::memset(valid(i).bytes, 0, sizeof(Tile::bytes)); }
+    void zero(int i) { std::memset(valid(i).bytes, 0, sizeof(Tile::bytes)); }
 
-    [[gnu::noinline]] void load(int i, const void* at, int64_t stride) {
+    void load(int i, const void* at, int64_t stride) {
         zero(i);
         for (int row = 0; row < tiles_[i].rows; ++row)
             std::memcpy(tiles_[i].bytes[row], (const char*)at + row * stride, tiles_[i].row_bytes);
     }
 
-    [[gnu::noinline]] void store(int i, void* at, int64_t stride) {
+    void store(int i, void* at, int64_t stride) {
         const Tile& tile = valid(i);
         for (int row = 0; row < tile.rows; ++row)
             std::memcpy((char*)at + row * stride, tile.bytes[row], tile.row_bytes);
@@ -61,7 +61,7 @@ class TileModel {
     // Adds to each float of `sums` the products of the pairs of `a` and `b`: those of the first of each pair and those
     // of the second are summed from zero by fused multiply-adds, and the two sums are added to each other and to `sums`.
     // Numbers below the least normal float count as zero everywhere.
-    [[gnu::noinline]] void product_bf16(int sums, int a, int b) {
+    void product_bf16(int sums, int a, int b) {
         check_product(sums, a, b);
         float rows_of_b[2][MOST_ROWS][MOST_ROWS];
         for (int k = 0; k < tiles_[b].rows; ++k)
@@ -84,7 +84,7 @@ class TileModel {
 
     // Adds to each integer of `sums` the products of the bytes of `a`, of type A, and the signed bytes of `b`, by fours.
     template <class A>
-    [[gnu::noinline]] void product_of_bytes(int sums, int a, int b) {
+    void product_of_bytes(int sums, int a, int b) {
         check_product(sums, a, b);
         for (int m = 0; m < tiles_[sums].rows; ++m) {
             uint32_t row[MOST_ROWS];
