@@ -130,6 +130,34 @@ def test_malformed_request_has_a_defined_status(server, request_bytes, status):
     assert _statuses(_ask(server, request_bytes)) == [status]
 
 
+_H2C = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAA")
+"""Headers with which clients of Java ask for HTTP/2 in each request."""
+_H2C_GET = _GET[:-2] + "\r\n".join([*_H2C, "", ""]).encode()
+_CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(_COMPLETION), _COMPLETION)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        pytest.param(_post(_COMPLETION, *_H2C, length=len(_COMPLETION)), id="length"),
+        pytest.param(_post(_CHUNKS, *_H2C, "Transfer-Encoding: chunked"), id="chunks"),
+        pytest.param(_H2C_GET, id="no body"),
+        pytest.param(_H2C_GET[:-2] + b"Content-Length: 0\r\n\r\n", id="length 0"),
+    ],
+)
+@pytest.mark.parametrize("piece_bytes", [7, 10_000], ids=["in pieces", "at once"])
+def test_request_that_asks_for_another_protocol_is_served_as_any_other(server, request_bytes, piece_bytes):
+    sent = request_bytes + _GET + request_bytes
+    pieces = [sent[at : at + piece_bytes] for at in range(0, len(sent), piece_bytes)]
+    assert _statuses(_ask(server, *pieces)) == [200, 200, 200]
+
+
+def test_body_after_an_upgrade_has_the_limits_of_others(server):
+    assert _statuses(_ask(server, _post(b'{"prompt"', *_H2C, length=1000))) == [408]
+    assert _statuses(_ask(server, _post(b"", *_H2C, length=10**9))) == [413]
+    assert _statuses(_ask(server, _post(b"zz\r\n", *_H2C, "Transfer-Encoding: chunked"))) == [400]
+
+
 def test_large_header_is_refused_before_it_ends(server):
     assert _statuses(_ask(server, b"GET /version HTTP/1.1\r\n", *[b"X: " + b"a" * 1000 + b"\r\n"] * 50)) == [431]
 

@@ -7,6 +7,7 @@ import http
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from vllm_mp.server.http.errors import ApiError
@@ -57,11 +58,57 @@ class _Reading(enum.Enum):
     """Whatever comes is discarded: the connection is about to close."""
 
 
+class _BodyAfterUpgrade:
+    """The parser of httptools, which also reads the body of a request that asks for another protocol.
+
+    Some HTTP clients do so in each request (`Upgrade: h2c`), and httptools takes their headers for the end of the
+    request. This server changes to no other protocol. So the parser is given a second head, of which nothing but the
+    form of the body matters, and goes on with the body.
+    """
+
+    def __init__(self, parser: Any, form_of_body: Callable[[], bytes]) -> None:
+        """`form_of_body` returns the headers of the latest request that say where its body ends; empty: it has none."""
+        self._parser = parser
+        self._form_of_body = form_of_body
+        self.is_at_second_head = False
+        """What the parser reports now is of the second head."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    @property
+    def is_before_body(self) -> bool:
+        """Whether the request that the parser reports as complete has a body that the parser has not read."""
+        return self._parser.should_upgrade() and self._form_of_body() != b""
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse `data`; raises `httptools.HttpParserError`."""
+        rest = memoryview(data)
+        while True:
+            try:
+                self._parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                [num_parsed] = stop.args
+                rest = rest[num_parsed:]
+            if form := self._form_of_body():
+                self.is_at_second_head = True
+                try:
+                    self._parser.feed_data(b"POST / HTTP/1.1\r\n" + form + b"\r\n")
+                finally:
+                    self.is_at_second_head = False
+            if not rest:
+                return
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection. A client that exceeds a limit gets a status if possible, and its connection is closed."""
 
+    parser: _BodyAfterUpgrade  # type: ignore[assignment]
+
     def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = _BodyAfterUpgrade(self.parser, self._form_of_body)
         self._limits = limits
         self._reading = _Reading.NOTHING
         self._head_bytes = 0
@@ -113,12 +160,24 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._start_timer(self._limits.header_timeout, self._on_slow_head)
 
     def on_message_begin(self) -> None:
+        if self.parser.is_at_second_head:
+            return
         super().on_message_begin()
         self._reading = _Reading.HEAD
         self._head_bytes = 0
         self._start_timer(self._limits.header_timeout, self._on_slow_head)
 
+    def on_url(self, url: bytes) -> None:
+        if not self.parser.is_at_second_head:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.parser.is_at_second_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self.parser.is_at_second_head:
+            return
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > self._limits.max_header_bytes or len(self.headers) > _MAX_HEADERS:
             self._refusal = self._too_large()
@@ -138,6 +197,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def on_message_complete(self) -> None:
+        if self.parser.is_before_body:
+            return
         self._reading = _Reading.NOTHING
         self._stop_timer()
         super().on_message_complete()
@@ -153,6 +214,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Refuse what the parser could not read."""
         malformed = ApiError(400, "the request is malformed HTTP; send HTTP/1.1", code="malformed_http")
         self._refuse(self._refusal or malformed)
+
+    def _form_of_body(self) -> bytes:
+        """Return the headers of the latest request that say where its body ends; empty if it has none."""
+        if self.scope["method"] == "CONNECT":
+            return b""
+        names = (b"content-length", b"transfer-encoding")
+        return b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in names)
 
     def _refuse(self, error: ApiError) -> None:
         """Send `error` and close the connection; send nothing if it would land inside another response."""
