@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -45,6 +46,27 @@ def fast_folder(tmp_path: Path) -> Path:
     tokenizer.chat_template = TEMPLATE
     folder = tmp_path / "fast"
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def sentencepiece_folder(tmp_path: Path) -> Path:
+    """Return a folder with nothing but tokenizer.model, as the first models of the Llama family have."""
+    folder = tmp_path / "sentencepiece"
+    folder.mkdir()
+    with (folder / "tokenizer.model").open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(CORPUS),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=310,
+            byte_fallback=True,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **names}))
     return folder
 
 
@@ -85,6 +107,14 @@ def assert_same(tokenizer: Any, expected: Any) -> None:
     assert tokenizer.chat_template == expected.chat_template
     assert tokenizer.model_max_length == expected.model_max_length
     assert tokenizer.padding_side == expected.padding_side
+
+
+def test_file_of_sentencepiece_is_converted(sentencepiece_folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(sentencepiece_folder, cache_dir=tmp_path / "cache")
+    expected = SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
+    text = "The dog said 你好 😀"
+    assert tokenizer.encode(text, add_special_tokens=False) == expected.encode(text)
+    assert tokenizer.decode(expected.encode(text)) == text
 
 
 def test_tokenizer_json_loads_as_with_auto_tokenizer(fast_folder: Path) -> None:
