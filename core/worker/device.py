@@ -82,17 +82,26 @@ def choose_dtype(config: VllmConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of weights and activations.
 
     "auto" means bfloat16 on a CPU that computes the model in it without loss of speed, else float32; on a GPU the
-    checkpoint's dtype if it has 16 bits, else bfloat16 if the GPU has it, else float16.
+    checkpoint's dtype if it has 16 bits, else bfloat16 if the GPU has it, else float16. A model whose activations may
+    exceed the range of float16 gets bfloat16, or float32 where the GPU lacks that.
     """
     model = config.model_config
+    exceeds_float16 = isinstance(model.architecture, NativeArchitecture) and model.architecture.exceeds_float16
     if model.dtype == "auto":
         checkpoint = model.architecture.dtype
         if device.type == "cpu":
             model.dtype = "bfloat16" if _cpu_computes_in_bfloat16(model) else "float32"
-        elif checkpoint in ("float16", "bfloat16"):
+        elif checkpoint == "bfloat16" or (checkpoint == "float16" and not exceeds_float16):
             model.dtype = checkpoint
+        elif torch.cuda.is_bf16_supported():
+            model.dtype = "bfloat16"
         else:
-            model.dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+            model.dtype = "float32" if exceeds_float16 else "float16"
+    elif model.dtype == "float16" and exceeds_float16:
+        logger.warning(
+            "dtype='float16': activations of %s may exceed its range; leave it 'auto', or set 'bfloat16' or 'float32'",
+            model.model,
+        )
     return _DTYPES[model.dtype]
 
 

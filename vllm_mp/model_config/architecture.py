@@ -90,6 +90,8 @@ class NativeArchitecture(Architecture, frozen=True, kw_only=True):
     """True: a query/key norm (`qk_norm`) runs over all heads together, not over each."""
     has_fused_projections: bool = False
     """True: the checkpoint has one matrix for q, k and v, and one for gate and up."""
+    exceeds_float16: bool = False
+    """True: activations of models of this family may exceed the range of float16, whatever the checkpoint's dtype."""
     experts: Experts | None = None
     """The experts of a mixture of experts."""
     num_token_types: int = 0

@@ -96,6 +96,7 @@ def _gemma_family(name: str, config: Config, **variations: Any) -> NativeArchite
         embedding_scale=integer(config, "hidden_size") ** 0.5,
         norm_place="around",
         norm_offset=1.0,
+        exceeds_float16=True,
         **variations,
     )
 

@@ -1,4 +1,4 @@
-"""The dtype that dtype="auto" stands for on a CPU."""
+"""The dtype that dtype="auto" stands for."""
 
 import json
 
@@ -16,6 +16,13 @@ LLAMA = CONFIGS["llama"].to_dict() | {"dtype": "bfloat16"}
 BERT = {"architectures": ["BertModel"], "model_type": "bert", "intermediate_size": 64}
 IMAGES = image_fields("llava") | {"dtype": "bfloat16"}
 OTHER = {"architectures": ["OtherForCausalLM"], "n_positions": 100}
+
+
+def config_of(fields, folder, **options):
+    """Return the configuration of an engine for a model whose config.json has these fields."""
+    (folder / "config.json").write_text(json.dumps(fields))
+    args = AsyncEngineArgs(str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True, **options)
+    return args.create_engine_config()
 
 
 @pytest.mark.parametrize(
@@ -38,10 +45,32 @@ OTHER = {"architectures": ["OtherForCausalLM"], "n_positions": 100}
 def test_cpu_computes_in_bfloat16_where_that_costs_no_speed(
     changed, flags, has_kernels, options, expected, monkeypatch, tmp_path
 ):
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changed}))
-    config = AsyncEngineArgs(
-        str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True, **options
-    ).create_engine_config()
+    config = config_of({**LLAMA, **changed}, tmp_path, **options)
     monkeypatch.setattr(cpu_info, "cpu_flags", lambda: frozenset(flags))
     monkeypatch.setattr(device, "library", lambda: object() if has_kernels else None)
     assert choose_dtype(config, torch.device("cpu")) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "has_bfloat16", "expected"),
+    [
+        ("llama", "float16", True, torch.float16),
+        ("llama", "bfloat16", False, torch.bfloat16),
+        ("llama", "float32", False, torch.float16),
+        ("gemma2", "float16", True, torch.bfloat16),
+        ("gemma3", "float16", True, torch.bfloat16),
+        ("gemma3", "float32", False, torch.float32),
+    ],
+)
+def test_gpu_computes_in_16_bits_whose_range_the_model_does_not_exceed(
+    name, checkpoint, has_bfloat16, expected, monkeypatch, tmp_path
+):
+    config = config_of({**CONFIGS[name].to_dict(), "dtype": checkpoint}, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bfloat16)
+    assert choose_dtype(config, torch.device("cuda")) == expected
+
+
+def test_float16_that_a_model_exceeds_is_warned_of(caplog, tmp_path):
+    config = config_of(CONFIGS["gemma3"].to_dict(), tmp_path, dtype="float16")
+    assert choose_dtype(config, torch.device("cpu")) == torch.float16
+    assert "may exceed its range; leave it 'auto'" in caplog.text
