@@ -327,6 +327,8 @@ class _Vocabulary:
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self.added_tokens: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.special_ids: frozenset[int]
+        self.special_texts = frozenset(tokenizer.all_special_tokens)
+        """The texts of the tokens that `skip_special_tokens` leaves out."""
         self.byte_level: tuple[_ByteVocabulary, _ByteVocabulary] | None = None
         """The tokens for skip_special_tokens False and True; None unless the tokenizer is byte-level."""
         self.known_ids: frozenset[int] | None = None
@@ -338,6 +340,7 @@ class _Vocabulary:
         from tokenizers.decoders import ByteLevel
 
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_texts |= {token.content for token in added.values() if token.special}
         backend = tokenizer.backend_tokenizer
         if isinstance(backend.decoder, ByteLevel):
             id_to_token = backend.id_to_token
@@ -345,6 +348,14 @@ class _Vocabulary:
                 _ByteVocabulary(id_to_token, frozenset()),
                 _ByteVocabulary(id_to_token, self.special_ids),
             )
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Return the texts of the tokens that `skip_special_tokens` leaves out.
+
+    They may be more than `tokenizer.all_special_tokens`, which has only those that have a name.
+    """
+    return _vocabulary_of(tokenizer).special_texts
 
 
 _vocabularies: weakref.WeakKeyDictionary[Any, _Vocabulary] = weakref.WeakKeyDictionary()

@@ -9,6 +9,12 @@ import openai
 import pydantic
 import pytest
 from support.server_process import served
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from vllm_mp import SamplingParams
+from vllm_mp.server.openai.answer_parts import read_answer_format
+from vllm_mp.server.openai.tools import FunctionDefinition, read_tools
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -71,6 +77,50 @@ def test_a_call_that_must_be_made_has_arguments_of_its_schema(client, choice):
         else:
             assert isinstance(arguments, SetAlarm)
             assert answered.finish_reason == "stop"
+
+
+UNIQUE = {"type": "object", "properties": {"t": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}}}
+"""No grammar holds all of it."""
+
+
+def test_schema_of_a_function_that_is_not_strict_is_held_as_far_as_a_grammar_can(server):
+    request = {"messages": MESSAGES, "tool_choice": "required", **RANDOM}
+    function = {"name": "f", "parameters": UNIQUE | {"required": ["t"], "additionalProperties": False}}
+    status, answer = server.post(
+        "/v1/chat/completions", request | {"tools": [{"type": "function", "function": function}]}
+    )
+    assert status == 200
+    arguments = json.loads(answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
+    assert {*arguments["t"]} <= {"a", "b"}
+    strict = [{"type": "function", "function": {**function, "strict": True}}]
+    status, answer = server.post("/v1/chat/completions", request | {"tools": strict})
+    assert status == 400
+    assert "unsupported keywords: 'uniqueItems'" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_parser_sees_the_marker_of_calls_that_is_a_special_token_without_a_name(choice):
+    # Mistral's files and GGUF files name only a few of their special tokens.
+    template = "{{ tools }}{% for message in messages %}{{ '[TOOL_CALLS] [AVAILABLE_TOOLS]' }}{% endfor %}"
+    backend = Tokenizer(models.BPE(vocab={"<s>": 0}, merges=[]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    tokenizer.add_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    functions = [FunctionDefinition(name="f")]
+    use = read_tools(
+        functions,
+        choice,
+        is_parallel=True,
+        form=None,
+        chat_template=template,
+        parser_name="mistral",
+        tool_fallback=True,
+    )
+    state = SimpleNamespace(
+        options=SimpleNamespace(reasoning_parser="auto"), engine=SimpleNamespace(model_tokenizer=tokenizer)
+    )
+    params = SamplingParams()
+    read_answer_format(state, params, template, "prompt", use, True)
+    assert not params.skip_special_tokens
 
 
 def test_a_stream_brings_the_name_first_and_then_the_arguments_in_pieces(client):

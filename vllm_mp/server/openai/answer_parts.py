@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from vllm_mp.client.answer_parser import AnswerParser
 from vllm_mp.client.answers.pieces import CallArguments, CallStart, ContentPiece, Piece, ReasoningPiece
+from vllm_mp.client.outputs.detokenizer import special_texts
 from vllm_mp.client.reasoning import REASONING_PARSERS, ReasoningParser, reasoning_parser_for_template
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.server.http.state import ServerState
@@ -217,7 +218,7 @@ def read_answer_format(
     if answer_format.is_plain:
         return answer_format
     tokenizer = server.engine.model_tokenizer
-    if answer_format.markers & set(tokenizer.all_special_tokens):
+    if answer_format.markers & special_texts(tokenizer):
         params.skip_special_tokens = False
     if reasoning is None:
         return answer_format

@@ -57,7 +57,7 @@ class FunctionName(RequestBody):
 class NamedTool(RequestBody):
     """The tool that the model must use."""
 
-    type: Annotated[Literal["function"], refused("must be 'function': other tools are not served")]
+    type: Annotated[Literal["function"], refused("must be 'function': name one function, or set 'auto' or 'required'")]
     function: FunctionName
 
 
@@ -213,11 +213,10 @@ def _answer_form(
 ) -> StructuredOutputsParams | None:
     """Return what an answer must match that consists of calls, of what `form` demands, or of text and calls.
 
-    `strict` are the names of the functions that are strict. With `is_fallback` the model was not trained for tools:
-    then all calls have arguments of their schema and end the answer, and the schema of a function that is not strict is
-    held as far as a grammar can.
+    `strict` are the names of the functions that are strict; the schema of another is held as far as a grammar can. With
+    `is_fallback` the model was not trained for tools: then all calls have arguments of their schema and end the answer.
     """
-    if is_fallback and call_format is not None:
+    if call_format is not None:
         calls = tuple(replace(call, is_lenient=call.name not in strict) for call in call_format.calls)
         call_format = replace(call_format, calls=calls)
     if call_format is None:

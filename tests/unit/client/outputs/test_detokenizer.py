@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer, token_bytes, token_texts
+from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer, special_texts, token_bytes, token_texts
 from vllm_mp.outputs import Logprob
 from vllm_mp.server.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 
@@ -308,3 +308,13 @@ def test_offsets_of_tokens_are_those_in_the_text_also_after_parts_of_characters(
     for token_id, begin in zip(ids, found, strict=True):
         if "\ufffd" not in (token := text_of(token_id)) and token not in SPECIAL:
             assert text[begin:].lstrip().startswith(token.lstrip()), (token, begin)
+
+
+def test_texts_of_special_tokens_without_a_name_are_known() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), bos_token="<s>")
+    tokenizer.add_tokens([AddedToken("[CALLS]", special=True), AddedToken("<call>", special=False)])
+    assert "[CALLS]" not in tokenizer.all_special_tokens
+    assert special_texts(tokenizer) == {"<s>", "[CALLS]"}
+    ids = tokenizer.convert_tokens_to_ids(["[CALLS]", "<call>"])
+    detokenizer = IncrementalDetokenizer(tokenizer, [])
+    assert detokenizer.append(ids) + detokenizer.flush() == "<call>"

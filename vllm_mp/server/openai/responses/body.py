@@ -52,7 +52,7 @@ class FunctionTool(RequestBody):
 class FunctionChoice(RequestBody):
     """The function that the model must call."""
 
-    type: Annotated[Literal["function"], refused("must be 'function': other tools are not served")]
+    type: Annotated[Literal["function"], refused("must be 'function': name one function, or set 'auto' or 'required'")]
     name: str
 
 
