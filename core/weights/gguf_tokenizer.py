@@ -33,6 +33,8 @@ _QWEN2_SPLIT: Final = (
 """The split named "qwen2", of texts in the normal form C."""
 _RANKS: Final = {"tokenizer.ggml.scores", "tokenizer.ggml.merges"}
 """A vocabulary of SentencePiece needs one of them."""
+_KEEP_SPACE_IN_PHI3: Final = ("<unk>", "<s>", "<|endoftext|>")
+"""The only added tokens of Phi-3's SentencePiece vocabulary that leave the white space after them in the text."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds of tokens in `tokenizer.ggml.token_type`."""
 
@@ -63,6 +65,8 @@ def read_tokenizer(source: Path, reader: gguf.GGUFReader) -> Any:
         tokenizer = _byte_level(tokenizer, reader)
     elif model == "llama":
         _use_prefix_of_file(tokenizer, reader)
+        if _value(reader, "general.architecture") == "phi3":
+            _strip_space_after_tokens_of_phi3(tokenizer)
     _use_special_tokens_of_file(tokenizer, reader)
     return tokenizer
 
@@ -186,6 +190,20 @@ def _use_prefix_of_file(tokenizer: Any, reader: gguf.GGUFReader) -> None:
     backend.pre_tokenizer = None
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*parts, decoders.Strip(content=" ", left=1)] if has_prefix else parts)
+
+
+def _strip_space_after_tokens_of_phi3(tokenizer: Any) -> None:
+    """Drop the white space after added tokens, as the original tokenizer does: a GGUF file has no field for it."""
+    from tokenizers import AddedToken
+
+    backend = tokenizer.backend_tokenizer
+    backend.add_tokens(
+        [
+            AddedToken(token.content, rstrip=True, normalized=token.normalized, special=token.special)
+            for token in backend.get_added_tokens_decoder().values()
+            if token.content not in _KEEP_SPACE_IN_PHI3
+        ]
+    )
 
 
 def _use_special_tokens_of_file(tokenizer: Any, reader: gguf.GGUFReader) -> None:

@@ -53,10 +53,10 @@ _CONVERTER = "vllm_mp.core.weights.gguf_to_safetensors"
 DISK_FULL_EXIT = 3
 """Exit status of the converter if the converted model does not fit on the disk."""
 
-CONVERTER_VERSION = 6
+CONVERTER_VERSION = 7
 """Version of the files that the converter writes. Raise it with every change, so that no older conversion is used."""
 
-MAPPED_VERSION: Final = "m2"
+MAPPED_VERSION: Final = "m3"
 """Version of the folders of mapped files. Change it with every change of configurations or tokenizers."""
 
 _KEPT_SECONDS = 24 * 3600

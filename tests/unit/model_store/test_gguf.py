@@ -210,9 +210,9 @@ def test_quantized_tensor_is_rounded_to_the_16_bits_that_hold_it_best(magnitude:
 
 
 def test_conversion_of_an_older_version_is_removed_after_a_day_without_use(tmp_path: Path) -> None:
-    now = time.time()
-    for name, hours in (("a-v1", 25), ("a-v2", 1), ("a-v6", 25), ("a-v99", 25), ("other-v1", 25)):
+    now, current = time.time(), f"a-v{gguf.CONVERTER_VERSION}"
+    for name, hours in (("a-v1", 25), ("a-v2", 1), (current, 25), ("a-v99", 25), ("other-v1", 25)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (now, now - hours * 3600))
-    gguf.remove_older(tmp_path / "a-v6")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-v2", "a-v6", "a-v99", "other-v1"]
+    gguf.remove_older(tmp_path / current)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-v2", current, "a-v99", "other-v1"]

@@ -7,16 +7,17 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from vllm_mp.core.weights.gguf_to_safetensors import use_special_tokens_of_file
 from vllm_mp.core.weights.gguf_tokenizer import end_token_ids, read_tokenizer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = (
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = (
     gguf.TokenType.NORMAL,
     gguf.TokenType.UNKNOWN,
     gguf.TokenType.CONTROL,
     gguf.TokenType.USER_DEFINED,
+    gguf.TokenType.BYTE,
 )
 BYTE_LEVEL = {
     "a": NORMAL,
@@ -32,13 +33,22 @@ BYTE_LEVEL = {
 MERGES = ["a b", "1 2"]
 DEEPSEEK = {**BYTE_LEVEL, "<｜begin▁of▁sentence｜>": CONTROL, "<｜User｜>": USER_DEFINED}
 SENTENCE_PIECE = {"<unk>": UNKNOWN, "<s>": CONTROL, "▁": NORMAL, "a": NORMAL, "▁a": NORMAL, "▁▁": NORMAL}
+PHI3 = {
+    **SENTENCE_PIECE,
+    "<0x0A>": BYTE,
+    "<|endoftext|>": CONTROL,
+    "<|user|>": CONTROL,
+    "<|end|>": CONTROL,
+    "<|assistant|>": CONTROL,
+    "</s>": USER_DEFINED,
+}
 
 
 def tokenizer_of(path: Path, tokens: dict[str, Any], *, architecture: str = "llama", **values: Any) -> Any:
     """Return the tokenizer of a file with these tokens and their types, and `values` under `tokenizer.ggml`."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
-    model = "llama" if tokens is SENTENCE_PIECE else "gpt2"
+    model = "llama" if "▁" in tokens else "gpt2"
     writer.add_tokenizer_model(model)
     if tokens:
         writer.add_token_list(list(tokens))
@@ -115,6 +125,21 @@ def test_sentencepiece_puts_a_space_before_every_text_unless_the_file_says_other
     assert bare("a").input_ids == [1, 3]
     assert bare("a a").input_ids == [1, 3, 4]
     assert bare.decode([4]) == " a"
+
+
+def test_added_tokens_of_phi3_swallow_the_white_space_after_them(tmp_path: Path) -> None:
+    def tokens(tokenizer: Any, text: str) -> Any:
+        return tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False).input_ids)
+
+    read = tokenizer_of(tmp_path / "a.gguf", PHI3, architecture="phi3", bos_token_id=1, eos_token_id=7)
+    read.save_pretrained(tmp_path / "saved")
+    for tokenizer in (read, PreTrainedTokenizerFast.from_pretrained(tmp_path / "saved")):
+        prompt = tokens(tokenizer, "<|user|>\na<|end|>\n<|assistant|>\n")
+        assert prompt == ["<|user|>", "▁a", "<|end|>", "<|assistant|>"]
+        assert tokens(tokenizer, "</s> \n a") == ["</s>", "▁a"]
+        assert tokens(tokenizer, "<s> a<|endoftext|>\n") == ["<s>", "▁", "▁a", "<|endoftext|>", "▁", "<0x0A>"]
+    other = tokenizer_of(tmp_path / "b.gguf", PHI3, bos_token_id=1, eos_token_id=7)
+    assert tokens(other, "<|user|>\n") == ["<|user|>", "▁", "<0x0A>"]
 
 
 def test_unknown_way_to_split_text_is_refused_by_name(tmp_path: Path) -> None:
