@@ -38,8 +38,15 @@ _KEEP_SPACE_IN_PHI3: Final = ("<unk>", "<s>", "<|endoftext|>")
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds of tokens in `tokenizer.ggml.token_type`."""
 
-_TURN_ENDS: Final = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-"""The texts of tokens that end a turn in a chat; many files name only the token that ends a text."""
+_ENDS: Final = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[EOS]"),
+    *("<EOT>", "_<EOT>", "[EOT]"),
+)
+"""The texts of tokens that end a turn or a text, as in llama.cpp; many files name only one of the tokens that do.
+
+"</s>" is not among them, because Gemma's vocabulary has it as an HTML tag.
+"""
 _SPECIAL_TOKENS: Final = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -78,15 +85,15 @@ def token_id(reader: gguf.GGUFReader, key: str) -> int | None:
 
 
 def end_token_ids(reader: gguf.GGUFReader) -> list[int]:
-    """Return the ids of the tokens that end a generation: the file's own and, as in llama.cpp, ends of turns."""
+    """Return the ids of the tokens that end a generation: those that the file names, then those in `_ENDS`."""
     tokens, kinds = (_value(reader, f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
-    named = (token_id(reader, f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot"))
-    of_turns = (
+    named = (token_id(reader, f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    known = (
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind in (_CONTROL, _USER_DEFINED) and token in _TURN_ENDS
+        if kind in (_CONTROL, _USER_DEFINED) and token in _ENDS
     )
-    return list(dict.fromkeys(token for token in (*named, *of_turns) if token is not None))
+    return list(dict.fromkeys(token for token in (*named, *known) if token is not None))
 
 
 def _value(reader: gguf.GGUFReader, key: str) -> Any:

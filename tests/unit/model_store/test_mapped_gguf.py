@@ -255,7 +255,7 @@ def test_all_that_a_file_states_of_yarn_is_used(tmp_path: Path) -> None:
         config_of(metadata_file(tmp_path / "b.gguf", yarn))
 
 
-@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "eot_token_id"])
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"])
 @pytest.mark.parametrize("value", [(12, UINT32), (-1, gguf_package.GGUFValueType.INT32), (1.0, FLOAT32)])
 def test_token_without_embedding_is_refused_by_field(tmp_path: Path, key: str, value: Any) -> None:
     path = metadata_file(tmp_path / "a.gguf", {f"tokenizer.ggml.{key}": value})

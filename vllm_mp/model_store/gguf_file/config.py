@@ -192,7 +192,7 @@ class _Reader(GgufFields):
         theta = self.number("rope.freq_base", _DEFAULT_THETA)
         rope = {"rope_theta": theta, **rope_scaling(self, theta, head_dim, is_longrope=family.model_type == "phi3")}
         self._check_vocabulary(vocab)
-        ends = [self.token_id(key, vocab) for key in ("eos_token_id", "eot_token_id")]
+        ends = [self.token_id(key, vocab) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
         ends = [token for token in dict.fromkeys(ends) if token is not None]
         return {
             "architectures": [family.architecture],

@@ -162,18 +162,21 @@ def test_vocabulary_that_is_missing_or_contradicts_itself_is_refused_by_field(tm
         tokenizer_of(tmp_path / "c.gguf", {"a": NORMAL, "1": NORMAL, "2": NORMAL})
 
 
-def test_tokens_that_end_a_turn_end_a_generation_though_the_file_names_another(tmp_path: Path) -> None:
+def test_tokens_that_end_a_turn_or_a_text_end_a_generation_though_the_file_names_another(tmp_path: Path) -> None:
     tokens = {
         **BYTE_LEVEL,
         "<|endoftext|>": CONTROL,
         "<|end|>": CONTROL,
         "<|im_end|>": NORMAL,
         "<|eot_id|>": USER_DEFINED,
+        "<EOT>": NORMAL,
+        "<|end_of_text|>": CONTROL,
+        "</s>": USER_DEFINED,
     }
-    tokenizer_of(tmp_path / "a.gguf", tokens, pre="dbrx", architecture="phi3", eos_token_id=9)
-    assert end_token_ids(gguf.GGUFReader(tmp_path / "a.gguf")) == [9, 10, 12]
-    tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre="dbrx", eos_token_id=8, eot_token_id=7)
-    assert end_token_ids(gguf.GGUFReader(tmp_path / "b.gguf")) == [8, 7]
+    tokenizer_of(tmp_path / "a.gguf", tokens, pre="dbrx", architecture="phi3", eos_token_id=10)
+    assert end_token_ids(gguf.GGUFReader(tmp_path / "a.gguf")) == [10, 9, 12, 14]
+    tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre="dbrx", eos_token_id=8, eot_token_id=7, eom_token_id=6)
+    assert end_token_ids(gguf.GGUFReader(tmp_path / "b.gguf")) == [8, 7, 6]
 
 
 def test_tokens_that_end_a_mapped_model_end_a_converted_model(tmp_path: Path) -> None:
