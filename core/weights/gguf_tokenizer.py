@@ -19,8 +19,6 @@ _DIGIT_SPLITS: Final = (
     "codeshell",
     "exaone",
     "minerva-7b",
-    "deepseek-llm",
-    "deepseek-coder",
 )
 """Names of the split of GPT-2 in which each digit stands alone."""
 _PLAIN_SPLITS: Final = (None, "default", "gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling")
@@ -31,6 +29,32 @@ _QWEN2_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """The split named "qwen2", of texts in the normal form C."""
+_CASED_LETTERS: Final = (
+    "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
+    "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
+    "\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
+    "\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b"
+    "\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+"""Ranges of letters that have a case, as DeepSeek-LLM lists them."""
+_REGEX_SPLITS: Final = {
+    "qwen2": (_QWEN2_SPLIT,),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}"),
+    "deepseek-llm": (
+        r"[\r\n]",
+        rf"\s?[{_CASED_LETTERS}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        "[\u0800-\u9fa5\uac00-\ud7ff]+",
+        r"\p{N}+",
+    ),
+}
+"""Splits in steps: each cuts the parts of the step before it at the matches of its regular expression."""
 _RANKS: Final = {"tokenizer.ggml.scores", "tokenizer.ggml.merges"}
 """A vocabulary of SentencePiece needs one of them."""
 _KEEP_SPACE_IN_PHI3: Final = ("<unk>", "<s>", "<|endoftext|>")
@@ -155,12 +179,16 @@ def _byte_level(tokenizer: Any, reader: gguf.GGUFReader) -> Any:
     if split in _DIGIT_SPLITS:
         digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         exact.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-    elif split == "qwen2":
-        parts = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated")
+    elif split in _REGEX_SPLITS:
+        steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _REGEX_SPLITS[split]]
         alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        exact.pre_tokenizer, exact.normalizer = pre_tokenizers.Sequence([parts, alphabet]), normalizers.NFC()
+        exact.pre_tokenizer = pre_tokenizers.Sequence([*steps, alphabet])
+        if split == "qwen2":
+            exact.normalizer = normalizers.NFC()
     elif split not in _PLAIN_SPLITS and "Regex" not in repr(backend.pre_tokenizer):
-        known = ", ".join(sorted(name for name in (*_PLAIN_SPLITS, *_DIGIT_SPLITS, *_LLAMA_3_SPLITS) if name))
+        known = ", ".join(
+            sorted(name for name in (*_PLAIN_SPLITS, *_DIGIT_SPLITS, *_LLAMA_3_SPLITS, *_REGEX_SPLITS) if name)
+        )
         raise ValueError(
             f"tokenizer.ggml.pre is {split!r:.80}, a way to split text that is not known here for the architecture "
             f"{_value(reader, 'general.architecture')!r:.80} (known are {known}); converting the file again does not "

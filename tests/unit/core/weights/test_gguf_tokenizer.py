@@ -116,6 +116,19 @@ def test_digits_stand_alone_where_the_file_says_so(tmp_path: Path) -> None:
     assert tokenizer_of(tmp_path / "b.gguf", BYTE_LEVEL, pre="gpt-2")("12").input_ids == [6]
 
 
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        ("deepseek-coder", ["Ċ", "ĉret", "Ġ", "1", "2", "Ġ!", "=", "Ġx", "();", "Ċ", "ĉ}"]),
+        ("deepseek-llm", ["Ċ", "ĉret", "Ġ", "12", "Ġ!=", "Ġx", "();", "Ċ", "ĉ}"]),
+    ],
+)
+def test_words_of_deepseek_keep_the_white_space_before_them(tmp_path: Path, split: str, words: list[str]) -> None:
+    tokenizer = tokenizer_of(tmp_path / "a.gguf", BYTE_LEVEL, pre=split)
+    text = "\n\tret 12 != x();\n\t}"
+    assert [word for word, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)] == words
+
+
 def test_sentencepiece_puts_a_space_before_every_text_unless_the_file_says_otherwise(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path / "a.gguf", SENTENCE_PIECE, bos_token_id=1)
     assert tokenizer("a").input_ids == [1, 4]
