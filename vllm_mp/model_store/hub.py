@@ -22,6 +22,8 @@ _WEIGHT_FILES = [SAFETENSORS.pattern]
 _PICKLED_FILES = [PICKLED.pattern]
 # Exports for other engines are in their own folders, and repeat the weights.
 _IGNORED_FILES = ["onnx/*", "openvino/*", "coreml/*", "original/*", "metal/*", "*.onnx*"]
+_CONSOLIDATED_FILES = ["consolidated*.safetensors"]
+"""Mistral's own form of the weights. Beside other safetensors files it repeats them."""
 
 _OTHER_WAYS = f"name a local model folder, a .gguf file, or the default model {DEFAULT_MODEL!r}"
 
@@ -101,7 +103,7 @@ def _download(
         api = huggingface_hub.HfApi(token=token)
         api.model_info(model, revision=revision, timeout=_CONNECT_TIMEOUT_S)
 
-    def fetch(patterns: list[str]) -> Path:
+    def fetch(patterns: list[str], ignored: list[str] = _IGNORED_FILES) -> Path:
         return Path(
             huggingface_hub.snapshot_download(
                 model,
@@ -110,7 +112,7 @@ def _download(
                 cache_dir=cache,
                 etag_timeout=_CONNECT_TIMEOUT_S,
                 allow_patterns=patterns,
-                ignore_patterns=_IGNORED_FILES,
+                ignore_patterns=ignored,
                 tqdm_class=Bar,
             )
         )
@@ -120,8 +122,11 @@ def _download(
         progress.line(f"fetching {at} from the hub")
         if load_format in ("dummy", "tokenizer"):
             return fetch(_DESCRIPTION_FILES)
-        folder = fetch(_DESCRIPTION_FILES + _WEIGHT_FILES)
-        return folder if weight_files(folder) == SAFETENSORS else fetch(_PICKLED_FILES)
+        folder = fetch(_DESCRIPTION_FILES + _WEIGHT_FILES, _IGNORED_FILES + _CONSOLIDATED_FILES)
+        for patterns in (_CONSOLIDATED_FILES, _PICKLED_FILES):
+            if weight_files(folder) != SAFETENSORS:
+                folder = fetch(patterns)
+        return folder
     except errors.GatedRepoError as error:
         raise ValueError(
             f"model {at} is gated: ask for access on its hub page, then pass hf_token or set HF_TOKEN"

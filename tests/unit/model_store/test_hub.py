@@ -23,6 +23,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
     "model.safetensors": b"\0" * 64,
+    "consolidated.safetensors": b"\0" * 65,
     "tokenizer.json": b"{}",
     "pytorch_model.bin": b"pickled",
     "training_args.bin": b"pickled",
@@ -32,7 +33,7 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves org/model, org/gated, org/bin and org/pt, and answers 404 for any other model."""
+    """Serves org/model, org/gated, org/bin, org/pt and org/consolidated, and answers 404 for any other model."""
 
     protocol_version = "HTTP/1.1"
 
@@ -40,7 +41,7 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path in ("/api/models/org/model", "/api/models/org/model/revision/main"):
             return self.answer(self.info("org/model"))
-        for model in ("org/bin", "org/pt"):
+        for model in ("org/bin", "org/pt", "org/consolidated"):
             if path in (f"/api/models/{model}", f"/api/models/{model}/revision/main"):
                 return self.answer(self.info(model))
         if path.startswith("/api/models/org/gated"):
@@ -53,7 +54,9 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer(self.tree(["config.json", "tokenizer.json", "pytorch_model.bin", "training_args.bin"]))
         if path.startswith("/api/models/org/pt/tree/"):
             return self.answer(self.tree(["config.json", "model.pt"]))
-        for prefix in (f"/org/{model}/resolve/{COMMIT}/" for model in ("model", "bin", "pt")):
+        if path.startswith("/api/models/org/consolidated/tree/"):
+            return self.answer(self.tree(["config.json", "tokenizer.json", "consolidated.safetensors"]))
+        for prefix in (f"/org/{model}/resolve/{COMMIT}/" for model in ("model", "bin", "pt", "consolidated")):
             if path.startswith(prefix) and path.removeprefix(prefix) in FILES:
                 return self.answer(FILES[path.removeprefix(prefix)])
         return self.refuse(404, "RepoNotFound")
@@ -146,6 +149,12 @@ def test_pickled_weights_are_downloaded_only_where_there_are_no_safetensors(hub:
     assert names(folder) == ["config.json", "pytorch_model.bin", "tokenizer.json"]
     assert resolve("org/bin", "http://127.0.0.1:1", tmp_path) == folder
     assert names(resolve("org/bin", hub, tmp_path / "dummy", load_format="dummy")) == ["config.json", "tokenizer.json"]
+
+
+@pytest.mark.extended
+def test_consolidated_weights_are_downloaded_where_there_are_no_other_safetensors(hub: str, tmp_path: Path) -> None:
+    folder = resolve("org/consolidated", hub, tmp_path)
+    assert names(folder) == ["config.json", "consolidated.safetensors", "tokenizer.json"]
 
 
 @pytest.mark.extended
