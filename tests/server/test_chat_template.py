@@ -105,3 +105,15 @@ def test_request_with_a_template_is_served_if_the_operator_trusts_it(in_process)
     assert failing.status_code == 400
     assert failing.json()["error"]["code"] == "chat_template_failed"
     assert "no users" in failing.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max"])
+def test_reasoning_effort_reaches_the_template(in_process, effort):
+    async def send():
+        body = {"messages": MESSAGES, "reasoning_effort": effort, "chat_template": "{{ reasoning_effort }}"}
+        async with in_process(trust_request_chat_template=True) as client:
+            rendered = await client.post("/v1/chat/completions/render", json=body)
+            assert rendered.status_code == 200, rendered.text
+            return await client.post("/detokenize", json={"tokens": rendered.json()["token_ids"]})
+
+    assert asyncio.run(send()).json()["prompt"] == effort

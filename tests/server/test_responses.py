@@ -170,6 +170,8 @@ def test_wrong_field_is_refused_by_its_path(post, field, value):
         {"tools": [], "tool_choice": "auto", "max_tool_calls": 3},
         {"text": {"format": {"type": "text"}, "verbosity": "medium"}},
         {"reasoning": {"effort": None}},
+        {"reasoning": {"effort": "xhigh"}},
+        {"reasoning": {"effort": "max"}},
         {"include": ["reasoning.encrypted_content"], "store": True, "service_tier": "auto"},
         {"background": False, "previous_response_id": None},
         {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 3, "stop": ["\n"], "ignore_eos": True},

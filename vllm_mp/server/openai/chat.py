@@ -28,7 +28,7 @@ from vllm_mp.server.openai.answer_parts import (
     read_answer_format,
 )
 from vllm_mp.server.openai.chat_messages import ChatMessage
-from vllm_mp.server.openai.chat_prompt import chat_prompt, template_variables
+from vllm_mp.server.openai.chat_prompt import ReasoningEffort, chat_prompt, template_variables
 from vllm_mp.server.openai.generation import Generation, GenerationBody, StreamOptions, Usage, start_generation
 from vllm_mp.server.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, convert, prompt_logprobs
 from vllm_mp.server.openai.models import ChosenModel, check_model
@@ -69,7 +69,7 @@ class ChatBody(GenerationBody, kw_only=True):
     """False: an answer has at most one call."""
     include_reasoning: bool | None = None
     """False: leave out the thought of a model that thinks."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     """How much the model thinks, if its chat template knows that; "none" also sets `enable_thinking` to false."""
     functions: Annotated[Annotated[list[Any], msgspec.Meta(max_length=0)] | None, _USE_TOOLS] = None
     function_call: Annotated[Literal["none"] | None, _USE_TOOLS] = None

@@ -1,7 +1,7 @@
 """The prompt of a conversation: what the endpoints that take messages share."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vllm_mp.client.prompts.chat_images import ChatImage
 from vllm_mp.client.prompts.chat_messages import ChatMessageError
@@ -11,6 +11,9 @@ from vllm_mp.server.http.endpoint import Call
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.openai.chat_messages import ChatMessage
 from vllm_mp.server.openai.sampling_fields import refused_parameters
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much the model thinks: OpenAI's words, which the chat template reads as they are."""
 
 
 class RenderedChat(NamedTuple):

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from vllm_mp.server.http.body import Ignored, Refused, RequestBody, refused, unserved
+from vllm_mp.server.openai.chat_prompt import ReasoningEffort
 from vllm_mp.server.openai.generation import GenerationBody
 from vllm_mp.server.openai.output_form import TextFormat
 from vllm_mp.server.openai.responses.input import InputItem
@@ -25,7 +26,7 @@ class TextConfig(RequestBody):
 class Reasoning(RequestBody):
     """The settings of the thought of a model that thinks."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    effort: ReasoningEffort | None = None
     """How much the model thinks, if its chat template knows that; "none" also sets `enable_thinking` to false."""
     summary: Ignored = None
     generate_summary: Ignored = None
