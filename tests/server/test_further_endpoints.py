@@ -82,3 +82,17 @@ def test_probes_and_facts(ask):
     assert "http" not in page.text, "the page needs nothing of other servers"
     assert counted.json()["input_tokens"] > 5
     assert models.json()["data"][0]["id"] == "smollm2-135m-instruct"
+
+
+@pytest.mark.parametrize("named", [{}, {"model": None}, {"model": ""}])
+def test_served_model_answers_if_the_name_is_missing_or_empty(ask, named):
+    requests = {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": {"prompt": "Once", "max_tokens": 2},
+        "/v1/responses": {"input": "Once", "max_output_tokens": 2},
+        "/v1/messages": CHAT,
+        "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
+        "/tokenize": {"prompt": "Once"},
+    }
+    answers = ask(*(("POST", path, body | named) for path, body in requests.items()))
+    assert [answer.status_code for answer in answers] == [200] * len(requests)

@@ -114,7 +114,7 @@ class OutputConfig(RequestBody):
 class TokensBody(RequestBody, kw_only=True):
     """A conversation whose tokens are counted."""
 
-    model: str
+    model: str | None = None
     messages: list[Message]
     system: str | list[ContentBlock] | None = None
     """A system message before the conversation."""

@@ -46,7 +46,7 @@ class ChosenModel(NamedTuple):
 
 
 def check_model(server: ServerState, name: str | None, *, generates: bool = False) -> ChosenModel:
-    """Return the model that a request names: the base model, also if it names none, or an adapter.
+    """Return the model that a request names: the base model, also if the name is missing or empty, or an adapter.
 
     Raises ApiError for any other name, and with `generates` if the model generates no text.
     """
@@ -56,7 +56,7 @@ def check_model(server: ServerState, name: str | None, *, generates: bool = Fals
         except ValueError as error:
             raise ApiError(400, str(error), param="model") from None
     served = server.engine.model_config.served_model_name
-    if name is None or name == served:
+    if not name or name == served:
         return ChosenModel(served, None)
     if (lora := server.adapters.get(name)) is not None:
         return ChosenModel(name, lora)
