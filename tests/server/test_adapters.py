@@ -49,10 +49,10 @@ def test_adapter_is_served_as_a_model_of_its_name(engine):
     async def run():
         async with client(engine) as server:
             models = (await server.get("/v1/models")).json()["data"]
-            assert [(model["id"], model.get("parent")) for model in models] == [
-                (MODEL, None),
-                ("adapter-1", MODEL),
-                ("adapter-2", MODEL),
+            assert [(model["id"], model["root"], model.get("parent")) for model in models] == [
+                (MODEL, MODEL, None),
+                ("adapter-1", "adapter-1", MODEL),
+                ("adapter-2", "adapter-2", MODEL),
             ]
             assert (await server.get("/v1/models/adapter-1")).json()["id"] == "adapter-1"
             texts = [await complete(server, model) for model in (MODEL, "adapter-1", "adapter-2")]

@@ -96,3 +96,14 @@ def test_served_model_answers_if_the_name_is_missing_or_empty(ask, named):
     }
     answers = ask(*(("POST", path, body | named) for path, body in requests.items()))
     assert [answer.status_code for answer in answers] == [200] * len(requests)
+
+
+@pytest.mark.parametrize("model", ["alias", "organisation/name", "/secret/model", "~/model.gguf", "secret"])
+def test_root_of_the_model_is_the_name_it_was_started_as_but_no_path(ask, replay_engine, monkeypatch, tmp_path, model):
+    (tmp_path / "secret").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(replay_engine.model_config, "model", model)
+    monkeypatch.setattr(replay_engine.model_config, "served_model_name", "house")
+    [answer] = ask(("GET", "/v1/models", None))
+    [card] = answer.json()["data"]
+    assert (card["id"], card["root"]) == ("house", model if model in ("alias", "organisation/name") else "house")

@@ -115,6 +115,11 @@ def _similar_path(path: Path) -> str:
     return ""
 
 
+def is_path(model: str) -> bool:
+    """Return whether `model` names a local folder or file, instead of being an alias or a hub id."""
+    return _looks_like_path(model) or Path(model).exists()
+
+
 def _looks_like_path(model: str) -> bool:
     """Return whether `model` can only be a path, so that the hub must not be asked."""
     return (

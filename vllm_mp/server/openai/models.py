@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vllm_mp.model_store.resolve import is_path
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.http.state import ServerState
@@ -24,6 +25,8 @@ class Model(msgspec.Struct):
     object: str
     created: int
     owned_by: str
+    root: str
+    """What the model was started as: an alias or an id of the hub; instead of a local path, the same as `id`."""
     max_model_len: int
     """Maximum number of tokens of a request, prompt and completion together."""
     parent: str | UnsetType = UNSET
@@ -83,8 +86,11 @@ async def retrieve_model(request: Request) -> Response:
 
 def _described(server: ServerState, name: str) -> Model:
     config = server.engine.model_config
-    parent = config.served_model_name if name in server.adapters else UNSET
-    return Model(name, "model", server.created, "vllm_mp", config.max_model_len, parent)
+    is_adapter = name in server.adapters
+    # A path of the machine is not for clients.
+    root = name if is_adapter or is_path(config.model) else config.model
+    parent = config.served_model_name if is_adapter else UNSET
+    return Model(name, "model", server.created, "vllm_mp", root, config.max_model_len, parent)
 
 
 ROUTES = [Route("/v1/models", list_models), Route("/v1/models/{model:path}", retrieve_model)]
