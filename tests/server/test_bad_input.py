@@ -261,6 +261,7 @@ def test_failure_before_the_first_token_of_a_stream_has_its_own_status(in_proces
     response = _send(in_process, "/v1/completions", b'{"prompt": "x", "prompt_logprobs": 1, "stream": true}', JSON)
     assert (response.status_code, response.headers["content-type"]) == (500, "application/json")
     assert response.json()["error"]["code"] == "generation_failed"
+    assert response.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize("stream", [b"false", b"true"])

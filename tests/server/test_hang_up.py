@@ -105,6 +105,7 @@ def test_time_limit_ends_a_request_with_504(replay_engine):
 
     connection = _run(replay_engine, LONG, wait, request_timeout=0.001)
     assert connection.sent[0]["status"] == 504
+    assert (b"x-should-retry", b"false") in connection.sent[0]["headers"]
     assert "--request-timeout" in connection.text
 
 

@@ -33,6 +33,8 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 """Anthropic's words for errors, by status; other statuses are "invalid_request_error", or "api_error" from 500 on."""
+_NO_RETRY = {"x-should-retry": "false"}
+"""Headers that keep OpenAI's and Anthropic's clients from repeating a request, as they do for other errors >= 500."""
 _PROCESS_ID = re.compile(r"(?<=\bprocess) \d+\b")
 
 
@@ -116,14 +118,15 @@ def as_api_error(error: Exception) -> ApiError:
             headers = {"Retry-After": "1"}
             return ApiError(429, str(error), type="rate_limit_error", code="too_many_constraints", headers=headers)
         case EngineGenerateError():
-            return ApiError(500, public_text(error), type="server_error", code="generation_failed")
+            message = public_text(error)
+            return ApiError(500, message, type="server_error", code="generation_failed", headers=_NO_RETRY)
         case EngineDeadError():
             message = f"the engine is gone for good: {public_text(error)}"
             return ApiError(503, message, type="server_error", code="engine_dead")
         case EngineError():
             return ApiError(503, public_text(error), type="server_error", code="engine_unavailable")
         case TimeoutError():
-            return ApiError(504, str(error), type="server_error", code="timeout")
+            return ApiError(504, str(error), type="server_error", code="timeout", headers=_NO_RETRY)
         case _:
             logger.error("a request failed unexpectedly", exc_info=error)
             what = f"{type(error).__name__}; the server's log says more"

@@ -213,7 +213,7 @@ def guards(options: ServerOptions) -> list[Middleware]:
                 allow_methods=("GET", "POST"),
                 # OpenAI's client in a browser sends many headers of its own.
                 allow_headers=("*",),
-                expose_headers=("X-Request-Id", "Retry-After"),
+                expose_headers=("X-Request-Id", "Retry-After", "X-Should-Retry"),
             )
         )
     if options.api_key:
