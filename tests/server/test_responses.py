@@ -173,6 +173,8 @@ def test_wrong_field_is_refused_by_its_path(post, field, value):
         {"reasoning": {"effort": "xhigh"}},
         {"reasoning": {"effort": "max"}},
         {"include": ["reasoning.encrypted_content"], "store": True, "service_tier": "auto"},
+        {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}},
+        {"context_management": [{"type": "compaction", "compact_threshold": 1000}]},
         {"background": False, "previous_response_id": None},
         {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 3, "stop": ["\n"], "ignore_eos": True},
     ],

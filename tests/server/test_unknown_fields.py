@@ -105,18 +105,19 @@ def test_unknown_field_of_an_item_of_a_response_is_ignored_unless_the_request_is
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("path", "fields", "said"),
     [
-        ({"verbosity": "low"}, "verbosity is not served; leave it out"),
-        ({"web_search_options": {}}, "web_search_options is not served; leave it out"),
-        ({"stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
+        ("/v1/chat/completions", {"verbosity": "low"}, "verbosity is not served; leave it out"),
+        ("/v1/chat/completions", {"web_search_options": {}}, "web_search_options is not served; leave it out"),
+        ("/v1/chat/completions", {"stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
+        ("/v1/responses", {"context_management": []}, "context_management is not served; leave it out"),
     ],
 )
-def test_known_field_without_effect_is_ignored_unless_the_request_is_strict(post, fields, said):
-    body = CHAT | fields
-    assert post("/v1/chat/completions", body)[0] == 200
+def test_known_field_without_effect_is_ignored_unless_the_request_is_strict(post, path, fields, said):
+    body = ENDPOINTS[path] | fields
+    assert post(path, body)[0] == 200
     for headers, options in ((STRICT, {}), ({}, {"strict_requests": True})):
-        status, answer = post("/v1/chat/completions", body, headers, **options)
+        status, answer = post(path, body, headers, **options)
         assert (status, answer["error"]["param"]) == (400, next(iter(fields)))
         assert said in answer["error"]["message"]
 

@@ -53,6 +53,7 @@ class GenerationBody(SamplingFields, kw_only=True):
     """Write each token of log-probabilities as its id, such as "token_id:17", which is unambiguous."""
     metadata: Ignored = None
     prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
     safety_identifier: Ignored = None
     service_tier: Ignored = None
