@@ -184,6 +184,18 @@ def test_calls_and_results_of_earlier_turns_reach_the_template(server):
     assert "GetWeather" in server.post("/detokenize", {"tokens": text["tokens"]})[1]["prompt"]
 
 
+@pytest.mark.parametrize("fields", [{}, {"include_reasoning": False}])
+def test_usage_counts_the_tokens_of_the_thought(client, fields):
+    request = {"messages": MESSAGES, **RANDOM | {"max_tokens": 20}, "n": 2}
+    for thinks, expected in ((True, 40), (False, 0)):
+        request["extra_body"] = {"chat_template_kwargs": {"enable_thinking": thinks}, **fields}
+        usages = [client.chat.completions.create(**request).usage]
+        for options in ({"include_usage": True}, {"continuous_usage_stats": True}):
+            *_, last = client.chat.completions.create(stream=True, stream_options=options, **request)
+            usages.append(last.usage)
+        assert [usage.completion_tokens_details.reasoning_tokens for usage in usages] == [expected] * 3
+
+
 def test_a_form_begins_after_the_thought(client):
     request = {"messages": MESSAGES, "response_format": {"type": "json_object"}, **RANDOM | {"max_tokens": 30}}
     thinking = client.chat.completions.create(

@@ -1,6 +1,7 @@
 """The parts of an answer: its content, its reasoning and its calls of tools, as messages and as parts of a stream."""
 
 import dataclasses
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,10 +92,10 @@ class AnswerFormat:
         """The texts that must not be skipped as special tokens."""
         return self.new_parser().markers
 
-    def whole(self, text: str) -> "AnswerParts":
-        """Return the parts of a whole answer."""
+    def whole(self, text: str, token_ids: Sequence[int] = ()) -> "AnswerParts":
+        """Return the parts of a whole answer; `token_ids` are needed for `num_reasoning_tokens` alone."""
         parts = AnswerParts(self, self.new_parser())
-        parts.feed(text)
+        parts.feed(text, token_ids)
         parts.finish()
         return parts
 
@@ -106,21 +107,30 @@ class AnswerFormat:
         """Return whether the call is one of those that the request allows; `index` counts the calls of an answer."""
         return index == 0 or self.tools is None or not self.tools.is_single
 
-    def num_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens of the thought with which an answer begins, with its end; all if it has no end.
-
-        `token_ids` are the tokens of the whole answer.
-        """
-        length = len(self.reasoning_end)
-        ends = range(length, len(token_ids) + 1)
-        return next((end for end in ends if tuple(token_ids[end - length : end]) == self.reasoning_end), len(token_ids))
-
     def new_parser(self) -> AnswerParser:
         """Return a parser for one answer."""
         return AnswerParser(
             None if self.reasoning is None else self.reasoning(self.prompt),
             None if self.tools is None else self.tools.new_parser(),
         )
+
+
+class ReasoningCounter:
+    """Counts the tokens of the thought with which an answer begins, with its end; all tokens if it has no end."""
+
+    def __init__(self, end: tuple[int, ...]) -> None:
+        """`end` are the token ids of the text that ends the thought."""
+        self.count = 0
+        self._end = end
+        self._last: deque[int] = deque(maxlen=len(end))
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Count the next tokens of the answer."""
+        for token_id in token_ids:
+            if tuple(self._last) == self._end:
+                return
+            self._last.append(token_id)
+            self.count += 1
 
 
 class AnswerParts:
@@ -133,9 +143,18 @@ class AnswerParts:
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, str, list[str]]] = []
         """(id, name, parts of the arguments) of each call."""
+        self._has_thought = False
+        self._reasoning_counter = ReasoningCounter(format.reasoning_end)
 
-    def feed(self, text: str) -> Delta:
-        """Return what `text`, the next part of the answer, adds."""
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The number of tokens of the thought, whether it is shown or not."""
+        return self._reasoning_counter.count if self._has_thought else 0
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> Delta:
+        """Return what `text`, the next part of the answer, adds; `token_ids` are its tokens."""
+        if self._format.reasoning is not None:
+            self._reasoning_counter.add(token_ids)
         return self._add(self._parser.feed(text))
 
     def finish(self) -> Delta:
@@ -172,6 +191,7 @@ class AnswerParts:
                 case ContentPiece(text):
                     content.append(text)
                 case ReasoningPiece(text):
+                    self._has_thought = True
                     reasoning.append(text)
                 case CallStart(index, name) if tools is not None and self._format.keeps_call(index):
                     call_id = tools.new_call_id()

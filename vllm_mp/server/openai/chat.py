@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -29,7 +29,14 @@ from vllm_mp.server.openai.answer_parts import (
 )
 from vllm_mp.server.openai.chat_messages import ChatMessage
 from vllm_mp.server.openai.chat_prompt import ReasoningEffort, chat_prompt, template_variables
-from vllm_mp.server.openai.generation import Generation, GenerationBody, StreamOptions, Usage, start_generation
+from vllm_mp.server.openai.generation import (
+    CompletionTokensDetails,
+    Generation,
+    GenerationBody,
+    StreamOptions,
+    Usage,
+    start_generation,
+)
 from vllm_mp.server.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, convert, prompt_logprobs
 from vllm_mp.server.openai.models import ChosenModel, check_model
 from vllm_mp.server.openai.output_form import ResponseFormat
@@ -185,7 +192,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         chunk = ChatChunk(id=generation.request_id, created=created, model=model.name, choices=[])
         return EventStream(_events(generation, chunk, body, answer_format, call.write_now, call.server.engine))
     [result] = await generation.results()
-    parts = [answer_format.whole(output.text) for output in result.outputs]
+    parts = [answer_format.whole(output.text, output.token_ids) for output in result.outputs]
     response = ChatResponse(
         id=generation.request_id,
         created=created,
@@ -201,7 +208,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
             )
             for output, part in zip(result.outputs, parts, strict=True)
         ],
-        usage=generation.usage(),
+        usage=_usage(generation, answer_format, parts),
         prompt_logprobs=await _prompt_logprobs(result),
         prompt_token_ids=result.prompt_token_ids if body.return_token_ids else UNSET,
     )
@@ -230,6 +237,14 @@ def _tools(body: ChatBody, server: ServerState, params: SamplingParams, template
     if tools is not None and tools.form is not None:
         params.structured_outputs = tools.form
     return tools
+
+
+def _usage(generation: Generation, answer_format: AnswerFormat, parts: Iterable[AnswerParts]) -> Usage:
+    """Return the tokens so far; `parts` are those of all answers."""
+    usage = generation.usage()
+    if answer_format.reasoning is not None:
+        usage.completion_tokens_details = CompletionTokensDetails(sum(each.num_reasoning_tokens for each in parts))
+    return usage
 
 
 async def _logprobs(output: CompletionOutput, body: ChatBody, engine: AsyncLLM) -> ChatLogprobs | None:
@@ -279,7 +294,7 @@ async def _events(
     async for _, output in generation.outputs(pass_on):
         events = []
         if options.continuous_usage_stats:
-            chunk.usage = generation.usage()
+            chunk.usage = _usage(generation, answer_format, parts.values())
         for completion in output.outputs:
             index = completion.index
             text_event = text_events.get(index)
@@ -295,7 +310,12 @@ async def _events(
                 events.append(encode_event(chunk))
                 chunk.prompt_token_ids = chunk.prompt_logprobs = UNSET
             if not only_text:
-                delta = Delta(content=completion.text) if is_plain else parts[index].feed(completion.text)
+                if is_plain:
+                    delta = Delta(content=completion.text)
+                else:
+                    delta = parts[index].feed(completion.text, completion.token_ids)
+                if options.continuous_usage_stats:
+                    chunk.usage = _usage(generation, answer_format, parts.values())
                 choice = ChunkChoice(
                     index=index,
                     delta=delta,
@@ -319,7 +339,7 @@ async def _events(
         if events:
             yield b"".join(events)
     if options.include_usage:
-        chunk.choices, chunk.usage = [], generation.usage()
+        chunk.choices, chunk.usage = [], _usage(generation, answer_format, parts.values())
         yield encode_event(chunk)
 
 

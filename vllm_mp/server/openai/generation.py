@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from vllm_mp.client.engine.stream_group import Outputs, StreamGroup
 from vllm_mp.client.prompts.prompt import PromptType
@@ -68,6 +69,13 @@ class PromptTokensDetails(msgspec.Struct):
     """Tokens that the prefix cache held."""
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """What the tokens of the completions are made of."""
+
+    reasoning_tokens: int
+    """Tokens of the thoughts, with their ends."""
+
+
 class Usage(msgspec.Struct):
     """The tokens that a request took."""
 
@@ -75,6 +83,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Present if a reasoning parser splits the answers."""
 
 
 PassOn = Callable[[int, RequestOutput], bool]
