@@ -42,13 +42,13 @@ def _template_message(message: Any, path: str, knows_developer: bool) -> dict[st
     content = _text(message.get("content"), f"{path}.content")
     if content is None:
         content = message.get("refusal")
-    if content is None and not calls:
+    # Templates read the thought of an answer under one of two names.
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if content is None and not calls and not (thought and role == "assistant"):
         raise ChatMessageError(f"{path}.content is missing; give a text", f"{path}.content")
     # A template may add a text to the content, so there always is one.
     result = {"role": "system" if role == "developer" and not knows_developer else role, "content": content or ""}
     result |= {name: value for name, value in message.items() if name not in _NOT_FOR_TEMPLATES and value is not None}
-    # Templates read the thought of an answer under one of two names.
-    thought = message.get("reasoning_content") or message.get("reasoning")
     if thought is not None:
         result["reasoning_content"] = result["reasoning"] = thought
     if calls:

@@ -171,17 +171,29 @@ def test_no_call_is_made_if_none_may_be(client, server):
     assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"], "the prompt has no tools"
 
 
-def test_calls_and_results_of_earlier_turns_reach_the_template(server):
-    call = {"id": "call_1", "type": "function", "function": {"name": "GetWeather", "arguments": '{"city": "Bern"}'}}
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({"arguments": '{"city": "Bern"}'}, '{"city": "Bern"}'),
+        ({"arguments": {"city": "Bern"}}, '{"city": "Bern"}'),
+        ({"arguments": ""}, "{}"),
+        ({"arguments": None}, "{}"),
+        ({}, "{}"),
+    ],
+)
+def test_calls_and_results_of_earlier_turns_reach_the_template(server, given, written):
+    call = {"id": "call_1", "type": "function", "function": {"name": "GetWeather", **given}}
     history = [
         *MESSAGES,
+        {"role": "assistant", "content": None, "reasoning_content": "I look."},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
     ]
     status, answer = server.post("/v1/chat/completions", {"messages": history, "tools": TOOLS, "max_tokens": 2})
     assert status == 200, answer
     text = server.post("/tokenize", {"messages": history, "return_token_strs": True})[1]
-    assert "GetWeather" in server.post("/detokenize", {"tokens": text["tokens"]})[1]["prompt"]
+    prompt = server.post("/detokenize", {"tokens": text["tokens"]})[1]["prompt"]
+    assert f'"name": "GetWeather", "arguments": {written}' in prompt
 
 
 @pytest.mark.parametrize("fields", [{}, {"include_reasoning": False}])

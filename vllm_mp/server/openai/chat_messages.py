@@ -1,6 +1,6 @@
 """The messages of a conversation, as OpenAI's API writes them."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from vllm_mp.server.http.body import Ignored, Refused, RequestBody, refused
 
@@ -32,8 +32,8 @@ class FunctionCall(RequestBody):
     """The function that an earlier answer of the assistant called."""
 
     name: str
-    arguments: str
-    """A JSON object."""
+    arguments: str | dict[str, Any] | None = None
+    """A JSON object, as text or as it is; default: it has no arguments."""
 
 
 class ToolCall(RequestBody):

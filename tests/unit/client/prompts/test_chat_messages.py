@@ -44,6 +44,11 @@ def test_thought_is_given_to_templates_under_both_of_its_names(name):
     assert (message["reasoning"], message["reasoning_content"]) == ("I must agree.", "I must agree.")
 
 
+def test_answer_that_is_only_a_thought_has_an_empty_content():
+    (message,) = convert({"role": "assistant", "content": None, "reasoning_content": "Hm."})
+    assert (message["content"], message["reasoning"]) == ("", "Hm.")
+
+
 @pytest.mark.parametrize("arguments", ['{"city": "Oslo"}', {"city": "Oslo"}])
 def test_arguments_of_calls_are_objects(arguments):
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
@@ -62,6 +67,8 @@ CALL = {"function": {"name": "f", "arguments": "[1]"}}
         (["Hello"], "messages[0]", "must be a dict with a 'role'"),
         ([{"content": "Hello"}], "messages[0]", "must be a dict with a 'role'"),
         ([{"role": "user"}], "messages[0].content", "is missing; give a text"),
+        ([{"role": "user", "reasoning_content": "Hm."}], "messages[0].content", "is missing; give a text"),
+        ([{"role": "assistant", "reasoning_content": ""}], "messages[0].content", "is missing; give a text"),
         ([{"role": "user", "content": 5}], "messages[0].content", "must be a text or a list of parts, got 5"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
