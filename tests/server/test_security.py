@@ -81,9 +81,13 @@ def test_pages_of_other_origins_are_allowed_only_if_asked_for(in_process):
     allowed = _ask(in_process(cors_allow_origin=(_ORIGIN,), api_key=_KEYS), "OPTIONS", "/v1/completions", **preflight)
     assert allowed.status_code == 200
     assert allowed.headers["Access-Control-Allow-Origin"] == _ORIGIN
+    private = preflight | {"Access-Control-Request-Private-Network": "true"}
+    reached = _ask(in_process(cors_allow_origin=(_ORIGIN,)), "OPTIONS", "/v1/completions", **private)
+    assert (reached.status_code, reached.headers["Access-Control-Allow-Private-Network"]) == (200, "true")
     other = preflight | {"Origin": "https://other.example"}
     refused = _ask(in_process(cors_allow_origin=(_ORIGIN,)), "OPTIONS", "/v1/completions", **other)
     assert "Access-Control-Allow-Origin" not in refused.headers
+    assert refused.status_code == 400
 
 
 def test_access_log_names_the_path_and_neither_query_nor_headers(in_process, caplog):

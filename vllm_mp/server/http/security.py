@@ -213,6 +213,8 @@ def guards(options: ServerOptions) -> list[Middleware]:
                 allow_methods=("GET", "POST"),
                 # OpenAI's client in a browser sends many headers of its own.
                 allow_headers=("*",),
+                # Chromium asks for a server in the local network whether pages of the internet may reach it.
+                allow_private_network=True,
                 expose_headers=("X-Request-Id", "Retry-After", "X-Should-Retry"),
             )
         )
