@@ -1,6 +1,7 @@
 """Requests that are wrong get a defined status and a message that names the fault, in OpenAI's shape."""
 
 import asyncio
+import re
 import tracemalloc
 
 import pytest
@@ -231,10 +232,36 @@ def test_request_id_of_a_live_request_is_refused(in_process):
     assert "'cmpl-taken' is in use" in refusal.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "a\tb"])
-def test_request_id_with_other_characters_is_refused(in_process, given):
+@pytest.mark.parametrize("first", [{"headers": {"X-Request-Id": "taken"}}, {"json": {"request_id": "taken"}}])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_header_with_the_id_of_a_live_request_comes_back_and_gives_another_id(in_process, path, first):
+    async def send():
+        body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        async with in_process() as client:
+            return await asyncio.gather(
+                client.post(path, headers=first.get("headers"), json=body | first.get("json", {})),
+                *[client.post(path, json=body, headers={"X-Request-Id": "taken"}) for _ in range(2)],
+            )
+
+    answers = asyncio.run(send())
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert [answer.headers["x-request-id"] for answer in answers] == ["taken"] * 3
+    ids = [answer.json()["id"] for answer in answers]
+    assert len(set(ids)) == 3
+    assert ids[0].endswith("taken")
+
+
+@pytest.mark.parametrize("given", ["a b", "x" * 129, "a\tb", "a#1", "\u00e9".encode("latin-1")])
+def test_header_with_other_characters_than_an_id_comes_back_and_the_id_is_drawn(in_process, given):
     response = _send(in_process, "/v1/completions", b'{"prompt": "x"}', JSON | {"X-Request-Id": given})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Request-Id")
+    assert response.status_code == 200
+    assert response.headers.raw.count((b"x-request-id", given if isinstance(given, bytes) else given.encode())) == 1
+    assert re.fullmatch(r"cmpl-[0-9a-f]{32}", response.json()["id"])
+
+
+def test_empty_header_is_no_id(in_process):
+    response = _send(in_process, "/v1/completions", b'{"prompt": "x"}', JSON | {"X-Request-Id": ""})
+    assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
 
 
 def test_text_with_nul_bytes_is_completed(in_process):

@@ -36,7 +36,7 @@ class Call:
     tenant: Tenant
     """The holder of the request's API key."""
     request_id: str
-    """From the field `request_id` or the header X-Request-Id, or drawn; the response repeats it in this header."""
+    """From the field `request_id` or the header X-Request-Id, or drawn."""
     resources: contextlib.AsyncExitStack
     """Closed after the last byte of the response, when the client hangs up, or when the time is up."""
 
@@ -76,18 +76,23 @@ class Endpoint(Generic[Body]):
         request = Request(scope, receive)
         server: ServerState = request.app.state.server
         response: Response | EventStream | None = None
-        request_id = uuid.uuid4().hex
+        drawn_id = uuid.uuid4().hex
+        shown_id = given_id = request.headers.get("x-request-id") or drawn_id
         try:
-            request_id = read_request_id(request) or request_id
             ignored = None if is_strict(request, server.options) else server.ignored_fields
             body = await read_body(request, self.body_type, server.options, ignored)
             if (own_id := getattr(body, "request_id", None)) is not None:
-                request_id = _check_request_id(own_id, "request_id")
+                request_id = shown_id = _check_request_id(own_id)
+            else:
+                # A service mesh sends one header with all calls of a request that it serves, so it must refuse none.
+                is_usable = _REQUEST_ID.fullmatch(given_id) and given_id not in server.live_ids
+                request_id = given_id if is_usable else drawn_id
             limit = server.options.request_timeout
             async with _HangUp(receive), _time_limit(limit), contextlib.AsyncExitStack() as resources:
+                resources.enter_context(server.holding_id(request_id))
                 call = Call(server, request, server.tenants.of(scope), request_id, resources, ignored)
                 response = await self.handler(call, body)
-                response.headers["X-Request-Id"] = request_id
+                response.headers["X-Request-Id"] = shown_id
                 await response(scope, receive, send)
         except ClientDisconnect:
             pass
@@ -97,19 +102,13 @@ class Endpoint(Generic[Body]):
                 await response.fail(failure, send)
             else:
                 refusal = failure.response(request.url.path)
-                refusal.headers["X-Request-Id"] = request_id
+                refusal.headers["X-Request-Id"] = shown_id
                 await refusal(scope, receive, send)
 
 
 def post(path: str, handler: Handler[Body], body_type: type[Body], response_type: type[msgspec.Struct]) -> Route:
     """Return the route of an operation that takes a JSON body by POST."""
     return Route(path, Endpoint(handler, body_type, response_type), methods=["POST"], name=handler.__name__)
-
-
-def read_request_id(request: Request) -> str | None:
-    """Return the header X-Request-Id; None without it. Raises ApiError if its value is not allowed as an id."""
-    given = request.headers.get("x-request-id")
-    return None if given is None else _check_request_id(given, "X-Request-Id")
 
 
 def read_rank(request: Request) -> int | None:
@@ -126,13 +125,13 @@ def read_rank(request: Request) -> int | None:
     return int(given)
 
 
-def _check_request_id(given: str, name: str) -> str:
-    """Return `given`, the id in the header or field `name`. Raises ApiError if it is not allowed as an id."""
+def _check_request_id(given: str) -> str:
+    """Return `given`, the field `request_id`. Raises ApiError if it is not allowed as an id."""
     if not _REQUEST_ID.fullmatch(given):
         raise ApiError(
             400,
-            f"{name} must be of 1 to 128 characters, letters, digits or any of ._:/+=@-, got {given[:50]!r}",
-            param=name,
+            f"request_id must be of 1 to 128 characters, letters, digits or any of ._:/+=@-, got {given[:50]!r}",
+            param="request_id",
         )
     return given
 

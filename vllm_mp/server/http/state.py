@@ -1,7 +1,10 @@
 """What all requests to a server share."""
 
 import asyncio
+import contextlib
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from vllm_mp.client.async_llm import AsyncLLM
@@ -34,6 +37,8 @@ class ServerState:
     """The adapters that requests may name as their model, by name."""
     adapter_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while `adapters` is changed."""
+    live_ids: Counter[str] = field(default_factory=Counter)
+    """The ids of the live requests to this server process, with the number of requests that have each."""
 
     _ping: "asyncio.Future[None] | None" = field(init=False, default=None)
     """The latest ping of the core."""
@@ -44,6 +49,17 @@ class ServerState:
         self.live_feed = LiveFeed(self.engine, self.admission, self.options.max_body_bytes)
         lora = self.engine.vllm_config.lora_config
         self.adapters = {} if lora is None else {module.lora_name: module for module in lora.lora_modules}
+
+    @contextlib.contextmanager
+    def holding_id(self, request_id: str) -> Iterator[None]:
+        """Count a request with the id `request_id` among the live ones for the length of the block."""
+        self.live_ids[request_id] += 1
+        try:
+            yield
+        finally:
+            self.live_ids[request_id] -= 1
+            if not self.live_ids[request_id]:
+                del self.live_ids[request_id]
 
     async def ping_core(self) -> None:
         """Return once the core answers; callers at the same time share a ping, so that probes cannot flood the core.
