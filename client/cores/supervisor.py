@@ -398,7 +398,9 @@ class CoreSupervisor:
             except (EngineStartError, OSError, ValueError, zmq.ZMQError) as error:
                 logger.warning("%s", str(error).partition(";")[0])
                 cause = str(error)
-                if (lasting := self._source.lasting_error(cause)) is not None:
+                # Where no process could start, the model is not at fault, and short of descriptors not even readable.
+                was_started = not isinstance(error, OSError | zmq.ZMQError)
+                if was_started and (lasting := self._source.lasting_error(cause)) is not None:
                     self._tell(End(f"{death.cause}, and {lasting}"))
                     return None
             else:

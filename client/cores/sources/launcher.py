@@ -463,7 +463,12 @@ class CoreLauncher:
             tried = [*self._tried, *page.tried()]
             self._tried = dict.fromkeys(tried[-MAX_TRIED:])
         process.remove_files()
-        for log in self.folder.glob("core-*.log"):
+        try:
+            logs = list(self.folder.glob("core-*.log"))
+        except OSError as error:  # such as no free file descriptor; the next call removes them
+            logger.warning("cannot remove the logs of earlier cores yet: %s", error)
+            return
+        for log in logs:
             number = int(log.stem.removeprefix("core-"))
             if number < process.incarnation:
                 with contextlib.suppress(OSError):

@@ -367,12 +367,22 @@ class CoreProcess:
     def remove_files(self) -> None:
         """Remove the files of a core that has ended, except its log."""
         paths = [self._socket_path, self._status_path if self._has_page else self._waiting_path]
-        # It may have died at its turn, before it moved its page; or the page is that of a process that waits now.
-        if self._has_page and (page := StatusPage.open(self._waiting_path)) is not None and page.read().pid == self.pid:
+        if self._has_left_waiting_page():
             paths.append(self._waiting_path)
         for path in paths:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+    def _has_left_waiting_page(self) -> bool:
+        """Return whether the core died at its turn, before it moved its page, and no other process waits now."""
+        try:
+            page = StatusPage.open(self._waiting_path) if self._has_page else None
+        except OSError as error:  # such as no free file descriptor, which must not keep the next core from starting
+            logger.warning(
+                "cannot tell whether the core process %d has left %s: %s", self.pid, self._waiting_path, error
+            )
+            return False
+        return page is not None and page.read().pid == self.pid
 
     def _open_log(self) -> AbstractContextManager[IO[bytes] | None]:
         """Return the log file, or one in memory if the disk is full; None: the core inherits its outputs.

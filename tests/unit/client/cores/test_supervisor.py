@@ -1,9 +1,11 @@
 """The supervisor of a core: its limit on restarts, the end of a core that has just started, reports of an absence."""
 
+import errno
 import signal
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from vllm_mp import EngineStartError
 from vllm_mp.client.cores import supervisor as supervisor_module
@@ -161,6 +163,34 @@ def test_shared_core_that_its_parent_gives_up_ends_with_what_the_parent_knows():
     assert end.cause == supervisor.end == "it died too often"
     assert end.death.is_final
     assert (end.death.in_step, end.death.is_from_outside) == ({3: 0}, False)
+
+
+def test_model_is_not_at_fault_if_the_system_starts_no_process_for_a_moment():
+    errors = [OSError(errno.EMFILE, "Too many open files"), zmq.ZMQError(errno.EMFILE)]
+    successor = core()
+
+    class Source(CoreLauncher):
+        def __init__(self):
+            self.predecessor = None
+
+        def discard(self, process):
+            pass
+
+        def clear_up(self):
+            pass
+
+        def begin(self):
+            if errors:
+                raise errors.pop()
+
+        def finish(self, check):
+            return successor
+
+        def lasting_error(self, error):
+            return "the file of the model cannot be read: Too many open files"
+
+    supervisor = CoreSupervisor(Source(), core(), RestartLimit(None, 1.0))
+    assert supervisor._replace(supervisor.core, Death("it died", {}, 0, False)) is successor
 
 
 def news_of_deaths(max_restarts, num_deaths):

@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+from support.descriptors import no_free_descriptor
 
 from vllm_mp.client.cores.sources import process
 from vllm_mp.client.cores.sources.process import CoreProcess
@@ -57,6 +58,15 @@ def test_page_of_a_core_that_dies_at_its_turn_is_removed_but_not_that_of_the_nex
     core_process.pid = os.getpid() if is_own else 1
     core_process.remove_files()
     assert page.exists() != is_own
+
+
+def test_shortage_of_file_descriptors_ends_no_removal_of_files(core_process, caplog):
+    core_process._has_page = True
+    StatusPage.create(str(core_process._status_path), 1)
+    with no_free_descriptor():
+        core_process.remove_files()
+    assert not core_process._status_path.exists()
+    assert "Too many open files" in caplog.text
 
 
 def test_core_gets_a_lower_priority():
