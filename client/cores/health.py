@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from vllm_mp.client.cores.process_activity import Activity, ProcessActivity, is_stopped
+from vllm_mp.client.cores.process_activity import Activity, ProcessActivity, is_ending, is_stopped
 from vllm_mp.core_link.core_status import CoreState
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.machine.control_group import oom_kills
@@ -14,6 +14,8 @@ _LOOK_S = 0.25
 """Time between two observations of a core."""
 _STEP_LOOK_S = 0.1
 """The same once a limit of its steps is known."""
+_OOM_LOOK_S = 0.5
+"""Time between two looks at the number of the kernel's kills, which costs about 1 ms."""
 _VMSTAT = Path("/proc/vmstat")
 """File in which the kernel counts its kills on the whole machine, among others."""
 
@@ -114,6 +116,33 @@ class HangWatch:
             return False
         self.exceeded = f"{limit_s:.2g} s, the limit of its step"
         return self._standstill_s > limit_s
+
+
+class OomKills:
+    """Tells whether the kernel may have killed a core because memory ran out.
+
+    The kernel counts its kills in a whole group of processes. Kills before a core was last seen alive did not end it:
+    they must not turn a later SIGKILL that another process sends into a sign of what the core's requests do.
+    """
+
+    def __init__(self) -> None:
+        self._latest = self._before = count_oom_kills()
+        self._next_look = 0.0
+
+    def look(self, pid: int) -> None:
+        """Note the kills so far, at most every 0.5 s, if the core process `pid` is not ending; call this repeatedly."""
+        now = time.monotonic()
+        if now < self._next_look or is_ending(pid):
+            return
+        self._next_look = now + _OOM_LOOK_S
+        # The kernel counts a kill just before the process ends, so the core may be the victim of the latest one.
+        self._before, self._latest = self._latest, count_oom_kills()
+
+    def note_death(self) -> bool:
+        """Return whether there was a kill since the core that has now died was last seen alive."""
+        before, count = self._before, count_oom_kills()
+        self._before = self._latest = count
+        return count > before
 
 
 def count_oom_kills() -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import signal
 from pathlib import Path
 
 _STATES = {
@@ -14,6 +15,11 @@ _STATES = {
 }
 _ACTIVE_SHARE = 0.05
 """Share of the time for which the threads of a process that gets on run, or wait for a processor, at least."""
+_FLAGS, _PENDING_SIGNALS = 6, 28
+"""Positions in a file `stat` behind the name of the process (`man 5 proc_pid_stat`)."""
+_EXITING = 4
+"""The flag of a thread that ends (PF_EXITING)."""
+_SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 
 
 class Activity(enum.Enum):
@@ -66,6 +72,21 @@ def is_stopped(pid: int | None) -> bool:
     try:
         return _state(Path(f"/proc/{pid}/stat").read_text()) in ("T", "t")
     except (OSError, IndexError):
+        return False
+
+
+def is_ending(pid: int) -> bool:
+    """Return whether the process has ended, or will without executing another instruction of its own.
+
+    The system may then still take back its memory, for seconds. False if the system does not tell.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        will_end = int(fields[_FLAGS]) & _EXITING or int(fields[_PENDING_SIGNALS]) & _SIGKILL_BIT
+        return fields[0] in ("Z", "X") or bool(will_end)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, IndexError):
         return False
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import zmq
 
 from vllm_mp import wire
-from vllm_mp.client.cores.health import HangWatch, count_oom_kills
+from vllm_mp.client.cores.health import HangWatch, OomKills
 from vllm_mp.client.cores.hung_core import end_hung_core
 from vllm_mp.client.cores.pings import Pings
 from vllm_mp.client.cores.recovery.news import Absence, Death, End, News
@@ -93,7 +93,7 @@ class CoreSupervisor:
         self._is_closed = False
         self._connections = [core.connection]
         """The open connections: to the latest core, and to its predecessors until `release`."""
-        self._oom_kills = count_oom_kills()
+        self._oom_kills = OomKills()
         self._has_work: Callable[[], bool] = lambda: False
         self._pings: Pings | None = None
         self._previous_death = 0.0
@@ -279,6 +279,7 @@ class CoreSupervisor:
                 return None
             if not process.is_alive():
                 return self._death(core, process.describe_end(), "signal" if process.ended_by_signal else "exit")
+            self._oom_kills.look(process.pid)
             if core.connection.is_broken():
                 broken_since = broken_since or time.monotonic()
                 poller.unregister(core.connection.monitor)
@@ -343,9 +344,9 @@ class CoreSupervisor:
             core.page.note_end_of_writer()
         status = core.page.read() if core.page else None
         in_step, calls = (status.requests, status.calls) if status else ([], [])
-        kills, self._oom_kills = self._oom_kills, count_oom_kills()
+        lacked_memory = self._oom_kills.note_death()
         was_killed = core.process is not None and core.process.was_killed and not was_hung
-        if was_killed and self._oom_kills > kills:
+        if was_killed and lacked_memory:
             cause = f"{cause}\n(the system was out of memory at that time and killed a process)"
             was_killed, kind = False, "out_of_memory"
         own = {slot: progress for client, slot, progress in in_step if client == core.client}

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from vllm_mp.client.cores import health
-from vllm_mp.client.cores.health import HangWatch
+from vllm_mp.client.cores.health import HangWatch, OomKills
+from vllm_mp.client.cores.process_activity import is_ending
 from vllm_mp.core_link.core_status import CoreState, StepRequests
 from vllm_mp.core_link.status_page import StatusPage
 
@@ -106,3 +107,45 @@ def test_core_that_is_stopped_while_it_loads_hangs_after_the_usual_limit(clock, 
     page.enter(CoreState.LOADING)
     monkeypatch.setattr(health, "is_stopped", lambda pid: True)
     assert look(HangWatch(2.0, None, 10.0), page, clock, 4.0)
+
+
+@pytest.fixture
+def kills(monkeypatch):
+    """Return the number of the kernel's kills, and whether the core is ending, for the test to change."""
+    found = {"kills": 3, "is_ending": False}
+    monkeypatch.setattr(health, "count_oom_kills", lambda: found["kills"])
+    monkeypatch.setattr(health, "is_ending", lambda pid: found["is_ending"])
+    return found
+
+
+def watch_kills(oom_kills, clock, seconds):
+    for _ in range(round(seconds / 0.1)):
+        clock[0] += 0.1
+        oom_kills.look(1)
+
+
+def test_kill_for_lack_of_memory_counts_for_a_core_that_dies_within_a_second(clock, kills):
+    oom_kills = OomKills()
+    for seconds, counts in ((0.0, True), (0.3, True), (1.2, False), (60.0, False)):
+        watch_kills(oom_kills, clock, 2.0)
+        kills["kills"] += 1
+        watch_kills(oom_kills, clock, seconds)
+        assert oom_kills.note_death() == counts
+    assert not oom_kills.note_death(), "the kill counts for one core only"
+
+
+def test_kill_for_lack_of_memory_counts_for_a_core_however_long_its_memory_takes_to_be_given_back(clock, kills):
+    oom_kills = OomKills()
+    watch_kills(oom_kills, clock, 2.0)
+    kills.update(kills=4, is_ending=True)
+    watch_kills(oom_kills, clock, 60.0)
+    assert oom_kills.note_death()
+
+
+def test_process_that_was_killed_is_ending():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert not is_ending(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert is_ending(process.pid)
+    assert is_ending(process.pid)

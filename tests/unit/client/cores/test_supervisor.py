@@ -1,13 +1,17 @@
-"""The supervisor of a core: its limit on restarts, the end of a core that has just started, reports of an absence."""
+"""The supervisor of a core: its limit on restarts, causes of deaths, the end of a core that has just started."""
 
+import contextlib
 import errno
+import os
 import signal
+import socket
 from types import SimpleNamespace
 
 import pytest
 import zmq
 
 from vllm_mp import EngineStartError
+from vllm_mp.client.cores import health
 from vllm_mp.client.cores import supervisor as supervisor_module
 from vllm_mp.client.cores.recovery.news import Absence, Death, End
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
@@ -163,6 +167,30 @@ def test_shared_core_that_its_parent_gives_up_ends_with_what_the_parent_knows():
     assert end.cause == supervisor.end == "it died too often"
     assert end.death.is_final
     assert (end.death.in_step, end.death.is_from_outside) == ({3: 0}, False)
+
+
+@pytest.mark.parametrize(("look", "kind"), [(1, "signal"), (4, "out_of_memory")])
+def test_sigkill_is_for_lack_of_memory_only_if_the_kernel_killed_a_process_shortly_before(monkeypatch, look, kind):
+    looks = []
+    monkeypatch.setattr(health, "_OOM_LOOK_S", 0.0)
+    monkeypatch.setattr(health, "count_oom_kills", lambda: int(len(looks) >= look))
+    with contextlib.ExitStack() as closing:
+        pid_fd, monitor = (closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) for _ in range(2))
+        process = SimpleNamespace(
+            pid=os.getpid(),
+            pid_fd=pid_fd.fileno(),
+            is_alive=lambda: looks.append(None) or len(looks) < 4,
+            describe_end=lambda: "it was killed",
+            ended_by_signal=True,
+            was_killed=True,
+            was_told_to_stop=False,
+        )
+        limits = SimpleNamespace(engine_iteration_timeout_s=0.01, start_timeout_s=1.0)
+        connection = SimpleNamespace(incarnation=1, monitor=monitor.fileno(), is_broken=lambda: False)
+        config = SimpleNamespace(liveness_config=limits)
+        dying = core()._replace(process=process, connection=connection, config=config)
+        death = CoreSupervisor(SimpleNamespace(prepare_template=lambda: None), dying, None)._watch(dying)
+    assert (death.kind, death.is_from_outside) == (kind, kind == "signal")
 
 
 def test_model_is_not_at_fault_if_the_system_starts_no_process_for_a_moment():
