@@ -54,7 +54,7 @@ class TrialCompilation:
         return self._trials(is_quick).run(*trial)
 
     def cancel(self, is_quick: bool) -> None:
-        """End the trial that runs, which then raises an error. Any thread may call this."""
+        """End the trial that runs if it is no longer needed; it then raises an error. Any thread may call this."""
         self._trials(is_quick).cancel()
 
     def prepare(self, constraint: Constraint) -> PreparedConstraint:

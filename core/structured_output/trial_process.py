@@ -85,6 +85,8 @@ class TrialProcess:
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
         self._number = 0
+        self._is_needed: Callable[[], bool] | None = None
+        """Whether the trial that runs is needed; None: none runs."""
         self._is_stopped = False
         self._lock = threading.Lock()
 
@@ -110,9 +112,12 @@ class TrialProcess:
             if not is_needed():
                 raise GrammarError("no request needs the constraint any longer")
             self._number += 1
+            self._is_needed = is_needed
         result = self._exchange(
             process, TrialRequest(self._number, constraint, limits, is_replay), limits.wall_s + _ANSWER_S
         )
+        with self._lock:
+            self._is_needed = None
         if result is None:
             raise TrialUnavailableError(self._reason_of_end(process))
         if result.is_late:
@@ -122,14 +127,16 @@ class TrialProcess:
         return result.prepared
 
     def cancel(self) -> None:
-        """Let the trial that runs now fail, if there is one; any thread may call this.
+        """Let the trial that runs fail if it is no longer needed; any thread may call this.
 
-        No-op if the process does not read; then the limits end the trial.
+        The trial of another constraint may have begun since the caller looked. No-op if the process does not read; then
+        the limits end the trial.
         """
         if not self._lock.acquire(timeout=_CANCEL_S):
             return
         try:
-            if self._process is not None and self._process.stdin is not None:
+            is_unneeded = self._is_needed is not None and not self._is_needed()
+            if is_unneeded and self._process is not None and self._process.stdin is not None:
                 with contextlib.suppress(OSError):  # the process has ended, and the trial with it
                     self._process.stdin.write(b"%d\n" % self._number)
         finally:

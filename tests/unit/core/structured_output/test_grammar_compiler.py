@@ -357,6 +357,18 @@ def test_a_trial_ends_at_once_when_its_request_does(real):
     assert process.poll() is None
 
 
+def test_trial_that_is_needed_goes_on_when_the_end_of_an_earlier_one_comes_late(real):
+    ask(real, Constraint("grammar", 'start: "v"'))
+    results(real, 1)
+    process = real._compilation._slow_trials._process
+    needed = Constraint("json", json.dumps({"properties": {f"p{i}": {"type": "integer"} for i in range(600)}}))
+    ask(real, needed)
+    while not psutil.Process(process.pid).children():
+        time.sleep(0.001)
+    real._compilation.cancel(is_quick=False)
+    assert not isinstance(results(real, 1)[needed.text], GrammarError)
+
+
 def test_the_process_of_trials_ends_with_the_compiler(default_model):
     compilation = TrialCompilation(TokenizerSource(str(default_model), 49_152, [2]))
     compiler = GrammarCompiler(compilation)
