@@ -42,6 +42,8 @@ class Job:
     constraint: Constraint
     waiters: dict[WaiterKey, Waiter] = field(default_factory=dict)
     """Only the core's thread changes it. Empty: no request needs the grammar."""
+    num_killed: int = 0
+    """Number of its trials that were killed. Only the thread that does the job changes it."""
 
     def owners(self) -> set[Hashable]:
         """Return the owners of the requests that wait."""

@@ -15,7 +15,7 @@ from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.structured_output.compile_lanes import Job, Lane, Waiter, WaiterKey
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
 from vllm_mp.core.structured_output.trial_compilation import Trial, TrialCompilation
-from vllm_mp.core.structured_output.trial_process import TrialUnavailableError
+from vllm_mp.core.structured_output.trial_process import TrialKilledError, TrialUnavailableError
 from vllm_mp.core_link.status_page import DIGEST_BYTES, MAX_TRIED
 from vllm_mp.requests.structured_outputs import Constraint, ConstraintKind
 
@@ -39,6 +39,8 @@ _FAILURE_S = 30.0
 """Time for which the error of a constraint is kept, so that repeated requests do not compile it again."""
 _RETRY_S = 1.0
 """Time after which the trial of a replayed request's constraint is repeated, if it could not be made."""
+_MAX_KILLED = 5
+"""Number of trials of a replayed request's constraint that may be killed before the constraint counts as the reason."""
 
 
 class TooManyConstraintsError(GrammarError):
@@ -267,13 +269,16 @@ class GrammarCompiler:
             with self._outside.of(*job.tasks()):
                 result = self._compilation.compile(prepared)
         except TrialUnavailableError as error:
-            if job.is_replay:
+            job.num_killed += isinstance(error, TrialKilledError)
+            if job.is_replay and job.num_killed < _MAX_KILLED:
                 lane = self._quick if is_quick else self._slow
                 logger.warning("%s; it is tried again for requests of an earlier core", error)
                 lane.wait(_RETRY_S)
                 lane.add(job)
                 return
             result = NotCompiledError(f"the constraint cannot be compiled now: {error}; send the request again later")
+            if isinstance(error, TrialKilledError):
+                result = GrammarError(str(error))
         except GrammarError as error:
             result = error.with_traceback(None)
         except Exception as error:

@@ -124,7 +124,8 @@ class _Trials:
             error = f"compiling did not end within {limits.wall_s:g} s, because the machine is busy"
             return _encoded(TrialResult(error=error, is_late=True))
         reason = f"compiling takes longer than {limits.cpu_s} s" if is_over else _reason_of_end(code)
-        return _encoded(TrialResult(error=f"{reason}; simplify the constraint"))
+        was_killed = not is_over and code in _KILLED
+        return _encoded(TrialResult(error=f"{reason}; simplify the constraint", was_killed=was_killed))
 
     def _follow(self, pid: int, reader: int, request: TrialRequest) -> tuple[bool, bool, bytes]:
         """Wait for the end of a trial; return whether it was cancelled, whether it took too long, and its answer."""
@@ -185,6 +186,8 @@ class _Trials:
         return TrialResult(prepared)
 
 
+_KILLED: Final = (-signal.SIGABRT, -signal.SIGKILL)
+"""Ends of a trial that takes too much memory, or whose machine has none left: then the system kills."""
 _TOO_MUCH_MEMORY: Final = f"compiling takes more than {MAX_MEMORY >> 20} MiB of memory"
 
 
@@ -207,7 +210,7 @@ def _write(descriptor: int, line: bytes) -> None:
 
 def _reason_of_end(code: int) -> str:
     """Return why a trial gave no answer; a negative `code` is that of a signal."""
-    if code in (-signal.SIGABRT, -signal.SIGKILL):  # the system kills when its memory runs out
+    if code in _KILLED:
         return _TOO_MUCH_MEMORY
     if code == -signal.SIGSEGV:
         return (

@@ -67,10 +67,16 @@ class TrialResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """Another process must try the constraint, because it has exceeded the limits."""
     is_late: bool = False
     """The trial got too little processor time within its time; `error` says so."""
+    was_killed: bool = False
+    """The trial ended as if it took too much memory, which may also have been the machine's fault; `error` says so."""
 
 
 class TrialUnavailableError(Exception):
     """A constraint cannot be tried now, for a reason that passes; the message says why."""
+
+
+class TrialKilledError(TrialUnavailableError):
+    """The trial of a replayed request's constraint was killed; the constraint or the machine may be the reason."""
 
 
 class TrialProcess:
@@ -122,6 +128,8 @@ class TrialProcess:
             raise TrialUnavailableError(self._reason_of_end(process))
         if result.is_late:
             raise TrialUnavailableError(result.error)
+        if result.was_killed and is_replay:
+            raise TrialKilledError(result.error)
         if result.prepared is None and not result.is_beyond:
             raise GrammarError(result.error)
         return result.prepared

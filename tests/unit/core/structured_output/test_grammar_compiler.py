@@ -19,7 +19,7 @@ from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
 from vllm_mp.core.structured_output.llguidance_library import PreparedConstraint
 from vllm_mp.core.structured_output.trial_compilation import TrialCompilation
-from vllm_mp.core.structured_output.trial_process import TrialUnavailableError
+from vllm_mp.core.structured_output.trial_process import TrialKilledError, TrialUnavailableError
 from vllm_mp.core_link.core_status import OutsideTask
 from vllm_mp.requests.structured_outputs import Constraint
 
@@ -36,8 +36,8 @@ class StandInGrammar:
 class StandInCompilation:
     """Tries constraints when `release`, or else `release_slow`, is set.
 
-    Constraints "bad" are refused, "long" is left to the other lane, and "later" fails to be tried `num_unavailable`
-    times.
+    Constraints "bad" are refused, "long" is left to the other lane, "later" fails to be tried `num_unavailable` times,
+    and each trial of "killed" is killed.
     """
 
     def __init__(self):
@@ -64,6 +64,8 @@ class StandInCompilation:
         if text == "later" and self.num_unavailable:
             self.num_unavailable -= 1
             raise TrialUnavailableError("no process can start")
+        if text == "killed":
+            raise TrialKilledError("it takes too much memory")
         return self.prepare(trial.constraint)
 
     def prepare(self, constraint):
@@ -236,6 +238,15 @@ def test_a_constraint_of_a_replayed_request_waits_until_it_can_be_tried(compiler
     assert isinstance(results(compiler, 1)["later"], StandInGrammar)
 
 
+def test_constraint_of_a_replayed_request_whose_trials_are_killed_is_refused_in_the_end(
+    compiler, compilation, monkeypatch
+):
+    monkeypatch.setattr(compiler_module, "_RETRY_S", 0.001)
+    ask(compiler, Constraint("regex", "killed"), is_replay=True)
+    assert str(results(compiler, 1)["killed"]) == "it takes too much memory"
+    assert compilation.tried == 5 * ["killed"]
+
+
 @pytest.mark.parametrize("limit", [{"_MAX_GRAMMARS": 2}, {"_MAX_BYTES": 2500}])
 def test_the_grammars_used_least_recently_are_forgotten(compiler, compilation, monkeypatch, limit):
     for name, value in limit.items():
@@ -262,6 +273,18 @@ def chain(length):
     """Return a schema of definitions that refer to one another in a chain."""
     definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(length)}
     return json.dumps({"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "string"}}})
+
+
+def large_schema(num_properties):
+    """Return a schema that takes some tenths of a second to compile."""
+    return json.dumps({"properties": {f"p{i}": {"type": "integer"} for i in range(num_properties)}})
+
+
+def child_of(process):
+    """Wait for the fork of the process of trials in which a constraint is compiled, and return it."""
+    while not (children := psutil.Process(process.pid).children()):
+        time.sleep(0.001)
+    return children[0]
 
 
 @pytest.mark.extended
@@ -347,8 +370,7 @@ def test_a_trial_ends_at_once_when_its_request_does(real):
     process = real._compilation._slow_trials._process
     slow = Constraint("grammar", SLOW_GRAMMAR)
     ask(real, slow, 10_000)
-    while not psutil.Process(process.pid).children():
-        time.sleep(0.001)
+    child_of(process)
     real.forget((0, 10_000))
     ask(real, Constraint("grammar", 'start: "y"'))
     began = time.monotonic()
@@ -361,12 +383,21 @@ def test_trial_that_is_needed_goes_on_when_the_end_of_an_earlier_one_comes_late(
     ask(real, Constraint("grammar", 'start: "v"'))
     results(real, 1)
     process = real._compilation._slow_trials._process
-    needed = Constraint("json", json.dumps({"properties": {f"p{i}": {"type": "integer"} for i in range(600)}}))
+    needed = Constraint("json", large_schema(600))
     ask(real, needed)
-    while not psutil.Process(process.pid).children():
-        time.sleep(0.001)
+    child_of(process)
     real._compilation.cancel(is_quick=False)
     assert not isinstance(results(real, 1)[needed.text], GrammarError)
+
+
+@pytest.mark.parametrize("is_replay", [True, False])
+def test_only_the_constraint_of_a_replayed_request_is_tried_again_if_its_trial_is_killed(real, is_replay):
+    ask(real, Constraint("grammar", f'start: "u{is_replay}"'))
+    results(real, 1)
+    constraint = Constraint("json", large_schema(601 + is_replay))
+    ask(real, constraint, is_replay=is_replay)
+    child_of(real._compilation._slow_trials._process).kill()
+    assert isinstance(results(real, 1)[constraint.text], GrammarError) != is_replay
 
 
 def test_the_process_of_trials_ends_with_the_compiler(default_model):
