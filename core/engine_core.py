@@ -172,7 +172,7 @@ class EngineCore:
             LIST_CALL: tokenizer_files.sizes,
             READ_CALL: tokenizer_files.read,
             "reset_prefix_cache": OperatorCall(self._between_steps(self._reset_prefix_cache)),
-            "pause": OperatorCall(self._between_steps(self._pause.pause), record),
+            "pause": OperatorCall(self._between_steps(self._pause.pause), record, only_waits=True),
             "resume": OperatorCall(self._pause.resume, record),
             "start_profile": OperatorCall(self._between_steps(self._profiler.start)),
             "stop_profile": OperatorCall(self._between_steps(self._profiler.stop)),

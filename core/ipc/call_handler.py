@@ -28,6 +28,8 @@ class OperatorCall(NamedTuple):
     run: Callable[..., Any]
     record: SuspensionRecord | None = None
     """Where the call is noted if it must not be carried out again when it is repeated."""
+    only_waits: bool = False
+    """Nothing is done for the call any more while its future is not done, so no death of the core is due to it then."""
 
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
@@ -72,12 +74,12 @@ class CallHandler:
             if isinstance(operation, OperatorCall) and not is_operator:
                 self._refuse(client, call)
                 return True
-            run, record = operation if isinstance(operation, OperatorCall) else OperatorCall(operation)
+            work = operation if isinstance(operation, OperatorCall) else OperatorCall(operation)
             try:
-                inspect.signature(run).bind(*call.args)
+                inspect.signature(work.run).bind(*call.args)
             except TypeError as error:
                 raise ValueError(f"operation {call.name}: {error}") from error
-            result = self._carry_out(client, call, run, record, is_suspect)
+            result = self._carry_out(client, call, work, is_suspect)
         except ValueError as error:
             self.reply(client, call.call_id, error=str(error))
             return True
@@ -92,31 +94,30 @@ class CallHandler:
         """Answer a call with its result or with an `error`."""
         self._send(client, wire.Reply(self._incarnation, call_id, result, error and shortened(error)))
 
-    def _carry_out(
-        self, client: int, call: wire.Call, run: Callable[..., Any], record: SuspensionRecord | None, is_suspect: bool
-    ) -> Any:
-        """Return the result of a call, which is on the status page until it, or its future, is done.
+    def _carry_out(self, client: int, call: wire.Call, work: OperatorCall, is_suspect: bool) -> Any:
+        """Return the result of a call, which is on the status page while the core works for it.
 
-        A suspect is alone until this returns; so is what threads do for it after that.
+        A call that only waits must leave the page: it would take part in all deaths until then, so that no request
+        would be alone in one. A suspect is alone until this returns; so is what threads do for it after that.
         """
         is_known = -_MAX_CALL_ID <= call.call_id < _MAX_CALL_ID  # else the page has no room for the id
         with self._alone() if is_suspect else contextlib.nullcontext():
             number = self._outside.begin([OutsideTask(client, call.call_id)] if is_known else [], is_suspect)
             try:
-                result = self._run(call, run, record)
+                result = self._run(call, work)
             except (zmq.ZMQError, WorkerFailedError):
                 raise  # they end the core, whose page then says what it was doing
             except BaseException:
                 self._outside.end(number)
                 raise
-        if isinstance(result, Future):
+        if isinstance(result, Future) and not work.only_waits:
             result.add_done_callback(lambda _: self._outside.end(number))
         else:
             self._outside.end(number)
         return result
 
-    def _run(self, call: wire.Call, run: Callable[..., Any], record: SuspensionRecord | None) -> Any:
-        return record.carry_out(call.call_id, run, *call.args) if record else run(*call.args)
+    def _run(self, call: wire.Call, work: OperatorCall) -> Any:
+        return work.record.carry_out(call.call_id, work.run, *call.args) if work.record else work.run(*call.args)
 
     def _refuse(self, client: int, call: wire.Call) -> None:
         error = (

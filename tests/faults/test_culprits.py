@@ -64,6 +64,24 @@ def test_culprit_among_32_streams_fails_after_few_deaths(make_small_engine):
     assert play(engine, num_innocents=31, num_copies=1) <= 2 + math.ceil(math.log2(32))
 
 
+def test_pause_that_waits_for_requests_does_not_hide_which_of_them_kills_cores(make_small_engine):
+    engine = make_small_engine(fault_injection=f"slow@step=*,seconds=0.05;exit@request={POISON},position=20")
+
+    async def run():
+        innocent = asyncio.create_task(outcome(engine, "innocent", "Number 1 is", 60))
+        culprit = asyncio.create_task(outcome(engine, f"{POISON}1", "The culprit says", 60))
+
+        async def both_run():
+            return (await engine.core_status())["num_running"] == 2
+
+        await eventually(both_run)
+        await engine.pause_generation(mode="wait")
+        assert (await innocent, "alone in the last" in str(await culprit)) == (60, True)
+        assert (await engine.core_status())["restarts"] <= 3
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     "signum",
     [*(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP)), signal.SIGSEGV],

@@ -163,6 +163,30 @@ def test_call_that_ends_the_core_stays_on_the_page(core):
     assert [call_id for _, call_id in core.page.read().calls] == [77]
 
 
+@pytest.mark.parametrize("only_waits", [True, False])
+def test_call_that_is_not_done_stays_on_the_page_unless_it_only_waits(config, tmp_path, only_waits):
+    predecessor = msgspec.structs.replace(PREDECESSOR, calls=[(TOKENS[0], 77)])
+    core = Core(f"ipc://{tmp_path}/core.sock", config, predecessor=predecessor)
+    outside = core.request_handler.outside = OutsideWork(core.page)
+    client = core.connect(hello=wire.encode(wire.hello(token=TOKENS[0], operator_key=KEY)))
+    done, seen = Future(), []
+
+    def work():
+        seen.append([call_id for _, call_id in core.page.read().calls])
+        return done
+
+    core.serve(work=OperatorCall(work, only_waits=only_waits))
+    client.send(wire.encode(wire.Call(1, 77, "work", is_suspect=True)))
+    core.receive_until(lambda: seen)
+    on_page = [] if only_waits else [77]
+    assert (seen, [call_id for _, call_id in core.page.read().calls]) == ([[77]], on_page)
+    assert outside.has_suspect_calls != only_waits
+    done.set_result("done")
+    assert core.answer(client).result == "done"
+    assert (core.page.read().calls, outside.has_suspect_calls) == ([], False)
+    core.close()
+
+
 def test_call_is_alone_if_the_predecessor_died_in_it_and_only_then(config, tmp_path, monkeypatch):
     predecessor = msgspec.structs.replace(PREDECESSOR, calls=[(TOKENS[0], 77)])
     core = Core(f"ipc://{tmp_path}/core.sock", config, predecessor=predecessor)
