@@ -28,6 +28,8 @@ _MAX_LOADS = 4
 _SLOW_LOAD_S = 2.0
 """Time after which a load is slow, so that others do not wait for it: its disk may never answer."""
 _MAX_THREADS = 64
+_MAX_UNUSED_RETIRED = 64
+"""Number of retired adapters without requests that are kept, because clients may yet come back with their requests."""
 _RECORD_BYTES = 64
 """Bytes that the status page needs for an adapter beside its name and path."""
 
@@ -52,6 +54,9 @@ class AdapterCache:
     until `remove`; any other is forgotten when it has left host memory and slot, and no request uses it. The folder of
     a known adapter is read again when its memory was taken away, and must then hold the same weights.
 
+    An adapter that was removed or replaced while requests used it is retired: these requests run to their ends, also in
+    a successor, and no other request can use it.
+
     Folders are read by threads, and everything else happens in the core's thread. `fd` is readable when a load has
     ended; `take_loaded` then makes its result known.
     """
@@ -75,6 +80,8 @@ class AdapterCache:
         self._read = read
         self._note = note
         self._known: dict[int, CachedAdapter] = {}
+        self._retired: list[CachedAdapter] = []
+        """Adapters that are not current, of requests that may still be live; the earliest first."""
         self._in_memory: OrderedDict[CachedAdapter, None] = OrderedDict()
         """The adapters in host memory, least recently used first."""
         self._num_pinned = 0
@@ -108,7 +115,7 @@ class AdapterCache:
     def restore(self, records: Sequence[AdapterRecord]) -> None:
         """Know the adapters that a predecessor knew; each is loaded when a request needs it."""
         for record in records:
-            self._known[record.id] = CachedAdapter(
+            adapter = CachedAdapter(
                 id=record.id,
                 name=record.name,
                 path=record.path,
@@ -116,19 +123,25 @@ class AdapterCache:
                 digest=record.digest,
                 is_added=record.is_added,
                 is_pinned=record.is_pinned,
+                is_current=record.is_current,
             )
+            if adapter.is_current:
+                self._known[adapter.id] = adapter
+            else:
+                self._retired.append(adapter)
         self._publish()
 
     def find(self, lora: LoRARequest, may_open: bool, digest: str = "") -> CachedAdapter:
         """Return the adapter for a request, which becomes known if need be.
 
         `may_open`: the client may name folders; else the path of `lora` has no meaning, and the adapter must be known.
-        `digest` is that of the weights with which an earlier core began the request; empty for a new request.
+        `digest` is that of the weights with which an earlier core began the request; empty for a new request. A retired
+        adapter with these weights is returned whatever has its id now.
 
         Raises ValueError if the id belongs to another name or path, if the weights are others than before, or if every
         slot is pinned; NotOperatorOfAdapterError if the client must not make the core open the folder.
         """
-        adapter = self._known.get(lora.lora_int_id)
+        adapter = self._find_retired(lora, digest) or self._known.get(lora.lora_int_id)
         if adapter is None:
             if not may_open:
                 raise NotOperatorOfAdapterError(
@@ -136,7 +149,7 @@ class AdapterCache:
                     "core open a folder: have an operator call add_lora"
                 )
             adapter = self._make(lora)
-        else:
+        elif adapter.is_current:
             self._check_same(adapter, lora, check_path=may_open)
         if digest and may_open and not adapter.digest:
             adapter.digest = digest
@@ -147,7 +160,8 @@ class AdapterCache:
                 f"{adapter} can never run: all {self._num_slots} slots are pinned by other adapters; call remove_lora "
                 "for one of them, or raise max_loras"
             )
-        self._known[adapter.id] = adapter
+        if adapter.is_current:
+            self._known[adapter.id] = adapter
         if adapter in self._in_memory:
             self._in_memory.move_to_end(adapter)
         return adapter
@@ -318,6 +332,12 @@ class AdapterCache:
             adapter.is_added = True
             self._publish()
 
+    def _find_retired(self, lora: LoRARequest, digest: str) -> CachedAdapter | None:
+        """Return the retired adapter of a request that began with the weights `digest`; None if there is none."""
+        wanted = (lora.lora_int_id, lora.lora_name, digest)
+        found = (adapter for adapter in self._retired if (adapter.id, adapter.name, adapter.digest) == wanted)
+        return next(found, None) if digest else None
+
     def _make(self, lora: LoRARequest) -> CachedAdapter:
         return CachedAdapter(id=lora.lora_int_id, name=lora.lora_name, path=lora.lora_path, number=next(self._numbers))
 
@@ -341,6 +361,11 @@ class AdapterCache:
         if self._known.get(adapter.id) is adapter:
             del self._known[adapter.id]
         adapter.is_current = adapter.is_added = adapter.is_pinned = False
+        if adapter.requests:
+            self._retired.append(adapter)
+            unused = [other for other in self._retired if not other.requests]
+            for other in unused[:-_MAX_UNUSED_RETIRED]:
+                self._retired.remove(other)
         self.release(adapter)
 
     def _drop(self, adapter: CachedAdapter) -> None:
@@ -379,7 +404,7 @@ class AdapterCache:
             raise ValueError(f"too many adapters are added: {len(added) - 1}; remove one of them first")
 
     def _publish(self) -> None:
-        """Tell the successor of all adapters that were loaded, those that were added first."""
+        """Tell the successor of all adapters that were loaded: the added ones first, the retired ones last."""
         self._num_pinned = sum(adapter.is_pinned for adapter in self._known.values())
         known = sorted(self._known.values(), key=lambda adapter: not adapter.is_added)
         self._note(
@@ -392,8 +417,9 @@ class AdapterCache:
                     is_added=adapter.is_added,
                     is_pinned=adapter.is_pinned,
                     number=adapter.number,
+                    is_current=adapter.is_current,
                 )
-                for adapter in known
+                for adapter in (*known, *self._retired)
                 if adapter.digest
             ]
         )

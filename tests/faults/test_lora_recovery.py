@@ -127,6 +127,31 @@ def test_files_that_change_before_the_death_fail_their_requests_alone(lora, adap
     asyncio.run(run())
 
 
+def test_streams_of_adapters_that_were_replaced_or_removed_keep_their_weights_when_the_core_is_killed(lora, adapters):
+    params = greedy(100, ignore_eos=True)
+    replaced = LoRARequest("replaced", 60, adapters[1].lora_path)
+    removed = LoRARequest("removed", 61, adapters[2].lora_path)
+
+    async def run():
+        expected = [await tokens(lora, request, params) for request in (replaced, removed)]
+        streams = [asyncio.create_task(tokens(lora, request, params)) for request in (replaced, removed)]
+        for request in (replaced, removed):
+            await eventually(lambda request=request: has_tokens(lora, request.lora_name))
+        now = LoRARequest("replaced", 60, adapters[3].lora_path)
+        await lora.add_lora(LoRARequest(now.lora_name, now.lora_int_id, now.lora_path, load_inplace=True))
+        assert await lora.remove_lora(61)
+        await lora.add_lora(LoRARequest("another", 61, adapters[4].lora_path))
+        for _ in range(2):
+            await kill(lora)
+        assert not any(stream.done() for stream in streams)
+        assert await asyncio.gather(*streams) == expected
+        assert await tokens(lora, now, PARAMS) == await tokens(lora, adapters[3], PARAMS)
+        for number in (60, 61):
+            assert await lora.remove_lora(number)
+
+    asyncio.run(run())
+
+
 async def has_tokens(engine, name):
     """Return whether a live request with the adapter `name` has tokens."""
     return any(
@@ -157,6 +182,30 @@ def test_plain_client_of_a_shared_core_uses_what_an_operator_has_loaded_and_open
         await kill(operator)
         assert await task == expected
         assert await plain.list_loras() == {1, 2, 3, 4}
+
+    try:
+        asyncio.run(run())
+    finally:
+        operator.shutdown()
+        plain.shutdown()
+
+
+def test_stream_of_a_plain_client_outlives_the_removal_of_its_adapter_and_the_core(shared, adapters):
+    address, key_file = shared
+    operator = AsyncLLM.connect(address, operator_key_file=key_file)
+    plain = AsyncLLM.connect(address)
+    by_name, params = LoRARequest("removed", 70, "unknown"), greedy(100, ignore_eos=True)
+
+    async def run():
+        await operator.add_lora(LoRARequest("removed", 70, adapters[1].lora_path))
+        expected = await tokens(plain, by_name, params)
+        stream = asyncio.create_task(tokens(plain, by_name, params))
+        await eventually(lambda: has_tokens(plain, "removed"))
+        assert await operator.remove_lora(70)
+        await kill(operator)
+        assert await stream == expected
+        with pytest.raises(NotOperatorError, match="have an operator call add_lora"):
+            await tokens(plain, by_name, params)
 
     try:
         asyncio.run(run())

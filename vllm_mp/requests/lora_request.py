@@ -112,6 +112,8 @@ class AdapterRecord(msgspec.Struct, array_like=True, frozen=True):
     is_pinned: bool = False
     number: int = 0
     """The number of the weights with this digest, in the hashes of blocks of the KV cache."""
+    is_current: bool = True
+    """False: the adapter was removed or replaced, and only requests that began with it may use it."""
 
 
 def _is_unicode(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 import select
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -269,6 +270,50 @@ def test_removed_adapter_serves_the_requests_that_use_it():
     assert adapter.weights is None
 
 
+@pytest.mark.parametrize("change", ["replaced", "removed", "removed, and its id is used again"])
+def test_successor_keeps_the_weights_of_requests_whose_adapter_was_replaced_or_removed(change):
+    known = Known(num_slots=2)
+    known.add(1)
+    before = known.find(1)
+    before.requests[0, 0] = "a live request"
+    if change != "replaced":
+        known.cache.remove(1)
+    if change != "removed":
+        known.add(1, path="/other", load_inplace=change == "replaced", name="adapter 1")
+    for _ in range(2):  # the second core dies before the request has come back
+        successor = Known(num_slots=2)
+        successor.cache.restore(known.notes[-1])
+        known = successor
+    assert known.cache.ids() == ([] if change == "removed" else [1])
+    for may_open in (True, False):
+        found = known.find(1, may_open, "digest of /1")
+        assert (found.number, found.path, found.is_current) == (before.number, "/1", False)
+    found.requests[0, 0] = SimpleNamespace(isolate_until_num_tokens=0, task=None)
+    known.cache.load(found)
+    assert not known.settle()
+    assert found.weights == "weights of /1"
+    assert known.cache.ids() == ([] if change == "removed" else [1]), "it is not listed"
+    if change == "removed":
+        with pytest.raises(NotOperatorOfAdapterError):
+            known.find(1, may_open=False)
+    else:
+        assert known.find(1, may_open=False).path == "/other", "new requests use the current adapter"
+
+
+def test_number_of_retired_adapters_without_requests_is_bounded(monkeypatch):
+    monkeypatch.setattr(adapter_cache, "_MAX_UNUSED_RETIRED", 2)
+    known = Known()
+    for number in range(1, 6):
+        known.add(number)
+        adapter = known.find(number)
+        adapter.requests[0, 0] = "a live request"
+        known.cache.remove(number)
+        if number > 1:
+            adapter.requests.clear()
+            known.cache.release(adapter)
+    assert [record.id for record in known.notes[-1]] == [1, 3, 4, 5], "the last was in use when it was removed"
+
+
 def test_successor_knows_the_adapters_and_pins_and_compares_the_digest():
     known = Known(num_slots=2)
     known.add(1)
@@ -327,7 +372,7 @@ def test_record_names_everything_that_a_successor_needs():
     known.add(1)
     [record] = known.notes[-1]
     number = known.cache.find(lora(1), may_open=True).number
-    assert record == AdapterRecord(1, "adapter 1", "/1", "digest of /1", True, False, number)
+    assert record == AdapterRecord(1, "adapter 1", "/1", "digest of /1", True, False, number, True)
     successor = Known()
     successor.cache.restore([record])
     assert successor.cache.find(lora(1), may_open=True).number == number
