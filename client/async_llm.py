@@ -797,8 +797,8 @@ class AsyncLLM(EngineClient):
         The new process imports the code as it is installed now. It loads the model beside the core, which stops between
         two steps once all is loaded; with `data_parallel_size` the cores are replaced one after another. The KV cache
         is handed over where it outlives the core (see `recover_kv_cache`). Raises EngineStartError, with the cause, if
-        the new process does not start: then the core goes on. Raises ValueError for a core that another process has
-        started, and for an engine with `recovery=False`.
+        the new process does not start, or has another model because its files have changed: then the core goes on.
+        Raises ValueError for a core that another process has started, and for an engine with `recovery=False`.
         """
         await self._control.restart_cores()
 

@@ -37,17 +37,19 @@ from vllm_mp.core.structured_output.compiler import GrammarCompiler
 from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
 from vllm_mp.core.structured_output.trial_compilation import TrialCompilation
 from vllm_mp.core.suspension_record import SuspensionRecord
+from vllm_mp.core.weights.digest import model_digest
 from vllm_mp.core.worker.memory.sleep import Sleep
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.profiler import Profiler
 from vllm_mp.core.worker.sampling.registered_processors import RegisteredProcessors
 from vllm_mp.core.worker.sampling.sampler import Sampler
 from vllm_mp.core.worker.worker import Worker
-from vllm_mp.core_link.core_status import NOT_SUSPENDED, StepRequests, Suspension
+from vllm_mp.core_link.core_status import NOT_SUSPENDED, SleepState, StepRequests, Suspension
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.machine.host_memory import host_memory
 from vllm_mp.model_store.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 from vllm_mp.requests.lora_request import AdapterRecord
+from vllm_mp.wire import NO_DIGEST, WEIGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,9 @@ class EngineCore:
         self._cache = KVCacheManager(self._batch, cache.num_blocks, cache.block_size, table, file)
         if num_found := self._cache.pool.num_found:
             logger.info("%d blocks of the KV cache hold what the core before has computed", num_found)
+        self._handler = handler
+        self._page = page
+        self._model_config = model
         self._outside = OutsideWork(page)
         self._adapters, turns = _make_adapters(config, runner, page, adapters, self._outside)
         num_stages = config.parallel_config.pipeline_parallel_size
@@ -137,7 +142,7 @@ class EngineCore:
         memory = runner.released_memory
         if followers is not None:
             memory = GroupMemory(memory, followers)
-        self._sleep = Sleep(self._scheduler, memory, handler.send_ends, record.note_sleep)
+        self._sleep = Sleep(self._scheduler, memory, handler.send_ends, self._note_sleep)
         self._pause.enter(suspension.pause, suspension.num_draining)
         self._sleep.enter(suspension.sleep)
         compilation = TrialCompilation(TokenizerSource.of(model))
@@ -148,8 +153,6 @@ class EngineCore:
         self._num_ahead = max(int(bool(scheduler_config.async_scheduling)), num_stages - 1)
         """Number of steps that stay pending while there is a next step to launch."""
         self._runner = runner
-        self._handler = handler
-        self._page = page
         self._limits = StepLimits()
         self._encoding_pace = EncodingPace(scheduler_config.max_prefill_slowdown)
         self._num_launched = 0
@@ -282,6 +285,16 @@ class EngineCore:
             self._sleep.settle()
             self._move_weights_later()  # a wake-up has mapped the file again
             self._note_state()
+
+    def _note_sleep(self, state: SleepState) -> None:
+        """Publish the memory that the core has released, and which weights it has if a wake-up has read them again."""
+        if _has_dropped_weights(state):
+            self._page.note_model(NO_DIGEST)
+        elif _has_dropped_weights(self._suspension.state.sleep):
+            digest = model_digest(self._model_config)
+            self._page.note_model(digest)
+            self._handler.greeting.model_digest = digest
+        self._suspension.note_sleep(state)
 
     def _move_weights_later(self) -> None:
         """Have weights copied to huge pages, unless the cores of this engine share the memory of their file."""
@@ -443,6 +456,11 @@ class EngineCore:
             self._cache.pool.num_blocks,
             self._pending_requests() if self._scheduler.pending_steps else None,
         )
+
+
+def _has_dropped_weights(sleep: SleepState) -> bool:
+    """Return whether a wake-up has to read the weights from their files, whatever those hold by then."""
+    return sleep.level == 2 and WEIGHTS in sleep.missing
 
 
 def _make_adapters(

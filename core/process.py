@@ -405,6 +405,7 @@ def _load(start: _Start, page: StatusPage, ranks: "Ranks | None") -> "EngineCore
                 times=times,
                 loaded=loaded,
                 former_cache=start.launch.kept_cache if start.launch.waits else None,
+                note_model=page.note_model,
             )
         if ranks is not None:
             ranks.wait_until_ready(config.model_config, stop.raise_if_set)

@@ -23,7 +23,7 @@ from vllm_mp.client.cores.recovery.blame import Blame
 from vllm_mp.client.cores.recovery.engine_deaths import EngineDeaths
 from vllm_mp.client.cores.recovery.news import Absence, Death, End, News
 from vllm_mp.client.cores.recovery.suspects import Entry, Suspects
-from vllm_mp.client.cores.sources.core_source import Core
+from vllm_mp.client.cores.sources.core_source import Core, model_changes
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.images.sent_images import SentImages
 from vllm_mp.client.outputs.output_processor import OutputProcessor
@@ -214,6 +214,9 @@ class EngineCoreClient:
 
     def hand_over(self, streams: list[RequestStream], target: "EngineCoreClient") -> None:
         """Let `target` go on with live `streams`, of which this client's core, dead or to be left, knows no longer."""
+        if changes := model_changes(self._core, target._core.digest, target._core.config):
+            self._fail_begun(streams, changes)
+            streams = [stream for stream in streams if not stream.is_over]
         moved = set(streams)
         self._held_back = [entry for entry in self._held_back if entry[0] not in moved]
         for stream in streams:
@@ -236,6 +239,20 @@ class EngineCoreClient:
     def fail(self, stream: RequestStream, why: str) -> None:
         """End a live stream with EngineGenerateError."""
         self._abort_slots(self.requests.fail(stream, why))
+
+    def _fail_begun(self, streams: list[RequestStream], changes: list[str]) -> int:
+        """Fail those of `streams` that have tokens, because the core that is to go on with them has another model.
+
+        Return their number. `changes` are those of `model_changes`.
+        """
+        begun = [stream for stream in streams if any(awaited.num_tokens for awaited in stream.awaited)]
+        for stream in begun:
+            self.fail(
+                stream,
+                f"request {stream.request_id}: the model's files have changed since it began, and the core that is to "
+                f"continue it has {', '.join(changes)}; send it again",
+            )
+        return len(begun)
 
     def forgive(self, times: list[float]) -> None:
         """Stop counting the deaths seen at `times` against the limit of restarts."""
@@ -451,6 +468,10 @@ class EngineCoreClient:
         self.count_drops()
         old, self._core, self._num_drops_counted = self._core, core, 0
         old.connection.detach()
+        if changes := model_changes(old, core.digest, core.config):
+            num_failed = self._fail_begun(self.requests.streams(), changes)
+            what = f"the model's files have changed, and the next core has {', '.join(changes)}"
+            logger.error("%s; %s that had begun failed", what, counted(num_failed, "request"))
         if self._restart is not None:
             self._stats.note_restart(self._restart, self.requests.streams())
             seconds, num_requests = self._restart.recovery_s or 0.0, self._restart.num_recovered or 0

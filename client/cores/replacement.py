@@ -83,18 +83,20 @@ class Replacement:
                 self._asked = asked
             return asked
 
-    def is_ready(self, core_pid: int) -> bool:
-        """Return whether the new process has loaded the model that replaces the core `core_pid`.
+    def is_ready(self, core: Core) -> bool:
+        """Return whether the new process, which is to replace `core`, has loaded the same model.
 
         Start it at the first call, unless there is an heir.
         """
+        assert core.process is not None
         if self._heir is not None:
-            return self._is_heir_ready(self._heir, core_pid)
+            return self._is_heir_ready(self._heir, core.process.pid)
         try:
             if self._deadline is None:
                 self._deadline = time.monotonic() + self._limits.start_timeout_s
                 self._source.load_standby()
             if self._source.has_loaded_standby():
+                self._source.check_standby(core)
                 return True
             if time.monotonic() > self._deadline:
                 raise EngineStartError(

@@ -290,7 +290,7 @@ class CoreSupervisor:
                 cause, was_stopped = end_hung_core(process, core.page, hang.exceeded)
                 return self._death(core, cause, "hang", was_hung=not was_stopped)
             if self._replacement is not None and self._replacement.is_asked_for:
-                if self._replacement.is_ready(process.pid):
+                if self._replacement.is_ready(core):
                     return self._end_replaced(core)
             elif time.monotonic() > template_at:
                 try:

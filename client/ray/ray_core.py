@@ -82,7 +82,7 @@ class RayCore:
 
     def _check_model(self, core: Core, serves: Serves) -> None:
         """Raise EngineStartError, and leave the core, unless it serves what the engine's first core served."""
-        model = served_model(core.welcome, core.config)
+        model = served_model(core.welcome.model, core.config)
         if self._driver.model is None:
             self._driver.model = model
         elif differing := differences(self._driver.model, model):

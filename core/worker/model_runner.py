@@ -55,6 +55,7 @@ from vllm_mp.kernels.ops import AttentionMetadata
 from vllm_mp.machine.loading_thread import BESIDE_A_CORE, run_in_thread
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import SamplingParams
+from vllm_mp.wire import ModelDigest
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class ModelRunner:
         times: StartTimes | None = None,
         loaded: LoadedModel | None = None,
         former_cache: KeptCache | None = None,
+        note_model: Callable[[ModelDigest], None] = lambda _: None,
     ) -> None:
         """Load the model, measure the memory that steps take, allocate the KV cache and capture small steps.
 
@@ -95,6 +97,7 @@ class ModelRunner:
         `captures_late` the start captures only the graphs that the first steps need; the caller has the others captured
         by `memory.late_captures`. `times` gets the parts of this start. `loaded` is the model if it was loaded before.
         `former_cache` is where the KV cache lies of the core that serves until the turn; None: there is no such core.
+        `note_model` is called before the turn, with the digests of what was loaded.
 
         Raises ValueError for weights that are missing or do not fit, and if the cache has no space.
         """
@@ -166,6 +169,7 @@ class ModelRunner:
             self.encodings = ImageEncodings(self.images, beat)
             self._encoder_memory = EncoderMemory(self.images, device, beat, loaded, self.encodings)
         self.digest = model_digest(config.model_config) if loaded is None else loaded.digest
+        note_model(self.digest)
         times.end("weights")
         graph_bytes = self._profile() if device.type == "cuda" else 0
         times.end("largest steps")

@@ -21,6 +21,7 @@ from vllm_mp.core_link.core_status import CoreStatus
 _CONFIG = SimpleNamespace(
     cache_config=SimpleNamespace(num_blocks=1000, block_size=16, enable_prefix_caching=True),
     parallel_config=SimpleNamespace(data_parallel_size=1),
+    model_config=SimpleNamespace(dtype="float32", quantization=None, max_model_len=1000),
 )
 
 
@@ -72,6 +73,8 @@ class StandInSupervisor:
         self.is_shared, self.client_number = is_shared, client
         self.is_paused = False
         """Whether the next core is in a pause when it greets the client."""
+        self.model = wire.NO_DIGEST
+        """What the next core has loaded."""
         self.num_deaths = 0
         self.sent: list[wire.ClientMessage] = []
         """The messages to all cores, in their order."""
@@ -83,7 +86,7 @@ class StandInSupervisor:
 
     def start(self, last_death: wire.LastDeath | None = None) -> Core:
         """Return the core that serves after `num_deaths` deaths."""
-        return self.core_of(wire.welcome(self.num_deaths, self.client_number, 1, b"{}", last_death))
+        return self.core_of(wire.welcome(self.num_deaths, self.client_number, 1, b"{}", last_death, model=self.model))
 
     def core_of(self, welcome: wire.Welcome) -> Core:
         """Return a core that greets the client with `welcome`."""

@@ -31,10 +31,19 @@ from vllm_mp.core_link.core_status import (
 from vllm_mp.machine.file_owner import trusted_owners
 from vllm_mp.machine.page_file import make_page_file
 from vllm_mp.requests.lora_request import AdapterRecord
-from vllm_mp.wire import MAX_CLIENTS, MAX_CONVICTED_DEATHS, PAUSE_MODES, SLEEP_LEVELS, SLEEP_TAGS, TOKEN_BYTES
+from vllm_mp.wire import (
+    MAX_CLIENTS,
+    MAX_CONVICTED_DEATHS,
+    NO_DIGEST,
+    PAUSE_MODES,
+    SLEEP_LEVELS,
+    SLEEP_TAGS,
+    TOKEN_BYTES,
+    ModelDigest,
+)
 
 _MAGIC_OF_VERSION_0 = 0x564D_5053_0000
-VERSION = 8
+VERSION = 9
 """Version of the layout of the page."""
 _MAGIC = _MAGIC_OF_VERSION_0 + VERSION
 _HEADER_BYTES = 4096
@@ -68,7 +77,9 @@ MAX_TRIED = 512
 _TRIED_OFFSET = _TASKS_OFFSET + 2 * _TASK.itemsize * MAX_OUTSIDE_TASKS
 _DESCRIPTION_OFFSET = _TRIED_OFFSET + DIGEST_BYTES * MAX_TRIED
 _MAX_DESCRIPTION_BYTES = 2**16
-_SIZE = _DESCRIPTION_OFFSET + _MAX_DESCRIPTION_BYTES
+_MODEL_OFFSET = _DESCRIPTION_OFFSET + _MAX_DESCRIPTION_BYTES
+_MAX_MODEL_BYTES = 256
+_SIZE = _MODEL_OFFSET + _MAX_MODEL_BYTES
 
 
 class _Field:
@@ -117,7 +128,9 @@ class _Field:
     """Time without progress after which the latest step hangs if the process stands still; 0: not known, or no step."""
     STEPS_WAIT = 30
     """1: steps may wait for something outside of the process, such as a device."""
-    COUNT = 31
+    MODEL = 31
+    """Size in bytes of the digests of the model; 0: the core has no weights, or they are being written."""
+    COUNT = 32
 
 
 class StatusPage:
@@ -142,6 +155,9 @@ class StatusPage:
         self._tried: npt.NDArray[np.uint8] = tried.reshape(MAX_TRIED, DIGEST_BYTES)
         self._description: npt.NDArray[np.uint8] = np.frombuffer(
             memory, np.uint8, count=_MAX_DESCRIPTION_BYTES, offset=_DESCRIPTION_OFFSET
+        )
+        self._model: npt.NDArray[np.uint8] = np.frombuffer(
+            memory, np.uint8, count=_MAX_MODEL_BYTES, offset=_MODEL_OFFSET
         )
 
     @classmethod
@@ -214,6 +230,23 @@ class StatusPage:
         """What the core says of itself; None if it is not known."""
         data = self._description[: int(self._header[_Field.DESCRIPTION])].tobytes()
         return msgspec.msgpack.decode(data, type=CoreDescription) if data else None
+
+    def note_model(self, digest: ModelDigest) -> None:
+        """Publish the digests of the model that the core has loaded; `NO_DIGEST`: it has no weights."""
+        self._header[_Field.MODEL] = 0
+        if digest != NO_DIGEST:
+            data = msgspec.msgpack.encode(digest)
+            self._model[: len(data)] = np.frombuffer(data, np.uint8)
+            self._header[_Field.MODEL] = len(data)
+
+    @property
+    def model(self) -> ModelDigest:
+        """The digests of the model that the core has loaded; `NO_DIGEST` if it has no weights, or they are unknown."""
+        data = self._model[: max(0, int(self._header[_Field.MODEL]))].tobytes()
+        try:
+            return msgspec.msgpack.decode(data, type=ModelDigest) if data else NO_DIGEST
+        except (msgspec.MsgspecError, UnicodeDecodeError):  # only a core with corrupted memory can have left it
+            return NO_DIGEST
 
     @property
     def num_clients(self) -> int:

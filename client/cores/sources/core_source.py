@@ -33,6 +33,11 @@ class Core(NamedTuple):
     welcome: wire.Welcome
 
     @property
+    def digest(self) -> wire.ModelDigest:
+        """The digests of what the core has loaded last, also before its death; `NO_DIGEST` if it has no weights."""
+        return self.welcome.model if self.page is None else self.page.model
+
+    @property
     def num_restarts(self) -> int:
         """Number of restarts by the core's parent before this core served."""
         death = self.welcome.last_death
@@ -97,9 +102,8 @@ def load_progress(page: StatusPage | None) -> object:
     return page.progress() if page is not None and page.state in (CoreState.STARTING, CoreState.LOADING) else None
 
 
-def served_model(welcome: wire.Welcome, config: VllmConfig) -> dict[str, object]:
+def served_model(digest: wire.ModelDigest, config: VllmConfig) -> dict[str, object]:
     """Return, by name, all that a successor must have in common with the core, so that streams can continue there."""
-    digest = welcome.model
     digests = {"weights": digest.weights, "config.json": digest.config, "tokenizer": digest.tokenizer}
     return digests | model_limits(config)
 
@@ -111,7 +115,17 @@ def model_limits(config: VllmConfig) -> dict[str, object]:
 
 def described_model(core: Core) -> dict[str, str]:
     """Return `served_model` of `core`, as text."""
-    return {name: str(value) for name, value in served_model(core.welcome, core.config).items()}
+    return {name: str(value) for name, value in served_model(core.welcome.model, core.config).items()}
+
+
+def model_changes(core: Core, digest: wire.ModelDigest, config: VllmConfig) -> list[str]:
+    """Return, as `differences` does, how another core, with `digest` and `config`, differs from `core`.
+
+    Empty if one of them has no weights, because the files may change in a sleep at level 2.
+    """
+    if wire.NO_DIGEST in (core.digest, digest):
+        return []
+    return differences(served_model(core.digest, core.config), served_model(digest, config))
 
 
 def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

@@ -20,6 +20,7 @@ from vllm_mp.client.cores.sources.core_source import (
     described_model,
     differences,
     load_progress,
+    model_changes,
     model_limits,
 )
 from vllm_mp.client.cores.sources.handover import Estate, Inheritance, Offer, wait_until
@@ -369,6 +370,16 @@ class CoreLauncher:
         cause = standby.describe_end(log_stays=False)
         self.end_standby()
         raise EngineStartError(f"the process that was to replace the core did not start: {cause}")
+
+    def check_standby(self, core: Core) -> None:
+        """Raise EngineStartError if the standby of `load_standby` has loaded another model than `core` serves."""
+        assert self._standby is not None
+        if changes := model_changes(core, self._standby.waiting_model(), core.config):
+            raise EngineStartError(
+                f"the process that was to replace the core has {', '.join(changes)}, because the model's files have "
+                "changed; put the former files back, start the engine again, or have the weights loaded by "
+                "sleep(level=2) and wake_up()"
+            )
 
     def end_standby(self) -> None:
         """End the standby, if there is one, and remove its files."""

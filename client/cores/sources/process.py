@@ -28,6 +28,7 @@ from vllm_mp.machine.file_owner import check_private
 from vllm_mp.machine.forked_process import ForkedProcess
 from vllm_mp.machine.loading_thread import lower_priority
 from vllm_mp.requests.lora_request import AdapterRecord
+from vllm_mp.wire import NO_DIGEST, ModelDigest
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +281,11 @@ class CoreProcess:
         """Whether the process has loaded the model, and waits for its turn."""
         page = StatusPage.open(self._waiting_path)
         return page is not None and page.state == CoreState.WAITING
+
+    def waiting_model(self) -> ModelDigest:
+        """Return the digests of the model that the process has loaded while it waits for its turn."""
+        page = StatusPage.open(self._waiting_path)
+        return NO_DIGEST if page is None else page.model
 
     def describe_end(self, log_stays: bool = True) -> str:
         """Describe how the core ended: signal or exit code, and the last lines of its log.

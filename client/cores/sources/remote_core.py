@@ -92,7 +92,7 @@ class RemoteCore:
                 if connection is not None:
                     connection.close()
                 raise
-        model = served_model(welcome, config)
+        model = served_model(welcome.model, config)
         if differing := differences(self._model or model, model):
             connection.close()
             raise EngineStartError(

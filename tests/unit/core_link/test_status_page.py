@@ -30,7 +30,7 @@ from vllm_mp.core_link.status_page import (
     MAX_TRIED,
     StatusPage,
 )
-from vllm_mp.wire import MAX_CLIENTS
+from vllm_mp.wire import MAX_CLIENTS, NO_DIGEST, ModelDigest
 
 
 @contextlib.contextmanager
@@ -363,8 +363,10 @@ def test_corrupted_page_can_be_read():
     page._step_requests[:] = -1
     status = page.read()
     assert status.state == page.state == CoreState.STOPPED
+    assert page.model == NO_DIGEST
     page._header[3:] = 2**62
     assert page.read().state == CoreState.STOPPED
+    assert page.model == NO_DIGEST
 
 
 @pytest.mark.parametrize(
@@ -395,6 +397,15 @@ def test_impossible_sleep_reads_as_awake():
     for mode in (-1, 4, 2**62):
         page._header[17] = mode
         assert page.read().suspension.pause == ""
+
+
+def test_model_stays_on_the_page_until_its_weights_are_dropped(tmp_path):
+    writer = StatusPage.create(str(tmp_path / "page"), 1)
+    reader = StatusPage.open(tmp_path / "page")
+    assert reader.model == NO_DIGEST
+    for digest in (ModelDigest("w" * 32, "c" * 32, "t" * 32), NO_DIGEST, ModelDigest("dummy 7", "c", "t")):
+        writer.note_model(digest)
+        assert reader.model == digest
 
 
 def test_page_says_how_large_a_step_is_and_what_its_limit_is(tmp_path):

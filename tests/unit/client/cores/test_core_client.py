@@ -246,6 +246,23 @@ def test_reason_for_which_the_core_dropped_the_client_is_logged(caplog):
     assert "dropped this client: it had not read 5 bytes" in caplog.text
 
 
+def test_next_core_with_other_weights_continues_no_request_that_has_tokens():
+    cores = Cores()
+    cores.model = wire.ModelDigest("weights", "config", "tokenizer")
+    cores.die()
+    begun, waiting = cores.add("a"), cores.add("b")
+    cores.give_token(0)
+    cores.model = wire.ModelDigest("other weights", "config", "tokenizer")
+    assert cores.die() == [(1, 0)]
+    assert str(begun.error) == (
+        "request a: the model's files have changed since it began, and the core that is to continue it has other "
+        "weights; send it again"
+    )
+    assert waiting.error is None
+    cores.add("c")
+    assert cores.sent_slots() == [(0, 0)], "new requests are served"
+
+
 def test_requests_after_a_death_are_marked_as_the_next_core_is_paused(cores):
     for is_paused in (True, False):
         cores.is_paused = is_paused

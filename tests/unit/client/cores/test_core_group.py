@@ -300,6 +300,23 @@ def test_poison_ends_a_bounded_number_of_cores_for_good(max_restarts, num_deaths
     run(test)
 
 
+def test_core_with_other_weights_goes_on_with_no_request_that_has_tokens():
+    def test():
+        engine = Engine()
+        for rank, weights in enumerate(("new", "old")):
+            engine.cores[rank].model = wire.ModelDigest(weights, "config", "tokenizer")
+            engine.die(rank)
+            engine.rejoin(rank)
+        begun, waiting = engine.add("a", rank=1), engine.add("b", rank=1)
+        engine.give_token(1, begun)
+        engine.die(1)
+        assert "the core that is to continue it has other weights" in str(begun.error)
+        assert waiting.error is None
+        assert names(engine.sent(0)) == ["b"]
+
+    run(test)
+
+
 def test_requests_of_a_core_that_is_gone_do_not_move_before_its_last_news_is_handled():
     def test():
         engine = Engine(3)

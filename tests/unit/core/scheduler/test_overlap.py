@@ -275,6 +275,7 @@ class StandInHandler:
         self.actions = []
         self.stop = None
         self.note = None
+        self.greeting = SimpleNamespace()
 
     def serve(self, scheduler, calls, page):
         self.scheduler, self.calls = scheduler, calls

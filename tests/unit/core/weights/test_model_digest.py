@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from vllm_mp import EngineArgs
 from vllm_mp.client.cores.sources.core_source import differences, served_model
 from vllm_mp.core.weights.digest import model_digest
-from vllm_mp.wire import welcome
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def test_dummy_weights_differ_by_their_seed(folder):
 def test_differences_are_named_with_their_values(folder):
     def served(seed, **options):
         config = config_of(folder, load_format="dummy", seed=seed, **options)
-        return served_model(welcome(1, 0, 1, b"", model=model_digest(config.model_config)), config)
+        return served_model(model_digest(config.model_config), config)
 
     old = served(1, max_model_len=64)
     assert differences(old, served(1, max_model_len=64)) == []
