@@ -164,6 +164,7 @@ class AddPooling(_Message, tag=6):
     after_pause: bool = False
     arrival_time: float = 0.0
     lora: LoRARequest | None = None
+    is_replay: bool = False
     tenant: _Tenant = 0
 
 
@@ -355,7 +356,8 @@ class StepOutput(_Message, tag=18):
     positions: bytes
     finished: list[Finished] = []
     cached: list[tuple[int, int]] = []
-    """(slot, prompt tokens found in the cache) of requests with their first token here, if that number is not 0."""
+    """(slot, prompt tokens found in the cache) of requests with their first token here, if that number is not 0. It is
+    0 for a replay, which may find what it has computed itself."""
     logprobs: list[TokenLogprobs] = []
     """Log-probabilities of tokens in the columns, at their positions in the completion."""
     prompt_logprobs: list[TokenLogprobs] = []

@@ -39,6 +39,7 @@ class PoolingStream(RequestStream):
             after_pause=self.after_pause,
             arrival_time=request.arrival_time,
             lora=request.lora,
+            is_replay=self.is_replay,
             tenant=request.tenant,
         )
 

@@ -251,7 +251,7 @@ class RequestHandler:
             elif message.incarnation != self._incarnation:
                 self._dropped.warn(f"a message for incarnation {message.incarnation}, this is {self._incarnation}")
             elif isinstance(message, _AddMessage):
-                if isinstance(message, wire.AddRequest) and message.is_replay:
+                if message.is_replay:
                     self._replaying.add(client)
                 self._add_request(client, message, num_bytes)
             elif isinstance(message, wire.AbortRequests):
@@ -377,8 +377,8 @@ class RequestHandler:
             request.isolate_until_num_tokens = isolate_until
             if isolate_until:
                 request.max_drafts = 0  # a draft model may be what has ended the cores
-            if request.constrained is not None and isinstance(message, wire.AddRequest):
-                self._begin_to_constrain(request, request.constrained, message.is_replay)
+            if request.constrained is not None:
+                self._begin_to_constrain(request, request.constrained)
             scheduler.add(request)
         except BaseException:
             if self.grammars is not None:
@@ -437,7 +437,7 @@ class RequestHandler:
         num_tokens = len(message.prompt) // wire.TOKEN_IDS.itemsize
         return RequestImages(message.images, images, num_tokens), []
 
-    def _begin_to_constrain(self, request: Request, constrained: ConstrainedOutput, is_replay: bool) -> None:
+    def _begin_to_constrain(self, request: Request, constrained: ConstrainedOutput) -> None:
         """Give the output of a new request its grammar, or have its constraint compiled.
 
         Raises ValueError if the constraint was refused, or if too many others are being compiled.
@@ -446,7 +446,7 @@ class RequestHandler:
             raise ValueError("structured_outputs are for models that generate text")
         group = request.isolation if request.isolate_until_num_tokens else None
         owner = request.owner, request.client, request.tenant
-        waiter = Waiter(request.task, owner=owner, group=group, is_replay=is_replay)
+        waiter = Waiter(request.task, owner=owner, group=group, is_replay=request.is_replay)
         if (grammar := self.grammars.request(constrained.constraint, waiter)) is not None:
             constrained.begin(grammar)
 

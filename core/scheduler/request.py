@@ -59,7 +59,7 @@ class Request:
     reads_cache: bool = True
     """False: its beginning is computed even if it is cached. Other requests may still build on its blocks."""
     num_cached_tokens: int | None = None
-    """Number of tokens found in the prefix cache when the request was first admitted; None before."""
+    """Number of tokens found in the prefix cache when the request was first admitted; 0 for a replay; None before."""
     queued_at: float = 0.0
     """When the request entered the waiting queue for the first time, in seconds of `time.monotonic()`."""
     queue_seconds: float | None = None
@@ -85,6 +85,8 @@ class Request:
     """Names the suspects of the same client in whose steps this suspect may run."""
     after_pause: bool = False
     """The client knew of a pause when it first sent the request."""
+    is_replay: bool = False
+    """The client has sent the request to an earlier core, or in an earlier connection."""
     adapter: "CachedAdapter | None" = None
     """The LoRA adapter that changes the model for this request; None for the base model."""
     arrival_time: float = 0.0

@@ -143,7 +143,8 @@ class KVCacheManager:
         """
         if request.num_cached_tokens is None:
             is_new = len(request.tokens) == request.num_prompt_tokens
-            request.num_cached_tokens = found.num_tokens if is_new else 0
+            # A replay may find blocks that it has computed itself, in an earlier core.
+            request.num_cached_tokens = found.num_tokens if is_new and not request.is_replay else 0
             self.num_prompt_tokens += is_new * request.num_prompt_tokens
             self.num_cached_tokens += request.num_cached_tokens
             num_missing = len(request.tokens) - 1 - found.num_tokens

@@ -145,6 +145,16 @@ def test_prompt_computes_only_tokens_that_are_not_cached():
     engine.run()
 
 
+def test_replay_finds_cached_blocks_which_do_not_count_as_cached_because_it_may_have_computed_them():
+    engine = Engine(budget=64)
+    prompt = list(range(100, 122))
+    engine.add(0, prompt=prompt)
+    engine.run()
+    replay = engine.add(1, prompt=prompt, is_replay=True)
+    assert engine.step().counts.tolist() == [2]
+    assert replay.num_cached_tokens == 0
+
+
 def test_last_block_of_a_fully_cached_prompt_is_computed():
     engine = Engine(budget=64)
     prompt = list(range(100, 116))
