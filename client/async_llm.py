@@ -13,7 +13,7 @@ import logging
 import time
 import types
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
@@ -420,9 +420,7 @@ class AsyncLLM(EngineClient):
         Raises ValueError for messages or a template that cannot be used, and what `generate` raises.
         """
 
-        async def start() -> OutputIterator:
-            self._engine.check_process()
-            check_generates(self.model_config)
+        async def make_prompt() -> PromptType:
             messages_with_marks, images = await self.take_images(messages)
             text = await self.chat_template.render(
                 messages_with_marks,
@@ -433,9 +431,14 @@ class AsyncLLM(EngineClient):
                 variables=chat_template_kwargs,
                 has_images=bool(images),
             )
-            return await self.add_request(
+            return text_prompt(text, images, mm_processor_kwargs)
+
+        async def start() -> OutputIterator:
+            self._engine.check_process()
+            check_generates(self.model_config)
+            return await self._add_request(
                 request_id,
-                text_prompt(text, images, mm_processor_kwargs),
+                make_prompt,
                 sampling_params,
                 lora_request=lora_request,
                 trace_headers=trace_headers,
@@ -509,6 +512,42 @@ class AsyncLLM(EngineClient):
             reasoning_parser_kwargs=reasoning_parser_kwargs,
             prompt_adapter_request=prompt_adapter_request,
         )
+
+        async def given_prompt() -> PromptType | None:
+            return prompt
+
+        return await self._add_request(
+            request_id,
+            given_prompt,
+            params,
+            arrival_time,
+            lora_request,
+            tokenization_kwargs,
+            trace_headers,
+            priority,
+            data_parallel_rank,
+            prompt_text,
+            prompt_token_ids=prompt_token_ids,
+            tenant=tenant,
+        )
+
+    async def _add_request(
+        self,
+        request_id: str | int | None,
+        make_prompt: Callable[[], Awaitable[PromptType | None]],
+        params: SamplingParams | PoolingParams | None,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        prompt_text: str | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
+        tenant: int = 0,
+    ) -> OutputIterator:
+        """Do what `add_request` does, with the prompt of `make_prompt`, during which the request can be aborted."""
         self.cores.check_rank(data_parallel_rank)
         trace_context = self._trace_context(trace_headers)
         self._inputs.check(params, priority)
@@ -517,7 +556,7 @@ class AsyncLLM(EngineClient):
         lora = await self._adapters.prepare(lora_request)
         given = CallerRequest(
             request_id=uuid.uuid4().hex if request_id is None else checked_request_id(request_id),
-            prompt=prompt,
+            prompt=None,
             prompt_token_ids=prompt_token_ids,
             priority=priority,
             arrival_time=arrival_time,
@@ -529,6 +568,7 @@ class AsyncLLM(EngineClient):
         self._engine.requests.reserve(given.request_id)
         try:
             try:
+                given = given._replace(prompt=await make_prompt())
                 if isinstance(params, PoolingParams):
                     stream: RequestStream = await self._inputs.pooling(given, params)
                 else:

@@ -66,6 +66,29 @@ def test_request_has_its_id_and_leaving_the_loop_aborts_it(llm):
     asyncio.run(run())
 
 
+def test_request_can_be_aborted_while_its_prompt_is_rendered(llm, monkeypatch):
+    render = llm.chat_template.render
+
+    async def run():
+        begun, aborted = asyncio.Event(), asyncio.Event()
+
+        async def render_slowly(*args, **options):
+            begun.set()
+            await aborted.wait()
+            return await render(*args, **options)
+
+        monkeypatch.setattr(llm.chat_template, "render", render_slowly)
+        chat = asyncio.create_task(rest(llm.chat([QUESTION], ENDLESS, "rendered")))
+        await begun.wait()
+        await llm.abort("rendered")
+        aborted.set()
+        completion = await chat
+        assert (completion.finish_reason, completion.token_ids) == ("abort", [])
+        assert await is_empty(llm)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("messages", "options", "words"),
     [
