@@ -116,8 +116,9 @@ class AddRequest(_Message, tag=2):
     `constraint` is what `params.structured_outputs`, which are None in the message, demand of the output.
     `lora` is the adapter for the request, or None for the base model, and `adapter_digest` the digest of the weights
     that computed `output`; it is empty if the client does not know it. `is_replay`: an earlier core has admitted the
-    request, so that it waits where a new one is refused because too much is under way. `tenant` is the party of this
-    client for which the request runs: tenants take turns and have shares of the memory as clients do. `images` are
+    request. Where a new request is refused because too much is under way, a replay waits: in the core until its
+    constraint is compiled, in the client if there is no memory for it (`Finished.no_room`). `tenant` is the party of
+    this client for which the request runs: tenants take turns and have shares of the memory as clients do. `images` are
     those of the prompt, in order; the core must have got each in a `PutImage`, else it answers with `MissingImages` and
     does not add the request.
     """
@@ -230,7 +231,7 @@ class PutImage(_Message, tag=9):
 
 
 class ReplayEnd(_Message, tag=10):
-    """Client to core: the client has sent all requests that earlier cores had admitted.
+    """Client to core: the client has sent all requests that earlier cores had admitted but those that wait for memory.
 
     A core waits for this a moment before its first step, once it has got the first of them, so that they continue
     together.
@@ -311,7 +312,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     `stop_reason` is a token id; the client finds stop strings itself. `needs_operator`: the error is that only
     operators may make such a request. `invalid_constraint`: the error is that the request's constraint cannot be
     compiled or followed. `too_many_constraints`: the error is that too many constraints of this client, or of all, are
-    being compiled. `no_room`: the error is that live requests take too much of the core's memory.
+    being compiled. `no_room`: the error is that live requests take too much of the core's memory; the client sends a
+    replay again.
     """
 
     slot: int

@@ -14,6 +14,8 @@ from collections import deque
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from vllm_mp import wire
 from vllm_mp.arguments.counted import counted
 from vllm_mp.client.cores.connection import run_on_and_wait
@@ -23,6 +25,7 @@ from vllm_mp.client.cores.recovery.blame import Blame
 from vllm_mp.client.cores.recovery.engine_deaths import EngineDeaths
 from vllm_mp.client.cores.recovery.news import Absence, Death, End, News
 from vllm_mp.client.cores.recovery.suspects import Entry, Suspects
+from vllm_mp.client.cores.recovery.waiting_replays import WaitingReplays
 from vllm_mp.client.cores.sources.core_source import Core, model_changes
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.images.sent_images import SentImages
@@ -112,6 +115,8 @@ class EngineCoreClient:
         """When each request was made that found no core, in seconds of `time.monotonic()`."""
         self._held_back: list[Entry] = []
         """What the core has not been asked for, because a group of suspects is tested."""
+        self._waiting = WaitingReplays(weakref.WeakMethod(self._send_waiting))
+        """What the core has no room for yet."""
         self._news: deque[News] = deque()
         """News that wait until all messages that arrived before them have been handled."""
         self._news_loop: asyncio.AbstractEventLoop | None = None
@@ -166,6 +171,7 @@ class EngineCoreClient:
             raise EngineDeadError(str(self._closed_with))
         if not self._core.connection.is_attached():
             self._listen()
+            self._waiting.retry_later(self.loop)
         if self._news or self.supervisor.has_news:
             self._take_news()
 
@@ -219,6 +225,7 @@ class EngineCoreClient:
             streams = [stream for stream in streams if not stream.is_over]
         moved = set(streams)
         self._held_back = [entry for entry in self._held_back if entry[0] not in moved]
+        self._waiting.forget(moved)
         for stream in streams:
             self.requests.release(stream)
         if self._restart is not None:
@@ -235,6 +242,7 @@ class EngineCoreClient:
             for awaited in stream.awaited:
                 if awaited.finish is None:
                     self._replay(stream, awaited)
+        self._waiting.retry_later(self.loop)
 
     def fail(self, stream: RequestStream, why: str) -> None:
         """End a live stream with EngineGenerateError."""
@@ -344,6 +352,8 @@ class EngineCoreClient:
         if self.has_core and self._suspects.is_held_back(awaited):
             self._held_back.append((stream, awaited))
         elif self.has_core:
+            if stream.is_replay and not self._waiting.begin(stream, awaited):
+                return
             for image in self._sent_images.missing(stream.images):
                 self._core.connection.send(wire.PutImage(self.incarnation, image))
             self._core.connection.send(message)
@@ -364,12 +374,14 @@ class EngineCoreClient:
         self._send(wire.Call(self.incarnation, next(self._call_ids), "ping"))
 
     def _abort_slots(self, slots: list[int]) -> None:
-        if slots and self._held_back:
-            unsent = [entry for entry in self._held_back if entry[1].slot in slots]
+        if not slots:
+            return
+        unsent = [entry for entry in self._held_back if entry[1].slot in slots]
+        if unsent:
             self._held_back = [entry for entry in self._held_back if entry not in unsent]
-            for _, awaited in unsent:
-                slots.remove(awaited.slot)
-                self.requests.free_unsent(awaited)
+        for _, awaited in [*unsent, *self._waiting.remove(slots)]:
+            slots.remove(awaited.slot)
+            self.requests.free_unsent(awaited)
         if slots:
             self._send(wire.AbortRequests(self.incarnation, slots))
 
@@ -378,16 +390,26 @@ class EngineCoreClient:
         if self._held_back and self._suspects.choose_sent_group(self.requests.live()):
             held_back, self._held_back = self._held_back, []
             for stream, awaited in held_back:
-                self._replay(stream, awaited)
+                self._send_again(stream, awaited)
+
+    def _send_waiting(self) -> None:
+        """Send replays again for which the core may have room now."""
+        if self.has_core:
+            for stream, awaited in self._waiting.take():
+                self._send_again(stream, awaited)
+        self._waiting.retry_later(self.loop)
 
     def _on_message(self, message: wire.CoreMessage) -> None:
         self._pings.reset()
         if isinstance(message, wire.StepOutput):
+            if message.finished:
+                message = self._without_refused_replays(message)
             self._stats.note_step(message, self.rank)
             self._blame.note_output(message)
             self._group.note_output(message, self.requests)
             self._abort_slots(self.requests.process(message))
             self._send_held_back()
+            self._waiting.note_output(bool(message.finished))
         elif isinstance(message, wire.Reply):
             self._on_reply(message)
         elif isinstance(message, wire.PauseChanged):
@@ -397,6 +419,21 @@ class EngineCoreClient:
         elif isinstance(message, wire.MissingImages):
             self._on_missing_images(message)
 
+    def _without_refused_replays(self, message: wire.StepOutput) -> wire.StepOutput:
+        """Let replays wait that the core has no room for; return `message` without these ends."""
+        refused = {
+            awaited.slot: (stream, awaited)
+            for stream, awaited in self.requests.entries_at([end.slot for end in message.finished if end.no_room])
+            if stream.is_replay and not stream.is_over and awaited.finish is None
+        }
+        if not refused:
+            return message
+        for stream, awaited in refused.values():
+            self._waiting.put_back(stream, awaited)
+        self._waiting.retry_later(self.loop)
+        ends = [end for end in message.finished if end.slot not in refused]
+        return msgspec.structs.replace(message, finished=ends)
+
     def _on_missing_images(self, missing: wire.MissingImages) -> None:
         """Send a request again that the core has not added, after the images that it has lost."""
         self._sent_images.forget(missing.digests)
@@ -404,12 +441,15 @@ class EngineCoreClient:
             if awaited.finish is not None or stream.is_over:  # it was aborted, of which the core reports no end
                 self.requests.free_unsent(awaited)
                 continue
-            if not self._sent_images.may_send_again(stream, awaited.index):
+            if not self._sent_images.may_send_again(stream, awaited.index, stream.is_replay):
                 why = "the core has no memory for its images; raise mm_processor_cache_gb, or give fewer images"
                 self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {why}"))
                 self.requests.free_unsent(awaited)
-                continue
-            self._replay(stream, awaited)
+            elif stream.is_replay:
+                self._waiting.put_back(stream, awaited)
+            else:
+                self._send_again(stream, awaited)
+        self._waiting.retry_later(self.loop)
 
     def forget_images(self) -> None:
         """Note that the core has forgotten all images that no live request needs."""
@@ -460,7 +500,7 @@ class EngineCoreClient:
         continues = f"; {counted(num_requests, 'request')} will continue on {others}" if num_requests else ""
         level = logging.INFO if death.kind == REPLACED else logging.WARNING
         logger.log(level, "%s%s", death.cause.partition(";")[0], continues)
-        self._blame.note_death(death, self._core, self.requests.live())
+        self._blame.note_death(death, self._core, self._live_in_core())
         self._group.note_change()
 
     def _replay_to(self, core: Core) -> None:
@@ -492,6 +532,7 @@ class EngineCoreClient:
             self._send(wire.Convicted(self.incarnation, convicted))
         self.requests.forget_core()
         self._held_back.clear()
+        self._waiting.clear()
         self._waits_since.clear()
         calls = deque(self._calls.values())
         live = self.requests.live()
@@ -503,13 +544,22 @@ class EngineCoreClient:
         self._send(wire.ReplayEnd(self.incarnation))
         for call in calls:
             self._send_call(call)
+        self._waiting.retry_later(self.loop)
         self._group.note_change()
 
+    def _live_in_core(self) -> list[Entry]:
+        """Return what is live, without the replays that the core had no room for."""
+        waiting = self._waiting.slots()
+        return [entry for entry in self.requests.live() if entry[1].slot not in waiting]
+
     def _replay(self, stream: RequestStream, awaited: Awaited) -> None:
+        stream.is_replay = True
+        self._send_again(stream, awaited)
+
+    def _send_again(self, stream: RequestStream, awaited: Awaited) -> None:
         if stream.is_over:  # another of its completions could not be sent, which failed all of them
             self.requests.free_unsent(awaited)
             return
-        stream.is_replay = True
         try:
             self._send_request(stream, awaited)
         except ValueError as error:
@@ -533,7 +583,7 @@ class EngineCoreClient:
     def _on_end(self, end: End) -> None:
         logger.error("%s", end.cause.partition(";")[0])  # the errors carry the whole cause
         if end.death is not None and self._group.has_lasting:
-            self._blame.note_last_death(end.death, self._core, self.requests.live())
+            self._blame.note_last_death(end.death, self._core, self._live_in_core())
         self._group.note_change()
         self._fail_everything(EngineDeadError(end.cause))  # what no other core has taken over
 

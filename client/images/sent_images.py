@@ -11,6 +11,8 @@ _MAX_DIGESTS: Final = 2**14
 """Digests that are kept; an image whose digest was forgotten is sent once more."""
 _MAX_ATTEMPTS: Final = 8
 """How often a request is sent because the core lacks its images. Each time, other requests may have replaced them."""
+_MAX_REPLAY_ATTEMPTS: Final = 256
+"""The same for a replay, which waits between two attempts."""
 
 
 class SentImages:
@@ -36,14 +38,14 @@ class SentImages:
         while len(self._digests) > _MAX_DIGESTS:
             self._digests.popitem(last=False)
 
-    def may_send_again(self, stream: Hashable, index: int) -> bool:
+    def may_send_again(self, stream: Hashable, index: int, is_replay: bool) -> bool:
         """Count that the core lacked images of a request, the completion `index` of a stream.
 
-        Return whether the request may be sent once more.
+        Return whether the request, or replay, may be sent once more.
         """
         attempts = self._attempts.setdefault(stream, Counter())
         attempts[index] += 1
-        return attempts[index] < _MAX_ATTEMPTS
+        return attempts[index] < (_MAX_REPLAY_ATTEMPTS if is_replay else _MAX_ATTEMPTS)
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Note that the core does not have these images."""

@@ -154,6 +154,7 @@ class Taker(NamedTuple):
     line: tuple[int, int]
     num_bytes: int = 2**20
     images: RequestImages | None = None
+    is_replay: bool = False
 
 
 def fits(memory, taker):
@@ -190,6 +191,17 @@ def test_memory_quota_leaves_room_for_the_client_of_another_owner_than_that_of_t
         fill(memory, Taker("process 1", (client, 0)))
     assert not fits(memory, Taker("process 1", (5000, 0)))
     assert fill(memory, Taker("process 2", (5001, 0))) > 100
+
+
+def test_memory_quota_has_room_for_the_only_request_of_an_owner_if_it_is_a_replay():
+    memory = MemoryQuota()
+    large = Taker("process 1", (0, 0), MAX_BYTES)
+    assert not fits(memory, large)
+    assert fits(memory, large._replace(is_replay=True))
+    memory.take(Taker("process 2", (1, 0)))
+    assert fits(memory, large._replace(is_replay=True))
+    memory.take(Taker("process 1", (2, 0)))
+    assert not fits(memory, large._replace(is_replay=True))
 
 
 def test_memory_quota_counts_an_image_once_and_as_large_as_it_is():

@@ -5,15 +5,18 @@ import asyncio
 import pytest
 from support.stand_in_core import StandInSupervisor
 
-from vllm_mp import EngineGenerateError, SamplingParams, wire
+from vllm_mp import EngineGenerateError, PoolingParams, SamplingParams, wire
 from vllm_mp.client.cores.core_group import CoreGroup
-from vllm_mp.client.cores.recovery import refused_requests
+from vllm_mp.client.cores.recovery import refused_requests, waiting_replays
 from vllm_mp.client.cores.recovery.news import Death
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.live_requests import LiveRequests
+from vllm_mp.client.outputs.pooling_stream import PoolingStream
 from vllm_mp.client.outputs.stream import GenerationStream
-from vllm_mp.client.prompts.request import GenerationRequest
+from vllm_mp.client.prompts.request import GenerationRequest, PoolingRequest
 from vllm_mp.client.stats import EngineStats
+from vllm_mp.errors import NoRoomError
+from vllm_mp.testing.engines import eventually
 
 
 class Cores(StandInSupervisor):
@@ -59,8 +62,8 @@ class Cores(StandInSupervisor):
         self.sent.clear()
         return slots
 
-    def give_token(self, slot):
-        columns = (bytes([slot, 0]), bytes([5, 0, 0, 0]), bytes(2))
+    def give_token(self, slot, position=0):
+        columns = (bytes([slot, 0]), bytes([5, 0, 0, 0]), bytes([position, 0]))
         self.on_message(wire.StepOutput(self.num_deaths, 1, *columns))
 
 
@@ -205,6 +208,90 @@ def test_messages_of_requests_that_stay_held_back_are_not_built_at_each_step(cor
         cores.die(is_step_known=False)
     monkeypatch.setattr(GenerationStream, "add_message", lambda *_: pytest.fail("a message is built"))
     cores.give_token(0)
+
+
+def refuse(cores, *slots):
+    """Let the core refuse the requests in `slots` for lack of room."""
+    ends = [wire.Finished(slot, 0, "error", error="no room", no_room=True) for slot in slots]
+    cores.on_message(wire.StepOutput(cores.num_deaths, 0, b"", b"", b"", finished=ends))
+
+
+def end(cores, slot, num_tokens=0):
+    ends = [wire.Finished(slot, num_tokens, "length")]
+    cores.on_message(wire.StepOutput(cores.num_deaths, 1, b"", b"", b"", finished=ends))
+
+
+def test_new_request_that_the_core_refuses_fails():
+    cores = Cores()
+    cores.client._listen()
+    stream = cores.add("a")
+    refuse(cores, 0)
+    assert isinstance(stream.error, NoRoomError)
+    assert cores.client.requests.num_slots_in_use == 0
+
+
+def test_replay_that_the_core_refuses_is_sent_again_when_another_request_has_ended(cores, monkeypatch):
+    monkeypatch.setattr(waiting_replays, "_REST_S", 0.0)
+    streams = [cores.add(name) for name in "abc"]
+    vector = PoolingStream(PoolingRequest("d", "", [5], wire.pack_ids([5]), PoolingParams(), 0.0))
+    cores.client.add(vector)
+    cores.die(0)
+    refuse(cores, 1, 2, 3)
+    assert not any(stream.is_over or stream.has_news() for stream in (*streams, vector))
+    assert cores.sent == []
+    end(cores, 0)
+    assert [message.slot for message in cores.sent] == [1], "after a refusal, one is sent"
+    assert cores.sent[0].is_replay
+    cores.give_token(1)
+    end(cores, 1, num_tokens=1)
+    assert [message.slot for message in cores.sent] == [1, 2, 3]
+    assert isinstance(cores.sent[2], wire.AddPooling)
+    cores.give_token(2)
+    assert [len(stream.completions[0].token_ids) for stream in streams] == [0, 1, 1]
+
+
+def test_replay_that_waits_for_room_can_be_aborted(cores):
+    for name in "ab":
+        cores.add(name)
+    cores.die()
+    refuse(cores, 1)
+    cores.client.abort("b")
+    assert cores.sent == [], "the core does not know the request"
+    assert cores.client.requests.num_slots_in_use == 1
+    end(cores, 0)
+    assert cores.sent == []
+
+
+def test_replay_that_waits_for_room_is_sent_to_the_next_core_and_is_not_to_blame_for_the_death(cores):
+    for name in "ab":
+        cores.add(name)
+    for position in range(8):
+        cores.die(is_step_known=False)
+        refuse(cores, 1)
+        cores.give_token(0, position)
+    assert [slot for slot, _ in cores.die(is_step_known=False)] == [0, 1]
+    assert cores.client.requests.num_slots_in_use == 2
+
+
+def test_replay_that_the_core_refuses_is_sent_again_after_a_while(monkeypatch):
+    monkeypatch.setattr(waiting_replays, "_REST_S", 0.0)
+    monkeypatch.setattr(waiting_replays, "_RETRY_S", 0.01)
+
+    async def run():
+        cores = Cores()
+
+        async def is_sent():
+            return cores.sent_slots()
+
+        stream = cores.add("a")
+        cores.die()
+        for _ in range(3):
+            refuse(cores, 0)
+            await eventually(is_sent)
+        cores.give_token(0)
+        assert (await stream.next()).outputs[0].token_ids == [5]
+
+    asyncio.run(run())
 
 
 def shared_core(cores, incarnation, last_death=None, why_dropped=""):

@@ -7,6 +7,7 @@ from support.stand_in_core import StandInSupervisor
 
 from vllm_mp import EngineGenerateError, SamplingParams, wire
 from vllm_mp.client.cores.core_group import CoreGroup
+from vllm_mp.client.cores.recovery import waiting_replays
 from vllm_mp.client.cores.recovery.news import Death
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.live_requests import LiveRequests
@@ -60,6 +61,9 @@ class Cores(StandInSupervisor):
     def lack(self, slot, *images):
         self.on_message(wire.MissingImages(0, slot, [image.digest for image in images]))
 
+    def give_token(self, slot):
+        self.on_message(wire.StepOutput(0, 1, bytes([slot, 0]), bytes([5, 0, 0, 0]), bytes(2)))
+
     def die(self):
         self.client._on_death(Death("it died; log", {}, 0, False, time=1.0))
         self.client._replay_to(self.start())
@@ -85,6 +89,33 @@ def test_next_core_gets_the_images_of_live_requests_again(cores):
     cores.take()
     cores.die()
     assert cores.take() == [1, "a", "b"]
+
+
+def test_replays_get_images_when_the_core_has_read_those_of_earlier_replays(cores, monkeypatch):
+    monkeypatch.setattr(waiting_replays, "_MAX_UNREAD_BYTES", 1)
+    for name, images in {"a": [CAT], "b": [DOG], "c": [CAT], "d": [], "e": [DOG]}.items():
+        cores.add(name, *images)
+    cores.die()
+    cores.take()
+    cores.die()
+    assert cores.take() == [1, "a", "c", "d"]
+    cores.give_token(3)
+    cores.give_token(0)
+    assert cores.take() == [], "the core may need the arrays for c"
+    cores.give_token(2)
+    assert cores.take() == [2, "b", "e"]
+
+
+def test_replay_whose_image_the_core_has_lost_gets_it_again_however_often(cores, monkeypatch):
+    monkeypatch.setattr(waiting_replays, "_REST_S", 0.0)
+    stream = cores.add("a", CAT)
+    cores.die()
+    for _ in range(20):
+        cores.take()
+        cores.lack(0, CAT)
+        cores.client._send_waiting()
+        assert cores.take() == [1, "a"]
+    assert not stream.is_over
 
 
 def test_core_that_has_lost_an_image_gets_it_and_the_request_again(cores):
