@@ -7,6 +7,8 @@ of a Ray cluster (`client/ray/ray_core.py`).
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from vllm_mp import wire
 from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.client.cores.sources.process import CoreProcess
@@ -121,10 +123,12 @@ def described_model(core: Core) -> dict[str, str]:
 def model_changes(core: Core, digest: wire.ModelDigest, config: VllmConfig) -> list[str]:
     """Return, as `differences` does, how another core, with `digest` and `config`, differs from `core`.
 
-    Empty if one of them has no weights, because the files may change in a sleep at level 2.
+    Empty if one of them has no weights, because the files may change in a sleep at level 2. The tokenizer may
+    differ, by an edited chat template for example: the client goes on with the one that it has.
     """
     if wire.NO_DIGEST in (core.digest, digest):
         return []
+    digest = msgspec.structs.replace(digest, tokenizer=core.digest.tokenizer)
     return differences(served_model(core.digest, core.config), served_model(digest, config))
 
 

@@ -350,6 +350,17 @@ def test_next_core_with_other_weights_continues_no_request_that_has_tokens():
     assert cores.sent_slots() == [(0, 0)], "new requests are served"
 
 
+def test_next_core_with_another_chat_template_continues_all_requests():
+    cores = Cores()
+    cores.model = wire.ModelDigest("weights", "config", "tokenizer")
+    cores.die()
+    begun = cores.add("a")
+    cores.give_token(0)
+    cores.model = wire.ModelDigest("weights", "config", "other tokenizer")
+    assert len(cores.die()) == 1
+    assert begun.error is None
+
+
 def test_requests_after_a_death_are_marked_as_the_next_core_is_paused(cores):
     for is_paused in (True, False):
         cores.is_paused = is_paused
