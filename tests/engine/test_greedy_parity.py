@@ -76,11 +76,11 @@ def test_text_and_end_equal_those_of_generate_in_transformers(real_llm, model, t
         completion = output.outputs[0]
         assert completion.token_ids == expected
         assert completion.text == tokenizer.decode(expected, skip_special_tokens=True)
-        ended = expected[-1] == model.generation_config.eos_token_id
+        ended = expected[-1] in model.generation_config.eos_token_id
         assert completion.finish_reason == ("stop" if ended else "length")
 
 
 def test_engine_reads_the_same_configuration_as_transformers(real_llm, model):
     assert real_llm.model_config.dtype == ENGINE["dtype"]
     assert real_llm.model_config.get_vocab_size() == model.config.vocab_size
-    assert real_llm.model_config.eos_token_ids == [model.generation_config.eos_token_id]
+    assert real_llm.model_config.eos_token_ids == model.generation_config.eos_token_id == [2, 0]
