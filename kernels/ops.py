@@ -329,7 +329,7 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
 def prepare_draws(logits: Tensor, params: DrawParams, tokens: Tensor) -> Callable[[Tensor], None] | None:
     """Return a call that writes `sample` of what is then in `logits` to `tokens`, int64 [n]; None without such a call.
 
-    The call takes the random numbers, in place of those of `params`. All tensors must outlive it.
+    The call takes the random numbers, and does not read `params.uniform`. All tensors must outlive it.
     """
     if cpu_logits.can_read(logits) and (kernels := library()):
         return cpu_logits.prepare_draws(kernels, logits, params, tokens)

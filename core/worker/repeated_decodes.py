@@ -31,7 +31,7 @@ class RepeatedDecodes:
         self._draws: PreparedDraws | None = None
         """Draws from the prepared step; None if there were none yet, or they cannot be prepared."""
         self._is_new = False
-        """The step was prepared anew since the last draws."""
+        """The step was prepared again since the last draws."""
 
     def compute(self, batch: StepRows) -> Tensor:
         """Return the hidden states of the next step [num_tokens, hidden_size], valid until the next call."""
@@ -65,7 +65,7 @@ class RepeatedDecodes:
     def draw(self, params: DrawParams) -> npt.NDArray[np.int64] | None:
         """Return the tokens that are drawn for the hidden states [num_tokens], valid until the next step.
 
-        `params` may differ from those of the call before in the random numbers only. None if draws are not prepared.
+        Only the random numbers of `params` may be others than in the call before. None if draws are not prepared.
         """
         prepared = self._memory.prepared
         if prepared is None:

@@ -49,7 +49,7 @@ def sample(library: Library, logits: Tensor, params: DrawParams) -> Tensor:
 def prepare_draws(library: Library, logits: Tensor, params: DrawParams, tokens: Tensor) -> Callable[[Tensor], None]:
     """Return a call that writes `sample` of what is then in `logits` to `tokens`, int64 [n].
 
-    The call takes the random numbers, in place of those of `params`. All tensors must outlive it.
+    The call takes the random numbers, and does not read `params.uniform`. All tensors must outlive it.
     """
     is_on = {"temperature", *(cut.name for cut in params.filters)}
     draws = CDraws(**{name: getattr(params, name).data_ptr() for name in DRAW_COLUMNS if name in is_on})

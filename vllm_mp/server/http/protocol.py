@@ -62,8 +62,8 @@ class _BodyAfterUpgrade:
     """The parser of httptools, which also reads the body of a request that asks for another protocol.
 
     Some HTTP clients do so in each request (`Upgrade: h2c`), and httptools takes their headers for the end of the
-    request. This server changes to no other protocol. So the parser is given a second head, of which nothing but the
-    form of the body matters, and goes on with the body.
+    request. This server changes to no other protocol. So the parser is given a second head, which says only
+    what form the body has, and goes on with the body.
     """
 
     def __init__(self, parser: Any, form_of_body: Callable[[], bytes]) -> None:
