@@ -14,7 +14,7 @@ import time
 import types
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import msgspec
 
@@ -103,6 +103,12 @@ _NAMES_OF_V0 = {
     ),
 }
 """Names that older versions of vLLM's class have, and what to use in their place."""
+
+
+class _LatePrompt(NamedTuple):
+    """A prompt that is made once its request has its id, so that the request can be aborted meanwhile."""
+
+    make: Callable[[], Awaitable[PromptType]]
 
 
 class AsyncLLM(EngineClient):
@@ -436,9 +442,9 @@ class AsyncLLM(EngineClient):
         async def start() -> OutputIterator:
             self._engine.check_process()
             check_generates(self.model_config)
-            return await self._add_request(
+            return await self.add_request(
                 request_id,
-                make_prompt,
+                _LatePrompt(make_prompt),
                 sampling_params,
                 lora_request=lora_request,
                 trace_headers=trace_headers,
@@ -480,7 +486,7 @@ class AsyncLLM(EngineClient):
     async def add_request(
         self,
         request_id: str | int | None,
-        prompt: PromptType | None,
+        prompt: PromptType | _LatePrompt | None,
         params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
@@ -512,42 +518,6 @@ class AsyncLLM(EngineClient):
             reasoning_parser_kwargs=reasoning_parser_kwargs,
             prompt_adapter_request=prompt_adapter_request,
         )
-
-        async def given_prompt() -> PromptType | None:
-            return prompt
-
-        return await self._add_request(
-            request_id,
-            given_prompt,
-            params,
-            arrival_time,
-            lora_request,
-            tokenization_kwargs,
-            trace_headers,
-            priority,
-            data_parallel_rank,
-            prompt_text,
-            prompt_token_ids=prompt_token_ids,
-            tenant=tenant,
-        )
-
-    async def _add_request(
-        self,
-        request_id: str | int | None,
-        make_prompt: Callable[[], Awaitable[PromptType | None]],
-        params: SamplingParams | PoolingParams | None,
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        prompt_text: str | None = None,
-        *,
-        prompt_token_ids: list[int] | None = None,
-        tenant: int = 0,
-    ) -> OutputIterator:
-        """Do what `add_request` does, with the prompt of `make_prompt`, during which the request can be aborted."""
         self.cores.check_rank(data_parallel_rank)
         trace_context = self._trace_context(trace_headers)
         self._inputs.check(params, priority)
@@ -556,7 +526,7 @@ class AsyncLLM(EngineClient):
         lora = await self._adapters.prepare(lora_request)
         given = CallerRequest(
             request_id=uuid.uuid4().hex if request_id is None else checked_request_id(request_id),
-            prompt=None,
+            prompt=None if isinstance(prompt, _LatePrompt) else prompt,
             prompt_token_ids=prompt_token_ids,
             priority=priority,
             arrival_time=arrival_time,
@@ -568,7 +538,8 @@ class AsyncLLM(EngineClient):
         self._engine.requests.reserve(given.request_id)
         try:
             try:
-                given = given._replace(prompt=await make_prompt())
+                if isinstance(prompt, _LatePrompt):
+                    given = given._replace(prompt=await prompt.make())
                 if isinstance(params, PoolingParams):
                     stream: RequestStream = await self._inputs.pooling(given, params)
                 else:
