@@ -154,6 +154,8 @@ def test_field_that_is_not_served_is_refused_by_name(post, field, value):
         ("tools[0].name", [{"type": "function"}]),
         ("tools[0].parameters", [{"type": "function", "name": "a", "parameters": {"type": "array"}}]),
         ("tool_choice", "required"),
+        ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}),
+        ("tool_choice.tools", {"type": "allowed_tools", "mode": "auto"}),
         ("text.format.schema", {"format": {"type": "json_schema", "name": "a"}}),
         ("reasoning.effort", {"effort": "huge"}),
     ],

@@ -116,6 +116,17 @@ def test_parallel_calls_end_by_themselves(client):
     assert 1 <= len(checked(choice.message.tool_calls)) <= 8
 
 
+def test_a_model_that_may_call_some_tools_only_calls_no_other(client):
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]}
+    # The model repeats the call of an earlier turn.
+    messages = [*called("Rome"), *called("Oslo"), QUESTION]
+    for choice, names in (("auto", ["get_weather"]), ({"type": "allowed_tools", "allowed_tools": allowed}, ["add"])):
+        answer = client.chat.completions.create(
+            messages=messages, tool_choice=choice, parallel_tool_calls=False, **RUN | {"max_tokens": 60}
+        )
+        assert [name for name, _ in checked(answer.choices[0].message.tool_calls or [])] == names
+
+
 def test_an_agent_runs_several_turns_with_results(client):
     messages: list[Any] = [{"role": "system", "content": "Be short."}, QUESTION]
     for choice in ("required", "required", "auto", "none"):

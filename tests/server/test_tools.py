@@ -79,6 +79,50 @@ def test_a_call_that_must_be_made_has_arguments_of_its_schema(client, choice):
             assert answered.finish_reason == "stop"
 
 
+def allowed_in_chat(mode, *names):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(map(named, names))}}
+
+
+def allowed_in_response(mode, *names):
+    return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
+
+
+def test_of_all_tools_in_the_prompt_only_the_allowed_ones_are_called(client):
+    request = {"messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False, **RANDOM}
+    choice = allowed_in_chat("required", "SetAlarm")
+    answer = client.chat.completions.create(n=3, tool_choice=choice, **request)
+    assert {each.finish_reason for each in answer.choices} == {"tool_calls"}
+    assert {call.function.name for each in answer.choices for call in each.message.tool_calls} == {"SetAlarm"}
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, tool_choice=choice, **request)]
+    [name, *_] = [call.function.name for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert name == "SetAlarm"
+    plain = client.chat.completions.create(tool_choice="required", **request)
+    assert answer.usage.prompt_tokens == plain.usage.prompt_tokens, "the prompt is the same"
+    choice = allowed_in_response("required", "SetAlarm")
+    response = client.responses.create(**RESPONSE, tools=RESPONSE_TOOLS, tool_choice=choice, parallel_tool_calls=False)
+    assert [item.name for item in response.output] == ["SetAlarm"]
+    assert response.tool_choice.model_dump() == choice
+
+
+@pytest.mark.parametrize(
+    ("allowed_names", "held"), [(["a", "c"], ["a", "c"]), (["c"], ["c"]), ([], []), (["b", "a", "c", "a"], [])]
+)
+def test_calls_that_the_model_is_free_to_make_are_held_to_the_allowed_tools(allowed_names, held):
+    use = read_tools(
+        [FunctionDefinition(name=name) for name in "abc"],
+        "auto",
+        is_parallel=True,
+        form=None,
+        chat_template="{{ tools }} <tool_call>",
+        parser_name="hermes",
+        tool_fallback=True,
+        allowed_names=allowed_names,
+    )
+    tags = [] if use.form is None else use.form.structural_tag["format"]["tags"]
+    assert [json.loads(tag["begin"].removeprefix("<tool_call>") + "{}}")["name"] for tag in tags] == held
+    assert len(use.definitions) == 3
+
+
 UNIQUE = {"type": "object", "properties": {"t": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}}}
 """No grammar holds all of it."""
 
@@ -254,6 +298,19 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
         ),
         ({"tools": [FUNCTION], "tool_choice": named("g")}, "tool_choice", "names 'g', which is not a tool"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": allowed_in_chat("auto", "f")}, "tool_choice", "needs tools"),
+        ({"tools": [FUNCTION], "tool_choice": allowed_in_chat("auto", "f", "g")}, "tool_choice", "'g', which is not"),
+        ({"tools": [FUNCTION], "tool_choice": allowed_in_chat("auto")}, "tool_choice.allowed_tools.tools", "length"),
+        (
+            {"tools": [FUNCTION], "tool_choice": allowed_in_chat("none", "f")},
+            "tool_choice.allowed_tools.mode",
+            "'auto', 'required', got 'none'",
+        ),
+        (
+            {"tools": [FUNCTION], "tool_choice": {"type": "mcp"}},
+            "tool_choice.type",
+            "one of 'function', 'allowed_tools', got 'mcp'",
+        ),
         ({"tools": [FUNCTION], "tool_choice": "any"}, "tool_choice", "any"),
         (
             {

@@ -225,14 +225,16 @@ def _params(body: ChatBody, defaults: dict[str, Any]) -> SamplingParams:
 
 def _tools(body: ChatBody, server: ServerState, params: SamplingParams, template: str) -> ToolUse | None:
     """Return how answers use the tools of a request, and let `params` demand the form that an answer then has."""
+    choice, allowed_names = choice_of(body.tool_choice)
     tools = read_tools(
         [tool.function for tool in body.tools or ()],
-        choice_of(body.tool_choice),
+        choice,
         is_parallel=body.parallel_tool_calls is not False,
         form=params.structured_outputs,
         chat_template=template,
         parser_name=server.options.tool_call_parser,
         tool_fallback=server.options.tool_fallback,
+        allowed_names=allowed_names,
     )
     if tools is not None and tools.form is not None:
         params.structured_outputs = tools.form

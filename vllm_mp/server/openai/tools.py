@@ -54,14 +54,26 @@ class FunctionName(RequestBody):
     name: str
 
 
-class NamedTool(RequestBody):
-    """The tool that the model must use."""
+class NamedTool(RequestBody, tag_field="type", tag="function"):
+    """A tool by its name; as the choice, the tool that the model must use."""
 
-    type: Annotated[Literal["function"], refused("must be 'function': name one function, or set 'auto' or 'required'")]
     function: FunctionName
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(RequestBody):
+    """Some of the request's tools, and whether the model calls one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], msgspec.Meta(min_length=1)]
+
+
+class AllowedToolsChoice(RequestBody, tag_field="type", tag="allowed_tools"):
+    """The model may call some tools only. The prompt has all of them, so that a cached prompt serves every choice."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ class ToolUse:
     definitions: list[dict[str, Any]]
     """What the chat template reads."""
     tools: Sequence[Tool]
+    """Those that may be called."""
     parser: type[ToolParser]
     form: StructuredOutputsParams | None
     """What the answer must match; None: any text."""
@@ -101,27 +114,23 @@ def read_tools(
     tool_fallback: bool,
     path: str = "tools[{}].function",
     form_field: str = "response_format",
+    allowed_names: Sequence[str] = (),
 ) -> ToolUse | None:
     """Return how a request's answers use the functions `definitions`; None if they use none.
 
     `choice` is "none", "auto", "required", or the name of a function behind "=". `form` is what the request demands of
     an answer without a call. `parser_name` and `tool_fallback` are options of the server: how calls are found, and
     whether tools are described as text for a template that knows none. `path` is the path of a function in the request,
-    and `form_field` the field that demands `form`. Raises ApiError, naming the field at fault.
+    and `form_field` the field that demands `form`. `allowed_names` are those of the only functions that may be called,
+    all of which the prompt describes; empty: all may be. Raises ApiError, naming the field at fault.
     """
     if not definitions:
-        if choice not in ("none", "auto"):
-            raise ApiError(400, f"tool_choice={choice!r} needs tools; add them", param="tool_choice")
+        if choice not in ("none", "auto") or allowed_names:
+            raise ApiError(400, "tool_choice needs tools; add them, or leave it out", param="tool_choice")
         return None
     tools = _checked_tools(definitions, path)
-    named = [tool for tool in tools if choice == f"={tool.name}"]
-    if choice.startswith("=") and not named:
-        names = ", ".join(tool.name for tool in tools)
-        raise ApiError(
-            400,
-            f"tool_choice names {choice[1:]!r:.100}, which is not a tool; there are {names:.300}",
-            param="tool_choice",
-        )
+    is_named = choice.startswith("=")
+    allowed = _named_tools(tools, [choice[1:]] if is_named else allowed_names)
     if choice == "none":
         return None
     is_fallback = not knows_tools(chat_template)
@@ -134,27 +143,48 @@ def read_tools(
         )
     # The built-in prompt for tools asks for calls in this parser's format.
     parser = HermesToolParser if is_fallback else _parser_for(chat_template, parser_name)
-    allowed = named or tools
-    is_forced = bool(named) or choice == "required"
+    is_forced = is_named or choice == "required"
     call_format = parser.call_format(allowed, chat_template)
     if is_forced and call_format is None:
         parser = JsonToolParser
         call_format = JsonToolParser.call_format(allowed, chat_template)
-    is_single = bool(named) or not is_parallel
+    is_single = is_named or not is_parallel
     strict = frozenset(definition.name for definition in definitions if definition.strict)
     return ToolUse(
         definitions=template_tools(definitions),
         tools=allowed,
         parser=parser,
-        form=_answer_form(call_format, form, form_field, is_forced, is_single, strict, is_fallback),
-        is_named=bool(named),
+        form=_answer_form(
+            call_format,
+            form,
+            form_field,
+            is_forced,
+            is_single,
+            strict,
+            is_fallback,
+            holds_names=len(allowed) < len(tools),
+        ),
+        is_named=is_named,
         is_single=is_single,
     )
 
 
-def choice_of(choice: ToolChoice | None) -> str:
-    """Return the `choice` that `read_tools` takes."""
-    return f"={choice.function.name}" if isinstance(choice, NamedTool) else choice or "auto"
+def choice_of(choice: ToolChoice | None) -> tuple[str, list[str]]:
+    """Return the `choice` and the `allowed_names` that `read_tools` takes."""
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode, [tool.function.name for tool in choice.allowed_tools.tools]
+    return f"={choice.function.name}" if isinstance(choice, NamedTool) else choice or "auto", []
+
+
+def _named_tools(tools: Sequence[Tool], names: Sequence[str]) -> Sequence[Tool]:
+    """Return the tools with these names; without names, all. Raises ApiError for a name that no tool has."""
+    known = dict.fromkeys(tool.name for tool in tools)
+    chosen = dict.fromkeys(names)
+    for name in chosen:
+        if name not in known:
+            message = f"tool_choice names {name!r:.100}, which is not a tool; there are {', '.join(known):.300}"
+            raise ApiError(400, message, param="tool_choice")
+    return [tool for tool in tools if tool.name in chosen] if chosen else tools
 
 
 def _checked_tools(definitions: Sequence[FunctionDefinition], path: str) -> list[Tool]:
@@ -210,11 +240,14 @@ def _answer_form(
     is_single: bool,
     strict: frozenset[str],
     is_fallback: bool,
+    *,
+    holds_names: bool,
 ) -> StructuredOutputsParams | None:
     """Return what an answer must match that consists of calls, of what `form` demands, or of text and calls.
 
     `strict` are the names of the functions that are strict; the schema of another is held as far as a grammar can. With
     `is_fallback` the model was not trained for tools: then all calls have arguments of their schema and end the answer.
+    `holds_names`: the model knows of functions that it may not call.
     """
     if call_format is not None:
         calls = tuple(replace(call, is_lenient=call.name not in strict) for call in call_format.calls)
@@ -236,7 +269,7 @@ def _answer_form(
     if is_fallback:
         rule = [call_format.trigger, _some_calls(call_format, max_calls, after=call_format.trigger)]
         return _structural_tag({"type": "dispatch", "rules": [rule], "loop": False})
-    if not call_format.trigger or not (strict or is_single):
+    if not call_format.trigger or not (strict or is_single or holds_names):
         return None
     # The arguments of a function that is not strict may be any object.
     tags = [

@@ -21,6 +21,13 @@ def structs(kind: Any) -> list[type[msgspec.Struct]]:
     return [struct for part in get_args(kind) for struct in structs(part)]
 
 
+def tags(path: str, kind: Any) -> list[str | int]:
+    """Return the tags of structs of which `path`, as "tool_choice.type", must hold one; none if it is another field."""
+    parent, _, name = path.rpartition(".")
+    configs = [struct.__struct_config__ for struct in structs(type_at(parent, kind))]
+    return [config.tag for config in configs if config.tag_field == name and config.tag is not None]
+
+
 def metadata(kind: Any) -> list[msgspec.Meta]:
     """Return the marks of the type `kind`, also of the members of a union."""
     if isinstance(kind, msgspec.Meta):

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from vllm_mp.server.http.body.declared_types import literals, mark, structs, type_at
+from vllm_mp.server.http.body.declared_types import literals, mark, structs, tags, type_at
 from vllm_mp.server.http.body.unknown_fields import RemovedField, remove_unknown_fields
 from vllm_mp.server.http.errors import ApiError
 
@@ -96,6 +96,10 @@ def _wrong_field(message: str, kind: type[msgspec.Struct]) -> ApiError:
     declared = type_at(path, kind)
     if (why := mark(declared, "refused")) is not None:
         return ApiError(400, f"{path} {why}", param=path, code="unsupported_field")
+    given = what.removeprefix("invalid value ")
+    if given != what and (allowed := tags(path, kind)):
+        message = f"{path} must be one of {', '.join(map(repr, allowed))}, got {given:.100}"
+        return ApiError(400, message, param=path, code="unsupported_field")
     given = what.removeprefix("invalid enum value ")
     if given != what and (allowed := literals(declared)):
         return ApiError(400, f"{path} must be one of {', '.join(map(repr, allowed))}, got {given:.100}", param=path)

@@ -50,11 +50,27 @@ class FunctionTool(RequestBody):
         )
 
 
-class FunctionChoice(RequestBody):
-    """The function that the model must call."""
+class FunctionChoice(RequestBody, tag_field="type", tag="function"):
+    """A function by its name; as the choice, the function that the model must call."""
 
-    type: Annotated[Literal["function"], refused("must be 'function': name one function, or set 'auto' or 'required'")]
     name: str
+
+
+class AllowedToolsChoice(RequestBody, tag_field="type", tag="allowed_tools"):
+    """The model may call some tools only. The prompt has all of them, so that a cached prompt serves every choice."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], msgspec.Meta(min_length=1)]
+
+
+ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedToolsChoice
+
+
+def choice_of(choice: ToolChoice | None) -> tuple[str, list[str]]:
+    """Return the `choice` and the `allowed_names` that `read_tools` takes."""
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.mode, [tool.name for tool in choice.tools]
+    return f"={choice.name}" if isinstance(choice, FunctionChoice) else choice or "auto", []
 
 
 class ObfuscationOptions(RequestBody):
@@ -118,7 +134,7 @@ class ResponseBody(GenerationBody, kw_only=True):
     """False: leave out the thought of a model that thinks."""
     tools: list[FunctionTool] | None = None
     """Functions that the model may call."""
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: ToolChoice | None = None
     """Whether the model calls functions; default: it decides."""
     max_tool_calls: Ignored = None
     stream_options: ObfuscationOptions | None = None  # type: ignore[assignment]

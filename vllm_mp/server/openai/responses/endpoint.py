@@ -25,7 +25,7 @@ from vllm_mp.server.openai.generation import Generation, start_generation
 from vllm_mp.server.openai.logprobs import TokenLogprob, chat_logprobs, convert
 from vllm_mp.server.openai.models import check_model
 from vllm_mp.server.openai.output_form import TextFormat
-from vllm_mp.server.openai.responses.body import LOGPROBS, FunctionChoice, ResponseBody, TextConfig
+from vllm_mp.server.openai.responses.body import LOGPROBS, ResponseBody, TextConfig, choice_of
 from vllm_mp.server.openai.responses.events import EventEncoder
 from vllm_mp.server.openai.responses.input import (
     chat_messages,
@@ -156,10 +156,10 @@ def _params(body: ResponseBody, defaults: dict[str, Any]) -> SamplingParams:
 
 def _tools(body: ResponseBody, server: ServerState, params: SamplingParams, template: str) -> ToolUse | None:
     """Return how the answer uses the tools of a request, and let `params` demand the form that it then has."""
-    choice = body.tool_choice
+    choice, allowed_names = choice_of(body.tool_choice)
     tools = read_tools(
         [tool.definition() for tool in body.tools or ()],
-        f"={choice.name}" if isinstance(choice, FunctionChoice) else choice or "auto",
+        choice,
         is_parallel=body.parallel_tool_calls is not False,
         form=params.structured_outputs,
         chat_template=template,
@@ -167,6 +167,7 @@ def _tools(body: ResponseBody, server: ServerState, params: SamplingParams, temp
         tool_fallback=server.options.tool_fallback,
         path="tools[{}]",
         form_field="text.format",
+        allowed_names=allowed_names,
     )
     if tools is not None and tools.form is not None:
         params.structured_outputs = tools.form

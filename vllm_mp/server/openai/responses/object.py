@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from vllm_mp.server.openai.logprobs import TokenLogprob
-from vllm_mp.server.openai.responses.body import FunctionChoice, FunctionTool, Reasoning, TextConfig
+from vllm_mp.server.openai.responses.body import FunctionTool, Reasoning, TextConfig, ToolChoice
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -119,7 +119,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     store: bool = False
     temperature: float
     text: TextConfig
-    tool_choice: str | FunctionChoice
+    tool_choice: ToolChoice
     tools: list[FunctionTool]
     top_logprobs: int
     top_p: float
