@@ -251,6 +251,23 @@ def test_header_with_the_id_of_a_live_request_comes_back_and_gives_another_id(in
     assert ids[0].endswith("taken")
 
 
+def test_ids_of_several_prompts_are_those_of_no_other_request(in_process):
+    async def send():
+        body = {"prompt": "x", "max_tokens": 1}
+        async with in_process() as client:
+            return await asyncio.gather(
+                client.post("/v1/completions", json=body | {"prompt": ["x", "y"]}, headers={"X-Request-Id": "a"}),
+                *[
+                    client.post("/v1/completions", json=body | fields, headers=headers)
+                    for fields, headers in (({}, {"X-Request-Id": "a-0"}), ({"request_id": "a-1"}, {}))
+                ],
+            )
+
+    answers = asyncio.run(send())
+    assert [answer.status_code for answer in answers] == [200] * 3, [answer.text for answer in answers]
+    assert [answer.json()["id"] for answer in answers] == ["cmpl-a", "cmpl-a-0", "cmpl-a-1"]
+
+
 @pytest.mark.parametrize("given", ["a b", "x" * 129, "a\tb", "a#1", "\u00e9".encode("latin-1")])
 def test_header_with_other_characters_than_an_id_comes_back_and_the_id_is_drawn(in_process, given):
     response = _send(in_process, "/v1/completions", b'{"prompt": "x"}', JSON | {"X-Request-Id": given})

@@ -24,6 +24,8 @@ from vllm_mp.server.http.tenants import Tenant
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """Ids of requests: characters that are harmless in headers, logs and JSON."""
+_INDEX_MARK = "#"
+"""Stands before the index of a prompt in the ids of its engine's requests. No id of a request has it."""
 _RANK = re.compile(r"[0-9]{1,9}")
 
 
@@ -104,6 +106,11 @@ class Endpoint(Generic[Body]):
                 refusal = failure.response(request.url.path)
                 refusal.headers["X-Request-Id"] = shown_id
                 await refusal(scope, receive, send)
+
+
+def prompt_id(request_id: str, index: int) -> str:
+    """Return the id by which the engine knows the prompt `index` of a request with several prompts."""
+    return f"{request_id}{_INDEX_MARK}{index}"
 
 
 def post(path: str, handler: Handler[Body], body_type: type[Body], response_type: type[msgspec.Struct]) -> Route:

@@ -13,7 +13,7 @@ from vllm_mp.outputs import RequestFailure, RequestOutput
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.server.http.body import Ignored, RequestBody
-from vllm_mp.server.http.endpoint import Call, read_rank
+from vllm_mp.server.http.endpoint import Call, prompt_id, read_rank
 from vllm_mp.server.http.errors import as_api_error
 from vllm_mp.server.openai.output_form import output_form
 from vllm_mp.server.openai.sampling_fields import SamplingFields, asks_for_no_tokens, refused_parameters
@@ -209,7 +209,7 @@ async def start_generation(
         add_special_tokens = body.add_special_tokens
     rank = read_rank(call.http)
     await call.resources.enter_async_context(call.server.admission.admit(len(prompts) * params.n, call.tenant.number))
-    ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
+    ids = [request_id] if len(prompts) == 1 else [prompt_id(request_id, index) for index in range(len(prompts))]
 
     group = call.server.engine.stream_group()
     call.resources.push_async_callback(group.aclose)

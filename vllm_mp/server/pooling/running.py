@@ -12,7 +12,7 @@ from vllm_mp.outputs import PoolingRequestOutput
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.server.http.body import Ignored, RequestBody
-from vllm_mp.server.http.endpoint import Call
+from vllm_mp.server.http.endpoint import Call, prompt_id
 from vllm_mp.server.http.errors import ApiError, as_refusal
 from vllm_mp.server.openai.generation import PROMPTS_PER_TURN
 from vllm_mp.server.watching.tracing import trace_headers
@@ -120,7 +120,7 @@ async def run(
         encoding: OutputIterator | None = None
         try:
             encoding = await call.server.engine.add_request(
-                f"{request_id}-{index}",
+                prompt_id(request_id, index),
                 inputs.prompts[index],
                 inputs.params[index],
                 lora_request=lora,
