@@ -7,7 +7,7 @@ import pytest
 
 from vllm_mp.server.app import build_app
 from vllm_mp.server.http.options import ServerOptions
-from vllm_mp.testing.engines import running_engine
+from vllm_mp.testing.engines import eventually, running_engine
 
 KEY = {"Authorization": "Bearer op"}
 OPTIONS = {"operator_key": ("op",)}
@@ -50,7 +50,23 @@ def test_pause_sleep_and_calls_of_workers_reach_the_engine(small_model, forked_c
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=KEY) as client:
                 return await client.request(method, path, **given)
 
+        async def abort(path, body, shown_id):
+            await send("POST", "/pause?mode=keep", {})
+            answer = asyncio.create_task(send("POST", path, {"json": body | {"request_id": "x"}}))
+
+            async def is_live():
+                return len(engine.output_processor) > 0
+
+            await eventually(is_live)
+            await send("POST", "/abort_requests", {"json": {"request_ids": [shown_id]}})
+            reasons = {choice["finish_reason"] for choice in (await answer).json()["choices"]}
+            await send("POST", "/resume", {})
+            return reasons
+
         check_calls(lambda method, path, **given: asyncio.run(send(method, path, given)))
+        texts, tokens = {"prompt": ["a", "b"]}, {"token_ids": [1], "sampling_params": {}}
+        assert asyncio.run(abort("/v1/completions", texts, "cmpl-x")) == {"abort"}
+        assert asyncio.run(abort("/inference/v1/generate", tokens, "x")) == {"abort"}
 
 
 def check_calls(call):

@@ -113,6 +113,11 @@ def prompt_id(request_id: str, index: int) -> str:
     return f"{request_id}{_INDEX_MARK}{index}"
 
 
+def without_index(engine_id: str) -> str:
+    """Return the id of the request to which the engine's request `engine_id` belongs."""
+    return engine_id.partition(_INDEX_MARK)[0]
+
+
 def post(path: str, handler: Handler[Body], body_type: type[Body], response_type: type[msgspec.Struct]) -> Route:
     """Return the route of an operation that takes a JSON body by POST."""
     return Route(path, Endpoint(handler, body_type, response_type), methods=["POST"], name=handler.__name__)

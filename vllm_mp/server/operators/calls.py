@@ -11,12 +11,13 @@ from starlette.routing import Route
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.errors import EngineDeadError, EngineError, NotOperatorError
 from vllm_mp.server.http.body import RequestBody, is_strict, read_body
+from vllm_mp.server.http.endpoint import without_index
 from vllm_mp.server.http.errors import ApiError, as_refusal
 from vllm_mp.server.operators.access import check_operator
 
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
-_PREFIXES = ("resp_", "msg_")
-"""The ids of responses and messages begin so; the requests of the engine begin with a hyphen in place of the last."""
+_PREFIXES = {"resp_": "resp-", "msg_": "msg-"}
+"""How ids in responses begin, and how the ids of the engine's requests begin in their place."""
 T = TypeVar("T")
 Parameters = dict[str, Any]
 
@@ -111,8 +112,7 @@ async def abort_requests(request: Request) -> Response:
     server = check_operator(request)
     ignored = None if is_strict(request, server.options) else server.ignored_fields
     body = await read_body(request, AbortBody, server.options, ignored)
-    ids = [_engine_id(given) for given in body.request_ids]
-    return await _done(request, lambda engine: engine.abort(ids))
+    return await _done(request, lambda engine: engine.abort(_engine_ids(engine, body.request_ids)))
 
 
 async def server_info(request: Request) -> Response:
@@ -157,12 +157,14 @@ def _query(request: Request, **kinds: type) -> Parameters:
     return found
 
 
-def _engine_id(given: str) -> str:
-    """Return the id of the request of which `given` is the id in its response."""
-    for prefix in _PREFIXES:
-        if given.startswith(prefix):
-            return prefix[:-1] + "-" + given.removeprefix(prefix)
-    return given
+def _engine_ids(engine: AsyncLLM, given: list[str]) -> list[str]:
+    """Return the ids of the engine's live requests, one for each prompt, behind the ids `given` of responses."""
+    wanted = set(given)
+    for each in given:
+        prefix = next(filter(each.startswith, _PREFIXES), "")
+        # The responses of /inference/v1/generate have the id without a prefix.
+        wanted.add(_PREFIXES.get(prefix, "gen-") + each.removeprefix(prefix))
+    return [live for live in engine.output_processor.ids() if without_index(live) in wanted]
 
 
 def _json(content: dict[str, Any]) -> Response:
