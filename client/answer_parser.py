@@ -60,9 +60,22 @@ class AnswerParser:
     Tool calls are found in the content alone: a call within a thought is reasoning.
     """
 
-    def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
+        *,
+        calls_after: str | None = None,
+    ) -> None:
+        """`calls_after`: a constraint holds the content to calls alone from this text on; "": from its beginning.
+
+        What the parser of calls cannot read there is a call that the end of the answer cuts off; it is dropped.
+        """
         self._reasoning = reasoning
         self._tools = tools
+        self._calls_after = calls_after
+        self._is_in_calls = calls_after == ""
+        """All that comes are calls."""
         self.markers = frozenset(marker for parser in (reasoning, tools) if parser for marker in parser.markers)
         """Texts that the parsers must see. The detokenizer must not skip those that are special tokens of the model."""
 
@@ -75,7 +88,7 @@ class AnswerParser:
     def finish(self) -> list[Piece]:
         """End the answer. Return the last pieces."""
         pieces = self._split_content(self._reasoning.finish() if self._reasoning is not None else [])
-        return pieces + (self._tools.finish() if self._tools is not None else [])
+        return pieces + (self._without_markup(self._tools.finish()) if self._tools is not None else [])
 
     def parse(self, text: str) -> ParsedAnswer:
         """Return the parts of a whole answer. The parser can be used for no other answer."""
@@ -87,5 +100,23 @@ class AnswerParser:
             return pieces
         split: list[Piece] = []
         for piece in pieces:
-            split += self._tools.feed(piece.text) if isinstance(piece, ContentPiece) else [piece]
+            if isinstance(piece, ContentPiece):
+                split += self._without_markup(self._tools.feed(piece.text))
+            else:
+                split.append(piece)
         return split
+
+    def _without_markup(self, pieces: list[Piece]) -> list[Piece]:
+        """Return `pieces` of the tool parser without content where all are calls."""
+        if self._calls_after is None:
+            return pieces
+        kept: list[Piece] = []
+        for piece in pieces:
+            self._is_in_calls = self._is_in_calls or isinstance(piece, CallStart)
+            if not isinstance(piece, ContentPiece):
+                kept.append(piece)
+            elif not self._is_in_calls:
+                text, found, _ = piece.text.partition(self._calls_after)
+                self._is_in_calls = bool(found)
+                kept += [ContentPiece(text)] if text else []
+        return kept

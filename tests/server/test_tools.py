@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
+import httpx
 import openai
 import pydantic
 import pytest
@@ -178,6 +179,62 @@ def test_a_stream_brings_the_name_first_and_then_the_arguments_in_pieces(client)
     assert "".join(call.function.arguments for call in calls) == whole.arguments
     assert len(calls) > 2
     assert not any(delta.content for delta in deltas)
+
+
+def anthropic_tool(tool):
+    return {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
+
+
+def streamed(server, path, body):
+    """Return the events of a streamed answer."""
+    answer = httpx.post(server.url + path, json={**body, "stream": True}, timeout=60)
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    return list(map(json.loads, lines))
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_a_call_that_is_cut_off_leaves_no_markup_as_content(server, choice):
+    chat = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": named("SetAlarm") if choice == "named" else choice}
+    response = {"input": "x", "tools": RESPONSE_TOOLS}
+    response["tool_choice"] = {"type": "function", "name": "SetAlarm"} if choice == "named" else choice
+    message = {"messages": MESSAGES, "tools": list(map(anthropic_tool, TOOLS))}
+    message["tool_choice"] = {"type": "tool", "name": "SetAlarm"} if choice == "named" else {"type": "any"}
+    begun = set()
+    for limit in (1, 2, 5, 10, 20, 30):
+        common = {"temperature": 0.0, "chat_template_kwargs": {"enable_thinking": False}}
+        status, answer = server.post("/v1/chat/completions", {**chat, **common, "max_tokens": limit})
+        [chosen] = answer["choices"]
+        assert (status, chosen["finish_reason"]) == (200, "length")
+        assert not chosen["message"]["content"]
+        calls = chosen["message"].get("tool_calls", [])
+        events = streamed(server, "/v1/chat/completions", {**chat, **common, "max_tokens": limit})
+        choices = [event["choices"][0] for event in events]
+        assert not any(each["delta"].get("content") for each in choices)
+        assert choices[-1]["finish_reason"] == "length"
+        pieces = [call["function"] for each in choices for call in each["delta"].get("tool_calls", [])]
+        arguments = "".join(piece["arguments"] for piece in pieces)
+        assert arguments == "".join(call["function"]["arguments"] for call in calls)
+        begun.add(len(calls))
+
+        answer = server.post("/v1/responses", {**response, **common, "max_output_tokens": limit})[1]
+        assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert {item["status"] for item in answer["output"]} == {"incomplete"}
+        texts = [part["text"] for item in answer["output"] if item["type"] == "message" for part in item["content"]]
+        assert not any(texts)
+        events = streamed(server, "/v1/responses", {**response, **common, "max_output_tokens": limit})
+        assert events[-1]["type"] == "response.incomplete"
+        assert not any(event["type"] == "response.output_text.delta" for event in events)
+        assert [item["type"] for item in events[-1]["response"]["output"]] == [
+            item["type"] for item in answer["output"]
+        ]
+
+        answer = server.post("/v1/messages", {**message, **common, "max_tokens": limit})[1]
+        assert answer["stop_reason"] == "max_tokens"
+        assert all(block["type"] == "tool_use" for block in answer["content"])
+        events = streamed(server, "/v1/messages", {**message, **common, "max_tokens": limit})
+        assert not any(event.get("delta", {}).get("text") for event in events)
+        assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+    assert begun == {0, 1}, "the limits lie before and within the arguments"
 
 
 def test_openais_helpers_parse_calls(client):

@@ -112,6 +112,7 @@ class AnswerFormat:
         return AnswerParser(
             None if self.reasoning is None else self.reasoning(self.prompt),
             None if self.tools is None else self.tools.new_parser(),
+            calls_after=None if self.tools is None else self.tools.calls_after,
         )
 
 

@@ -91,6 +91,8 @@ class ToolUse:
     """The request names the tool."""
     is_single: bool
     """The answer has at most one call."""
+    calls_after: str | None = None
+    """As `AnswerParser` takes it."""
 
     def new_parser(self) -> ToolParser:
         """Return a parser for one answer."""
@@ -148,6 +150,11 @@ def read_tools(
     if is_forced and call_format is None:
         parser = JsonToolParser
         call_format = JsonToolParser.call_format(allowed, chat_template)
+    calls_after: str | None = None
+    if is_forced:
+        calls_after = ""
+    elif is_fallback and form is None and call_format is not None:
+        calls_after = call_format.trigger  # its grammar ends the answer with calls
     is_single = is_named or not is_parallel
     strict = frozenset(definition.name for definition in definitions if definition.strict)
     return ToolUse(
@@ -166,6 +173,7 @@ def read_tools(
         ),
         is_named=is_named,
         is_single=is_single,
+        calls_after=calls_after,
     )
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from support.answer_texts import TOOLS, divisions, in_order, parsed, pieces_of, tool_parser
 
+from vllm_mp.client.answer_parser import AnswerParser
 from vllm_mp.client.tool_parsers import TOOL_PARSERS, CallArguments, CallEnd, CallStart, ContentPiece
 
 WEATHER = ("get_weather", '{"city": "Paris"}')
@@ -291,6 +292,23 @@ def test_constrained_answer_is_parsed_as_its_calls(name, chat_template):
         assert [(call.name, call.arguments) for call in answer.calls] == list(
             zip((tool.name for tool in TOOLS), arguments, strict=True)
         )
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "json"])
+@pytest.mark.parametrize("chat_template", ["", "[ARGS]"])
+def test_constrained_answer_that_is_cut_off_anywhere_has_no_content(name, chat_template):
+    call_format = TOOL_PARSERS.get(name).call_format(TOOLS, chat_template)
+    calls = [call.begin + '{"a": [1]}' + call.end for call in call_format.calls]
+    text = call_format.begin + call_format.separator.join(calls) + call_format.end
+    before = "Well.\n" if call_format.trigger else ""
+    for end in range(1, len(text)):
+        for parts in divisions(text[:end]):
+            answer = parsed(AnswerParser(tools=tool_parser(name), calls_after=""), parts)
+            assert answer.content == ""
+            assert [call.name for call in answer.calls] == [tool.name for tool in TOOLS[: len(answer.calls)]]
+        if call_format.trigger and end >= len(call_format.trigger):
+            parser = AnswerParser(tools=tool_parser(name), calls_after=call_format.trigger)
+            assert parsed(parser, divisions(before + text[:end])[2]).content.rstrip() == before.rstrip()
 
 
 def test_formats_without_json_have_no_grammar():
