@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from concurrent.futures import Future
 from typing import Final
 
@@ -163,7 +162,8 @@ class ImageProcesses:
         self._settings = settings
         self._changed = threading.Condition()
         """Guards the fields below."""
-        self._jobs: deque[tuple[ImageJob, Future[ImageResult]]] = deque()
+        self._jobs: dict[Future[ImageResult], ImageJob] = {}
+        """Those that wait, by the future of the answer, the oldest first."""
         self._num_free = 0
         """Threads that wait for a job."""
         self._num_threads = 0
@@ -189,12 +189,16 @@ class ImageProcesses:
                 raise RuntimeError("the engine was shut down")
             if len(self._jobs) >= _MAX_WAITING:
                 raise NoRoomError(f"{len(self._jobs)} images wait to be processed, the limit; send the request later")
-            self._jobs.append((job, future))
+            self._jobs[future] = job
             if self._num_free < len(self._jobs) and self._num_threads < _NUM_PROCESSES:
                 self._num_threads += 1
                 threading.Thread(target=self._work, name="vllm-mp-images", daemon=True).start()
             self._changed.notify()
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            with self._changed:
+                self._jobs.pop(future, None)  # the caller was cancelled: the image needs neither memory nor a place
 
     def close(self) -> None:
         """End the processes; callers that wait get a RuntimeError. Idempotent; from any thread."""
@@ -202,11 +206,11 @@ class ImageProcesses:
             return
         with self._changed:
             self._is_closed = True
-            jobs, self._jobs = self._jobs, deque()
+            futures, self._jobs = list(self._jobs), {}
             for process in self._processes:
                 process.end()
             self._changed.notify_all()
-        for _, future in jobs:
+        for future in futures:
             if future.set_running_or_notify_cancel():
                 future.set_exception(RuntimeError("the engine was shut down"))
 
@@ -220,7 +224,8 @@ class ImageProcesses:
                 self._num_free -= 1
                 if self._is_closed:
                     break
-                job, future = self._jobs.popleft()
+                future = next(iter(self._jobs))
+                job = self._jobs.pop(future)
             if not future.set_running_or_notify_cancel():
                 continue
             try:

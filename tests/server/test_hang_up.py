@@ -1,12 +1,14 @@
 """A client that hangs up, a time limit and a slow client: the request ends in the engine, or waits there."""
 
 import asyncio
+import gc
 
 import msgspec
 import pytest
 
 from vllm_mp.server.app import build_app
 from vllm_mp.server.http.options import ServerOptions
+from vllm_mp.server.openai.chat import ChatBody
 
 
 class FakeConnection:
@@ -50,6 +52,7 @@ class FakeConnection:
         return b"".join(message.get("body", b"") for message in self.sent).decode()
 
 
+CHAT = "/v1/chat/completions"
 LONG = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "n": 20}
 
 
@@ -84,6 +87,27 @@ def test_hang_up_before_the_response_aborts_the_request(replay_engine, path, bod
         connection.hung_up.set()
 
     assert _run(replay_engine, body, hang_up, path).sent == []
+
+
+@pytest.mark.parametrize("content", ["x", [{"type": "image_url", "image_url": {"url": "data:,"}}]])
+@pytest.mark.parametrize("num_turns", [0, 3, 10])
+def test_body_of_a_request_that_ended_early_is_freed_without_a_garbage_collection(replay_engine, content, num_turns):
+    async def wait(connection, app):
+        if content == "x":
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            connection.hung_up.set()
+        else:  # the model takes no images: the request is refused
+            await connection.on_send.wait()
+
+    gc.collect()
+    gc.disable()
+    try:
+        connection = _run(replay_engine, {"messages": [{"role": "user", "content": content}]}, wait, CHAT)
+        assert [message["status"] for message in connection.sent[:1]] == ([] if content == "x" else [400])
+        assert not any(isinstance(each, ChatBody) for each in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.essential

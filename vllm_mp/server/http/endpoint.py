@@ -99,11 +99,12 @@ class Endpoint(Generic[Body]):
         except ClientDisconnect:
             pass
         except Exception as error:
-            failure = as_api_error(error)
+            # No variable here may hold the error, whose traceback holds this frame: the body and its images would stay
+            # in memory until the next garbage collection.
             if isinstance(response, EventStream) and response.has_started:
-                await response.fail(failure, send)
+                await response.fail(as_api_error(error), send)
             else:
-                refusal = failure.response(request.url.path)
+                refusal = as_api_error(error).response(request.url.path)
                 refusal.headers["X-Request-Id"] = shown_id
                 await refusal(scope, receive, send)
 

@@ -101,6 +101,23 @@ def test_killed_process_is_replaced_and_costs_its_image_an_error_only_the_second
     assert not set(pids) & set(processes.pids)
 
 
+def test_image_of_a_caller_that_has_left_keeps_neither_memory_nor_a_place(monkeypatch):
+    monkeypatch.setattr(process_pool, "_NUM_PROCESSES", 0)
+    processes = ImageProcesses(SETTINGS)
+
+    async def leave():
+        callers = [asyncio.create_task(processes.run(JOB)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert len(processes._jobs) == 3
+        callers[1].cancel()
+        await asyncio.wait(callers[1:2])
+        assert len(processes._jobs) == 2
+        processes.close()
+        return await asyncio.gather(*callers, return_exceptions=True)
+
+    assert [type(error) for error in asyncio.run(leave())] == [RuntimeError, asyncio.CancelledError, RuntimeError]
+
+
 def test_image_that_takes_too_long_ends_its_process():
     process = ImageProcess(SETTINGS)
     try:
