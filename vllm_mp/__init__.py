@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         EngineGenerateError,
         EngineStartError,
         NotOperatorError,
+        RequestInterruptedError,
         TooManyConstraintsError,
     )
     from vllm_mp.outputs import (
@@ -116,6 +117,7 @@ _MODULE_OF = {
     "PrometheusStatLogger": "client.stat_loggers.prometheus",
     "PromptType": "client.prompts.prompt",
     "RequestFailure": "outputs",
+    "RequestInterruptedError": "errors",
     "RequestManager": "client.compat.request_manager",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
@@ -182,6 +184,7 @@ __all__ = [
     "PrometheusStatLogger",
     "PromptType",
     "RequestFailure",
+    "RequestInterruptedError",
     "RequestManager",
     "RequestMetrics",
     "RequestOutput",

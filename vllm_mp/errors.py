@@ -70,6 +70,13 @@ class TooManyConstraintsError(EngineGenerateError):
     """
 
 
+class RequestInterruptedError(EngineGenerateError):
+    """A request that is not at fault cannot be continued or begun, for example because the model's files have changed.
+
+    Raised by the stream of that request. The message carries the cause: send the request again.
+    """
+
+
 class NotOperatorError(EngineError, PermissionError):
     """The call, or request, changes a shared core for all its clients, and this client is not an operator of it.
 

@@ -313,7 +313,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     operators may make such a request. `invalid_constraint`: the error is that the request's constraint cannot be
     compiled or followed. `too_many_constraints`: the error is that too many constraints of this client, or of all, are
     being compiled. `no_room`: the error is that live requests take too much of the core's memory; the client sends a
-    replay again.
+    replay again. `interrupted`: the request is not at fault, and may be sent again.
     """
 
     slot: int
@@ -325,6 +325,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     invalid_constraint: bool = False
     too_many_constraints: bool = False
     no_room: bool = False
+    interrupted: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):

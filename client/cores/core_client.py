@@ -33,7 +33,7 @@ from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.client.stats import EngineStats, Restart
 from vllm_mp.client.stats.restart_counter import REPLACED
-from vllm_mp.errors import EngineDeadError, EngineError
+from vllm_mp.errors import EngineDeadError, EngineError, RequestInterruptedError
 
 logger = logging.getLogger(__name__)
 
@@ -255,11 +255,11 @@ class EngineCoreClient:
         """
         begun = [stream for stream in streams if any(awaited.num_tokens for awaited in stream.awaited)]
         for stream in begun:
-            self.fail(
-                stream,
+            error = RequestInterruptedError(
                 f"request {stream.request_id}: the model's files have changed since it began, and the core that is to "
-                f"continue it has {', '.join(changes)}; send it again",
+                f"continue it has {', '.join(changes)}; send it again"
             )
+            self._abort_slots(self.requests.fail_with(stream, error))
         return len(begun)
 
     def forgive(self, times: list[float]) -> None:

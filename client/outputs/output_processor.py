@@ -18,6 +18,7 @@ from vllm_mp.errors import (
     EngineGenerateError,
     NoRoomError,
     NotOperatorError,
+    RequestInterruptedError,
     TooManyConstraintsError,
 )
 
@@ -275,7 +276,7 @@ class OutputProcessor:
 
     def _fail_for_lost_tokens(self, stream: RequestStream, awaited: Awaited) -> list[int]:
         why = f"tokens after the first {awaited.num_tokens} were lost between core and client; send the request again"
-        return self.fail(stream, f"request {stream.request_id}: {why}")
+        return self.fail_with(stream, RequestInterruptedError(f"request {stream.request_id}: {why}"))
 
     def _forget_if_over(self, stream: RequestStream) -> None:
         if stream.is_over:
@@ -296,4 +297,6 @@ def _error_of(finish: wire.Finished) -> type[EngineError]:
         return NoRoomError
     if finish.too_many_constraints:
         return TooManyConstraintsError
+    if finish.interrupted:
+        return RequestInterruptedError
     return ConstraintError if finish.invalid_constraint else EngineGenerateError

@@ -19,7 +19,7 @@ from vllm_mp.core.ipc.new_request import new_request
 from vllm_mp.core.ipc.peer_connection import PeerConnection
 from vllm_mp.core.ipc.step_messages import by_client, step_outputs
 from vllm_mp.core.ipc.suspects import Suspects
-from vllm_mp.core.lora.adapter_cache import AdapterCache, NotOperatorOfAdapterError
+from vllm_mp.core.lora.adapter_cache import AdapterCache, AdapterChangedError, NotOperatorOfAdapterError
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
@@ -337,6 +337,7 @@ class RequestHandler:
             invalid_constraint=isinstance(cause, GrammarError) and not isinstance(cause, TooManyConstraintsError),
             too_many_constraints=isinstance(cause, TooManyConstraintsError),
             no_room=isinstance(cause, NoRoomError),
+            interrupted=isinstance(cause, AdapterChangedError),
         )
         self._send_ends(client, [end])
 

@@ -38,6 +38,10 @@ class NotOperatorOfAdapterError(ValueError):
     """A client that is not an operator names an adapter that the core does not know, or a folder."""
 
 
+class AdapterChangedError(ValueError):
+    """The weights with which an earlier core began a request are gone; the request may be sent again."""
+
+
 class _Loaded(NamedTuple):
     """The end of a load."""
 
@@ -138,8 +142,9 @@ class AdapterCache:
         `digest` is that of the weights with which an earlier core began the request; empty for a new request. A retired
         adapter with these weights is returned whatever has its id now.
 
-        Raises ValueError if the id belongs to another name or path, if the weights are others than before, or if every
-        slot is pinned; NotOperatorOfAdapterError if the client must not make the core open the folder.
+        Raises ValueError if the id belongs to another name or path, or if every slot is pinned; AdapterChangedError if
+        the weights are others than before; NotOperatorOfAdapterError if the client must not make the core open the
+        folder.
         """
         adapter = self._find_retired(lora, digest) or self._known.get(lora.lora_int_id)
         if adapter is None:
@@ -154,7 +159,7 @@ class AdapterCache:
         if digest and may_open and not adapter.digest:
             adapter.digest = digest
         if digest and adapter.digest and digest != adapter.digest:
-            raise ValueError(f"the weights of {adapter} have changed since this request began; send it again")
+            raise AdapterChangedError(f"the weights of {adapter} have changed since this request began; send it again")
         if self._num_pinned >= self._num_slots and not adapter.is_pinned:
             raise ValueError(
                 f"{adapter} can never run: all {self._num_slots} slots are pinned by other adapters; call remove_lora "

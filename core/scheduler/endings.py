@@ -25,6 +25,8 @@ class Ending(NamedTuple):
     needs_operator: bool = False
     invalid_constraint: bool = False
     too_many_constraints: bool = False
+    no_room: bool = False
+    interrupted: bool = False
 
 
 def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:

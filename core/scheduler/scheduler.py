@@ -215,8 +215,14 @@ class Scheduler:
         ends = []
         for request in [self._requests[key] for key in keys]:
             if isinstance(grammar, GrammarError):
-                is_invalid = not isinstance(grammar, NotCompiledError)
-                ending = Ending(request.num_output_tokens, "error", error=str(grammar), invalid_constraint=is_invalid)
+                is_valid = isinstance(grammar, NotCompiledError)
+                ending = Ending(
+                    request.num_output_tokens,
+                    "error",
+                    error=str(grammar),
+                    invalid_constraint=not is_valid,
+                    interrupted=is_valid,
+                )
                 ends.append((request.client, self._end(request, ending)))
             else:
                 assert request.constrained is not None

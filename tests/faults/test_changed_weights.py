@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.engine_fixtures import SLOW_STEPS
 
-from vllm_mp import EngineGenerateError, EngineStartError
+from vllm_mp import EngineStartError, RequestInterruptedError
 from vllm_mp.testing.engines import answer, eventually, greedy, running_engine
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
@@ -47,7 +47,7 @@ def test_core_of_other_weights_continues_no_stream_after_a_death_and_serves_new_
             await eventually(has_begun)
             change_weights(folder)
             engine.cores.first.supervisor.core.process.kill()
-            with pytest.raises(EngineGenerateError, match="core that is to continue it has other weights; send it"):
+            with pytest.raises(RequestInterruptedError, match="core that is to continue it has other weights; send it"):
                 await begun
             after = await tokens(engine)
             assert after != before

@@ -10,7 +10,13 @@ from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.client.engine.input_processor import check_sampling_params
 from vllm_mp.client.prompts.prompt import parse_prompt
-from vllm_mp.errors import ConstraintError, EngineStartError, TooManyConstraintsError
+from vllm_mp.errors import (
+    ConstraintError,
+    EngineGenerateError,
+    EngineStartError,
+    RequestInterruptedError,
+    TooManyConstraintsError,
+)
 from vllm_mp.model_store import resolve_model
 from vllm_mp.server.http.errors import as_api_error
 
@@ -185,3 +191,10 @@ def test_server_answers_too_many_constraints_with_429_and_a_bad_one_with_400():
     assert too_many.headers == {"Retry-After": "1"}
     invalid = as_api_error(ConstraintError("at /items: no"))
     assert (invalid.status, invalid.code) == (400, "invalid_constraint")
+
+
+def test_server_lets_clients_repeat_a_request_that_was_interrupted_and_none_that_failed():
+    interrupted = as_api_error(RequestInterruptedError("the model's files have changed; send it again")).response()
+    assert (interrupted.status_code, interrupted.headers.get("x-should-retry")) == (503, None)
+    failed = as_api_error(EngineGenerateError("it killed two cores")).response()
+    assert (failed.status_code, failed.headers["x-should-retry"]) == (500, "false")

@@ -15,6 +15,7 @@ from vllm_mp.errors import (
     EngineError,
     EngineGenerateError,
     NoRoomError,
+    RequestInterruptedError,
     TooManyConstraintsError,
 )
 
@@ -117,6 +118,8 @@ def as_api_error(error: Exception) -> ApiError:
         case TooManyConstraintsError():
             headers = {"Retry-After": "1"}
             return ApiError(429, str(error), type="rate_limit_error", code="too_many_constraints", headers=headers)
+        case RequestInterruptedError():
+            return ApiError(503, public_text(error), type="server_error", code="request_interrupted")
         case EngineGenerateError():
             message = public_text(error)
             return ApiError(500, message, type="server_error", code="generation_failed", headers=_NO_RETRY)

@@ -15,7 +15,7 @@ from vllm_mp.client.outputs.pooling_stream import PoolingStream
 from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.prompts.request import GenerationRequest, PoolingRequest
 from vllm_mp.client.stats import EngineStats
-from vllm_mp.errors import NoRoomError
+from vllm_mp.errors import NoRoomError, RequestInterruptedError
 from vllm_mp.testing.engines import eventually
 
 
@@ -345,6 +345,7 @@ def test_next_core_with_other_weights_continues_no_request_that_has_tokens():
         "request a: the model's files have changed since it began, and the core that is to continue it has other "
         "weights; send it again"
     )
+    assert isinstance(begun.error, RequestInterruptedError)
     assert waiting.error is None
     cores.add("c")
     assert cores.sent_slots() == [(0, 0)], "new requests are served"

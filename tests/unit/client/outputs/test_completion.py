@@ -17,7 +17,7 @@ from vllm_mp.client.outputs.logprob_columns import LogprobColumns
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.prompts.request import GenerationRequest
-from vllm_mp.errors import EngineGenerateError
+from vllm_mp.errors import EngineGenerateError, RequestInterruptedError
 from vllm_mp.requests.sampling_params import RequestOutputKind, SamplingParams
 from vllm_mp.wire import Finished, TokenLogprobs
 
@@ -432,6 +432,15 @@ def test_completion_that_stops_is_aborted_in_the_core_and_the_others_continue():
         ("cd", "length", None),
     ]
     assert processor.num_slots_in_use == len(processor.requests) == 0
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_error_of_a_request_that_is_not_at_fault_says_so(interrupted):
+    processor = OutputProcessor()
+    stream = make_stream(processor)
+    end = Finished(stream.completions[0].slot, 0, "error", error="no", interrupted=interrupted)
+    processor.process(message(finished=[end]))
+    assert type(stream.error) is (RequestInterruptedError if interrupted else EngineGenerateError)
 
 
 def test_error_of_a_completion_fails_the_request_and_aborts_the_others():

@@ -27,6 +27,7 @@ from vllm_mp.core.ipc.call_handler import OperatorCall, StepFailedError
 from vllm_mp.core.ipc.client_places import ClientPlaces
 from vllm_mp.core.ipc.request_handler import RequestHandler
 from vllm_mp.core.ipc.unread_output import UnreadOutput
+from vllm_mp.core.lora.adapter_cache import AdapterChangedError
 from vllm_mp.core.outside_work import OutsideWork
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
 from vllm_mp.core.scheduler.waiting import memory_quota
@@ -34,6 +35,7 @@ from vllm_mp.core_link.core_launch import Predecessor
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.keys import curve_server
 from vllm_mp.keys.curve_keys import encode_key, read_client_key
+from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.testing.engines import make_keys
 
@@ -385,6 +387,17 @@ def test_client_that_comes_back_has_its_place_before_new_clients(core, monkeypat
     assert core.request_handler.num_clients == 6
     core.connect(hello=wire.encode(wire.hello(token=former[0])))
     assert core.request_handler.num_clients == 6, "the client takes its own place again"
+
+
+def test_request_whose_adapter_has_changed_is_refused_as_one_that_may_be_sent_again(core):
+    def find(lora, may_open, digest):
+        raise AdapterChangedError(f"the weights of {lora.lora_name} have changed")
+
+    core.request_handler.adapters = types.SimpleNamespace(find=find)
+    client = core.connect()
+    client.send(wire.encode(msgspec.structs.replace(request(3), lora=LoRARequest("a", 1, "/a"))))
+    [end] = core.answer(client).finished
+    assert (end.slot, end.reason, end.error, end.interrupted) == (3, "error", "the weights of a have changed", True)
 
 
 def test_request_beyond_the_memory_quota_is_refused_and_other_clients_have_room(core, monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_mp.core.lora import adapter_cache
-from vllm_mp.core.lora.adapter_cache import AdapterCache, NotOperatorOfAdapterError
+from vllm_mp.core.lora.adapter_cache import AdapterCache, AdapterChangedError, NotOperatorOfAdapterError
 from vllm_mp.requests.lora_request import AdapterRecord, LoRARequest
 
 
@@ -336,7 +336,7 @@ def test_request_is_not_continued_with_other_weights():
     known = Known()
     known.add(1)
     assert known.find(1, digest="digest of /1")
-    with pytest.raises(ValueError, match="have changed since this request began"):
+    with pytest.raises(AdapterChangedError, match="have changed since this request began; send it again"):
         known.find(1, digest="digest of what was there")
     adapter = known.find(2, digest="digest of what was there")
     known.cache.load(adapter)

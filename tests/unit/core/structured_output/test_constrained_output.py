@@ -301,7 +301,7 @@ def test_a_request_whose_constraint_cannot_be_compiled_now_is_not_called_invalid
     engine = make()
     engine.add(0, [1, 2], 8, constrained=constrained())
     [(_, end)] = engine.scheduler.note_compiled([(0, 0)], NotCompiledError("no process can start"))
-    assert (end.reason, end.invalid_constraint) == ("error", False)
+    assert (end.reason, end.invalid_constraint, end.interrupted) == ("error", False, True)
 
 
 def test_the_compiler_is_told_when_a_request_ends_that_waits_for_its_grammar(make):
