@@ -129,6 +129,14 @@ def test_wrong_request_is_refused_in_the_form_of_the_api(post, changes, message)
     assert message in body["error"]["message"]
 
 
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_thread_is_refused_so_that_clients_send_the_whole_conversation(post, thread):
+    answer = post(messages=MESSAGES, max_tokens=3, thread=thread)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["details"]) == (400, {"error_code": "thread_unsupported_request"})
+    assert "send all messages, without thread" in error["message"]
+
+
 def test_key_of_either_header_is_accepted_and_a_wrong_one_is_refused_in_the_form_of_the_api(post):
     options = {"api_key": ("secret",)}
     asked = {"messages": MESSAGES, "max_tokens": 2, "options": options}

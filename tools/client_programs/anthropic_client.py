@@ -50,6 +50,21 @@ def tools() -> None:
     assert answer.content
 
 
+@check("tool runner")
+def runner() -> None:
+    @anthropic.beta_tool
+    def save_person(name: str) -> str:
+        """Save a person."""
+        return f"saved {name}"
+
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, messages=MESSAGES, tools=[save_person], tool_choice=choice, max_tokens=100, max_iterations=2
+    )
+    first, second = [answer.usage.input_tokens + answer.usage.cache_read_input_tokens for answer in runner]
+    assert second > first, "the second request has the whole conversation"
+
+
 @check("stop sequence")
 def stop() -> None:
     answer = client.messages.create(model=MODEL, messages=MESSAGES, max_tokens=60, stop_sequences=["a", "e"])

@@ -145,6 +145,8 @@ class MessagesBody(TokensBody, kw_only=True):
     """Only prompts with the same salt share cached prefixes."""
     priority: int | None = None
     """A lower number is scheduled earlier, with `--scheduling-policy priority`."""
+    thread: dict[str, Any] | None = None
+    """Refused: no conversation is stored. Anthropic's clients then send the whole conversation."""
     metadata: Ignored = None
     service_tier: Ignored = None
     cache_control: Ignored = None

@@ -35,6 +35,14 @@ class TokenCount(msgspec.Struct):
 async def create_message(call: Call, body: MessagesBody) -> Response | EventStream:
     """Answer a conversation."""
     model = check_model(call.server, body.model, generates=True)
+    if body.thread is not None:
+        raise ApiError(
+            400,
+            "thread is not served: this server stores no conversations; send all messages, without thread",
+            param="thread",
+            code="unsupported_field",
+            anthropic_code="thread_unsupported_request",
+        )
     fields: dict[str, Any] = {name: getattr(body, name) for name in _COMMON_FIELDS}
     fields["stop"] = body.stop_sequences
     common = GenerationBody(**fields)

@@ -3,6 +3,7 @@
 import http
 import logging
 import re
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -71,8 +72,12 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        anthropic_code: str | None = None,
     ) -> None:
-        """`message` says what is wrong and what to do; `param` names the field; `code` is for programs."""
+        """`message` says what is wrong and what to do; `param` names the field; `code` is for programs.
+
+        `anthropic_code` is the word for clients of Anthropic's API, which their `error.details` hold.
+        """
         super().__init__(message)
         self.status = status
         self.message = message
@@ -80,6 +85,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = headers
+        self.anthropic_code = anthropic_code
 
     def data(self) -> ErrorBody:
         """Return the error as the body of a response, or as the data of an event."""
@@ -94,7 +100,9 @@ class ApiError(Exception):
     def anthropic_body(self) -> bytes:
         """Return the error as Anthropic's API writes it, as JSON."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        error = {"type": kind, "message": self.data().error.message}
+        error: dict[str, Any] = {"type": kind, "message": self.data().error.message}
+        if self.anthropic_code is not None:
+            error["details"] = {"error_code": self.anthropic_code}
         return msgspec.json.encode({"type": "error", "error": error})
 
     def response(self, path: str = "") -> Response:
