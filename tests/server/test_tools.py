@@ -97,8 +97,10 @@ def test_of_all_tools_in_the_prompt_only_the_allowed_ones_are_called(client):
     chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, tool_choice=choice, **request)]
     [name, *_] = [call.function.name for chunk in chunks for call in chunk.delta.tool_calls or []]
     assert name == "SetAlarm"
-    plain = client.chat.completions.create(tool_choice="required", **request)
-    assert answer.usage.prompt_tokens == plain.usage.prompt_tokens, "the prompt is the same"
+    free = client.chat.completions.create(tool_choice=allowed_in_chat("auto", "SetAlarm"), **request)
+    plain = client.chat.completions.create(tool_choice="auto", **request)
+    usages = (answer.usage, free.usage, plain.usage)
+    assert len({usage.prompt_tokens for usage in usages}) == 1, "the prompt is the same"
     choice = allowed_in_response("required", "SetAlarm")
     response = client.responses.create(**RESPONSE, tools=RESPONSE_TOOLS, tool_choice=choice, parallel_tool_calls=False)
     assert [item.name for item in response.output] == ["SetAlarm"]
@@ -141,6 +143,35 @@ def test_schema_of_a_function_that_is_not_strict_is_held_as_far_as_a_grammar_can
     status, answer = server.post("/v1/chat/completions", request | {"tools": strict})
     assert status == 400
     assert "unsupported keywords: 'uniqueItems'" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_schema_of_a_function_that_cannot_be_held_is_named_with_its_function(server, path, choice):
+    wrong = {"properties": {"a": {"type": "object", "properties": {"b": {"type": "strin"}}}}}
+    definitions = [{"name": "f"}, {"name": "g", "parameters": wrong, "strict": True}]
+    if path == "/v1/chat/completions":
+        fields = {"tools": [{"type": "function", "function": each} for each in definitions], "tool_choice": choice}
+    elif path == "/v1/responses":
+        fields = {"input": "x", "tools": [{"type": "function", **each} for each in definitions], "tool_choice": choice}
+    else:
+        fields = {"tools": [{"name": "f"}, {"name": "g", "input_schema": wrong, "strict": True}], "max_tokens": 9}
+        fields["tool_choice"] = {"type": {"required": "any"}.get(choice, choice)}
+    status, answer = server.post(path, fields if "input" in fields else {"messages": MESSAGES, **fields})
+    assert status == 400
+    assert (
+        "the parameters of 'g' at #/properties/a/properties/b/type: 'strin' is not a type" in answer["error"]["message"]
+    )
+    param = {"/v1/chat/completions": "tools[1].function.parameters", "/v1/responses": "tools[1].parameters"}.get(path)
+    assert answer["error"].get("param") == param
+
+
+def test_form_that_cannot_be_held_beside_tools_is_named_by_its_field(server):
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"items": {"type": "strin"}}}}
+    request = {"messages": MESSAGES, "tools": TOOLS, "response_format": form}
+    status, answer = server.post("/v1/chat/completions", request)
+    assert (status, answer["error"]["param"]) == (400, "response_format.json_schema.schema")
+    assert "failed: at #/items/type: 'strin' is not a type" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])

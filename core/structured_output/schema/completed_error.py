@@ -10,6 +10,8 @@ from vllm_mp.core.structured_output.schema.json_schema import pointer
 from vllm_mp.requests.structured_outputs import Constraint
 
 _UNSUPPORTED_KEYS = re.compile(r"Unimplemented keys: \[(.*?)\]")
+_WRONG_TYPE = re.compile(r"Invalid type: (.+)")
+_MISSING = re.compile(r"Pointer '(.+)' does not exist")
 _REGEX_SYNTAX = "use the syntax of Rust's crate regex, which has no look-around and no backreferences"
 _REMEDIES = {
     "regex parse error": _REGEX_SYNTAX,
@@ -19,6 +21,7 @@ _REMEDIES = {
 """What to do, by a part of the library's error."""
 _NAMED_VALUES = ("pattern", "$ref", "$schema")
 """The keywords whose value stands in an error about it."""
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 _MAX_VALUES = 100_000
 """Maximum number of values of a schema that are looked at."""
 
@@ -40,6 +43,14 @@ def _with_path(message: str, constraint: Constraint) -> str:
         keys = re.findall(r'"((?:[^"\\]|\\.)*)"', unsupported[1])
         path = _find(schema, lambda key, _: key in keys)
         message = f"unsupported keywords: {', '.join(map(repr, keys))}; leave them out"
+    elif wrong := _WRONG_TYPE.search(message):
+        path = _find(
+            schema, lambda key, value: key == "type" and wrong[1] in (value if isinstance(value, list) else [value])
+        )
+        message = f"{wrong[1]!r:.100} is not a type; use {', '.join(_TYPES[:-1])} or {_TYPES[-1]}"
+    elif missing := _MISSING.search(message):
+        path = _find(schema, lambda key, value: key == "$ref" and value == f"#{missing[1]}")
+        message = f"the schema has no {missing[1]!r:.100}; add it, or correct the reference"
     elif "oneOf" in message:
         path = _find(schema, lambda key, _: key == "oneOf")
     elif "format" in message:

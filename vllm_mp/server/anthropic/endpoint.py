@@ -65,7 +65,8 @@ async def create_message(call: Call, body: MessagesBody) -> Response | EventStre
         field="messages",
         add_special_tokens=False,
         lora=model.lora,
-        form_field="tools" if tools is not None and tools.form is not None else _FORM,
+        form_field=_FORM,
+        tools=tools,
         image_paths=rendered.image_paths,
     )
     message = MessageObject(id=f"msg_{call.request_id}", model=model.name, usage=Usage(0, 0, 0))

@@ -144,8 +144,7 @@ class ChatRequest(NamedTuple):
     """The template has written the special tokens."""
     params: SamplingParams
     answer_format: AnswerFormat
-    form_field: str | None
-    """The field that demands the form of the answer; None: the field of the body that does."""
+    tools: ToolUse | None
     image_paths: list[str]
     """The fields that have the images of the prompt."""
 
@@ -168,13 +167,12 @@ async def chat_request(call: Call, body: ChatBody) -> ChatRequest:
     shows_thought = body.include_reasoning is not False
     answer_format = read_answer_format(call.server, params, template, rendered.text, tools, shows_thought)
     prompt = rendered.prompt(call.tenant.cache_salt(body.cache_salt), body.mm_processor_kwargs)
-    form_field = "tools" if tools is not None and tools.form is not None else None
-    return ChatRequest(model, prompt, params, answer_format, form_field, rendered.image_paths)
+    return ChatRequest(model, prompt, params, answer_format, tools, rendered.image_paths)
 
 
 async def create_chat_completion(call: Call, body: ChatBody) -> Response | EventStream:
     """Answer a conversation."""
-    model, prompt, params, answer_format, form_field, image_paths = await chat_request(call, body)
+    model, prompt, params, answer_format, tools, image_paths = await chat_request(call, body)
     generation = await start_generation(
         call,
         "chatcmpl",
@@ -184,7 +182,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         field="messages",
         add_special_tokens=False,
         lora=model.lora,
-        form_field=form_field,
+        tools=tools,
         image_paths=image_paths,
     )
     created = int(time.time())

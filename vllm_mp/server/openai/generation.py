@@ -17,6 +17,7 @@ from vllm_mp.server.http.endpoint import Call, prompt_id, read_rank
 from vllm_mp.server.http.errors import as_api_error
 from vllm_mp.server.openai.output_form import output_form
 from vllm_mp.server.openai.sampling_fields import SamplingFields, asks_for_no_tokens, refused_parameters
+from vllm_mp.server.openai.tools import ToolUse
 from vllm_mp.server.watching.tracing import trace_headers
 from vllm_mp.wire import MAX_TENANTS
 
@@ -102,12 +103,20 @@ class Generation:
     """
 
     def __init__(
-        self, request_id: str, ids: Sequence[str], group: StreamGroup, form_field: str, *, reads_only: bool
+        self,
+        request_id: str,
+        ids: Sequence[str],
+        group: StreamGroup,
+        form_field: str,
+        tools: ToolUse | None,
+        *,
+        reads_only: bool,
     ) -> None:
         """`ids` are the ids of the requests of `group`, in the order of their prompts.
 
-        `form_field` is the field that demands the form of the output; empty: no field does. `reads_only`: the request
-        asks for no tokens; the one that the engine makes all the same is left out of every output.
+        `form_field` is the field that demands the form of the output, unless `tools` do; empty: no field does.
+        `reads_only`: the request asks for no tokens; the one that the engine makes all the same is left out of every
+        output.
         """
         self.request_id = request_id
         self._indices = {each: index for index, each in enumerate(ids)}
@@ -116,6 +125,7 @@ class Generation:
         self._cached_tokens = [0] * len(ids)
         self._completion_tokens = 0
         self._form_field = form_field
+        self._tools = tools
         self._reads_only = reads_only
 
     async def outputs(self, pass_on: PassOn = _take_none) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -162,6 +172,8 @@ class Generation:
             return error
         failure = as_api_error(error)
         failure.param = self._form_field or None
+        if self._tools is not None and self._tools.form is not None:
+            failure.param, failure.message = self._tools.located(failure.message, self._form_field)
         return failure
 
     def _count(self, index: int, output: RequestOutput) -> None:
@@ -192,15 +204,16 @@ async def start_generation(
     add_special_tokens: bool,
     lora: LoRARequest | None = None,
     form_field: str | None = None,
+    tools: ToolUse | None = None,
     image_paths: Sequence[str] = (),
 ) -> Generation:
     """Send a request to the engine for each prompt, once the server admits them.
 
     `kind` begins the id, as "cmpl"; the rest is the id of `call`. `field` is the field of the prompts.
     `add_special_tokens` applies if `body` does not say it. `lora` is the adapter that answers; None: the base model
-    does. `form_field` is the field that demands the form of the output; None: the field of `body` that does.
-    `image_paths` are the fields with the images of a single prompt. The requests are aborted when `call` ends. Raises
-    ApiError, naming the field at fault, for a request that cannot run.
+    does. `form_field` is the field that demands the form of the output, unless `tools` do; None: the field of `body`
+    that does. `image_paths` are the fields with the images of a single prompt. The requests are aborted when `call`
+    ends. Raises ApiError, naming the field at fault, for a request that cannot run.
     """
     if body.stream_options is not None and not body.stream:
         call.ignore("stream_options", "needs stream=true; add it, or leave them out")
@@ -244,4 +257,4 @@ async def start_generation(
             raise errors.exceptions[0] from None
     if form_field is None:
         form_field = output_form(body)[1]
-    return Generation(request_id, ids, group, form_field, reads_only=asks_for_no_tokens(body))
+    return Generation(request_id, ids, group, form_field, tools, reads_only=asks_for_no_tokens(body))

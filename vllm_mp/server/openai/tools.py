@@ -24,6 +24,8 @@ from vllm_mp.server.http.body import RequestBody, refused
 from vllm_mp.server.http.errors import ApiError
 
 _NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+_SCHEMA_PATH = re.compile(r"\bat #(/\S*?/json_schema)(?=[/:])")
+"""The path to the schema of a tool in the constraint of an answer, at the beginning of a path in an error."""
 _MAX_TOOLS = 1024
 _MAX_FALLBACK_CALLS = 8
 """Number of calls in an answer of a model that was not trained for tools; such models may repeat a call without end."""
@@ -93,10 +95,29 @@ class ToolUse:
     """The answer has at most one call."""
     calls_after: str | None = None
     """As `AnswerParser` takes it."""
+    path: str = "tools[{}].function"
+    """The path of a function in the request, by its index."""
 
     def new_parser(self) -> ToolParser:
         """Return a parser for one answer."""
         return self.parser(self.tools)
+
+    def located(self, message: str, form_field: str) -> tuple[str, str]:
+        """Return the field that an error about the constraint `form` is due to, and the error with the path in it.
+
+        `form_field` is the field that demands the form of an answer without a call.
+        """
+        found = _SCHEMA_PATH.search(message)
+        if found is None or self.form is None:
+            return "tools", message
+        before, after = message[: found.start()], message[found.end() :]
+        schema = _value_at(found[1], self.form.structural_tag)
+        for tool in self.tools:
+            if tool.parameters is schema:
+                names = [definition["function"]["name"] for definition in self.definitions]
+                path = self.path.format(names.index(tool.name))
+                return f"{path}.parameters", f"{before}the parameters of {tool.name!r} at #{after}"
+        return form_field, f"{before}at #{after}"
 
     def new_call_id(self) -> str:
         """Return an id for a call. The chat templates of Mistral's models demand nine letters or digits."""
@@ -174,6 +195,7 @@ def read_tools(
         is_named=is_named,
         is_single=is_single,
         calls_after=calls_after,
+        path=path,
     )
 
 
@@ -293,6 +315,18 @@ def _answer_form(
             "stop_after_first": is_single,
         }
     )
+
+
+def _value_at(pointer: str, value: Any) -> Any:
+    """Return the part of a JSON value that a JSON pointer names; None if there is none."""
+    for name in pointer.split("/")[1:]:
+        if isinstance(value, dict):
+            value = value.get(name)
+        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return None
+    return value
 
 
 def _structural_tag(format: dict[str, Any]) -> StructuredOutputsParams:

@@ -214,6 +214,16 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(library, constraint,
             "at #/$schema: Resource 'http://a.b/c' is",
             "leave $schema out",
         ),
+        (
+            Constraint("json", '{"properties":{"type":{"type":["string","strin"]}}}'),
+            "at #/properties/type/type: 'strin' is not a type",
+            "; use string, number",
+        ),
+        (
+            Constraint("json", '{"items":{"$ref":"#/$defs/a"}}'),
+            "at #/items/$ref: the schema has no '/$defs/a'",
+            "; add it, or correct the reference",
+        ),
     ],
     ids=lambda value: value.text if isinstance(value, Constraint) else "",
 )

@@ -76,7 +76,7 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
         field="input",
         add_special_tokens=False,
         lora=model.lora,
-        form_field="tools" if tools is not None and tools.form is not None else None,
+        tools=tools,
         image_paths=rendered.image_paths,
     )
     response = ResponseObject(
