@@ -52,8 +52,9 @@ def _marked(scenarios, slow):
 
 
 @pytest.fixture(scope="module")
-def baseline(default_model):
+def baseline(default_model, tmp_path_factory):
     """Requests on a small model, whose steps are slowed down so that faults strike during the streams."""
+    tmp_path_factory.getbasetemp()  # made at its first use, in the folder for temporary files at that time
     # With a private folder for temporary files, every file that is left in it comes from an engine.
     before, tempfile.tempdir = tempfile.tempdir, tempfile.mkdtemp(prefix="faults-", dir="/tmp")
     model = Path(tempfile.tempdir) / "model"
@@ -67,6 +68,10 @@ def baseline(default_model):
 def shared_engine(baseline):
     with baseline.share_engine(_INJECTED) as engine:
         yield engine
+
+
+def test_folders_of_other_tests_outlive_the_private_folder(baseline, tmp_path):
+    assert not tmp_path.is_relative_to(tempfile.gettempdir())
 
 
 @pytest.mark.parametrize("scenario", _marked(_WITH_SHARED_ENGINE, _SLOW))
