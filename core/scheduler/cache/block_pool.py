@@ -33,22 +33,19 @@ class BlockPool:
         """Registered blocks by hash; `_hash_of` is its inverse."""
         self._hash_of: dict[int, bytes] = {}
         self._table = table
+        self.num_found = 0
+        """Number of blocks that an earlier core has left."""
         self._found: FoundBlocks | None = None
-        """What `adopt` was given."""
+        """What `adopt` was given; None once each of these blocks was allocated again or forgotten."""
         self._after: dict[bytes, list[int]] = {}
         """Indices in `_found` by the hash of what precedes each block, as far as it was not allocated since."""
-        self._before: dict[int, bytes] = {}
-        """The hash of what precedes each block in `_after`."""
+        self._index_of: dict[int, int] = {}
+        """The index in `_found` of each block in `_after`."""
 
     @property
     def num_free(self) -> int:
         """Number of blocks without a user, whether or not they can be found by their hash."""
         return len(self._free)
-
-    @property
-    def num_found(self) -> int:
-        """Number of blocks that an earlier core has left."""
-        return 0 if self._found is None else len(self._found)
 
     def allocate(self, count: int) -> npt.NDArray[np.int32]:
         """Return `count` block ids [count] for one user; raise RuntimeError if fewer are free."""
@@ -109,11 +106,11 @@ class BlockPool:
 
     def adopt(self, found: FoundBlocks) -> None:
         """Let the blocks of an earlier core be found. No block may be in use or registered."""
-        self._found = found
+        self._found, self.num_found = found, len(found)
         full = np.flatnonzero(found.is_full).tolist()  # of equal blocks the one that is evicted last is registered
         self._block_of = {found.digests[at]: found.blocks[at] for at in full}
         self._hash_of = {block: digest for digest, block in self._block_of.items()}
-        self._before = dict(zip(found.blocks, found.before, strict=True))
+        self._index_of = {block: at for at, block in enumerate(found.blocks)}
         for at, before in enumerate(found.before):
             self._after.setdefault(before, []).append(at)
         for block in found.blocks:
@@ -125,16 +122,14 @@ class BlockPool:
         They are those after the tokens with the hash `before`. Of several blocks, it is one that holds most of them,
         and of these one with the fewest others, which an equal request that was further may need. (0, 0): none.
         """
-        best = 0, 0, 0
-        for at in self._after.get(before, ()):
-            assert self._found is not None
-            each = self._found[at]
-            if not self._num_users[each.block]:
-                count = min(len(tokens), len(each.tokens))
-                differs = np.flatnonzero(each.tokens[:count] != tokens[:count])
-                num_common = int(differs[0]) if len(differs) else count
-                best = max(best, (num_common, num_common - len(each.tokens), each.block), key=lambda rank: rank[:2])
-        return best[2], best[0]
+        if before not in self._after or not len(tokens):
+            return 0, 0
+        assert self._found is not None
+        blocks, num_common, num_others = self._found.compare(self._after[before], tokens)
+        is_usable = (self._num_users[blocks] == 0) & (num_common > 0)
+        rank = np.where(is_usable, num_common * (1 + num_others.max()) - num_others, 0)
+        best = int(rank.argmax())
+        return (int(blocks[best]), int(num_common[best])) if rank[best] else (0, 0)
 
     def take_begun(self, block: int, count: int) -> None:
         """Give the block that `find_begun` has just returned to one user, who goes on after `count` tokens of it."""
@@ -147,8 +142,9 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Remove all hashes, so that no block is found. Blocks in use stay with their users."""
-        for records in (self._block_of, self._hash_of, self._after, self._before):
+        for records in (self._block_of, self._hash_of, self._after, self._index_of):
             records.clear()
+        self._found = None
         if self._table is not None:
             self._table.clear()
 
@@ -156,12 +152,16 @@ class BlockPool:
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
-        before = self._before.pop(block, None)
-        if before is not None:
-            assert self._found is not None
-            left = [at for at in self._after.pop(before) if self._found.blocks[at] != block]
-            if left:
-                self._after[before] = left
+        at = self._index_of.pop(block, None)
+        if at is None:
+            return
+        assert self._found is not None
+        before = self._found.before[at]
+        self._after[before].remove(at)
+        if not self._after[before]:
+            del self._after[before]
+        if not self._index_of:
+            self._found = None
 
 
 def root_hash(salt: str, adapter: int = 0) -> bytes:

@@ -53,6 +53,7 @@ class FoundBlocks:
         tokens: npt.NDArray[np.int32],
     ) -> None:
         """`blocks` [n], the `counts` [n] of their tokens, and what else `SealTable` has of them, [n, ...] each."""
+        self._block_ids = blocks
         self.blocks: list[int] = blocks.tolist()
         self.before = _each_row(before)
         """[n] hash of all tokens before each block."""
@@ -76,6 +77,16 @@ class FoundBlocks:
             self._tokens[index, : self._counts[index]],
             self.digests[index] if self.is_full[index] else None,
         )
+
+    def compare(
+        self, indices: list[int], tokens: npt.NDArray[np.int32]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the blocks [n] at `indices`, with how many of `tokens` [m] each begins, and how many others it has."""
+        at, width = np.array(indices), min(len(tokens), self._tokens.shape[1])
+        differs = self._tokens[at, :width] != tokens[:width]
+        num_equal = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+        num_common = np.minimum(num_equal, self._counts[at])
+        return self._block_ids[at], num_common, self._counts[at] - num_common
 
 
 class SealTable:

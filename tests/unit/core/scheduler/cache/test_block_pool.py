@@ -1,7 +1,10 @@
+import weakref
+
 import numpy as np
 import pytest
 
 from vllm_mp.core.scheduler.cache.block_pool import BlockPool
+from vllm_mp.core.scheduler.cache.seal_table import SealTable
 
 
 def test_each_block_is_allocated_once_and_the_padding_block_never():
@@ -69,3 +72,55 @@ def test_first_of_two_blocks_with_the_same_hash_is_found():
     assert pool.find([b"same"]) == [first]
     pool.forget_all()
     assert pool.find([b"same"]) == []
+
+
+def adopted(*blocks):
+    """Return a pool of five blocks that has found `blocks` of an earlier core, with these tokens, from block 1 on."""
+    memory = bytearray(SealTable.num_bytes(6, 4))
+    table = SealTable(memory, 6, 4)
+    for block, tokens in enumerate(blocks, 1):
+        one, count = np.array([block], np.int32), len(tokens)
+        table.begin_step()
+        table.note_before(one, [b"b" * 32])
+        table.note_tokens(one.repeat(count), np.arange(count), np.array(tokens, np.int32))
+        table.seal(one, count)
+    table = SealTable(memory, 6, 4)
+    pool = BlockPool(6, table)
+    pool.adopt(table.found())
+    return pool
+
+
+def find_begun(pool, *tokens):
+    return pool.find_begun(b"b" * 32, np.array(tokens, np.int32))
+
+
+def test_begun_block_is_the_one_with_most_of_the_tokens_and_then_with_the_fewest_others():
+    pool = adopted([1], [1, 2, 9], [1, 2], [1, 3, 4])
+    assert find_begun(pool, 1, 2, 5) == (3, 2)
+    assert find_begun(pool, 1, 3, 4, 5, 6) == (4, 3)
+    assert find_begun(pool, 1) == (1, 1)
+    assert find_begun(pool, 2, 2) == (0, 0)
+    assert find_begun(pool) == (0, 0)
+    pool.take_begun(3, 2)
+    assert find_begun(pool, 1, 2, 5) == (2, 2), "a block in use is not given to another"
+    assert pool.find_begun(b"c" * 32, np.array([1], np.int32)) == (0, 0)
+
+
+def test_begun_block_is_no_longer_found_once_it_is_allocated_again():
+    pool = adopted([1, 2], [3, 4])
+    pool.allocate(4)
+    assert find_begun(pool, 1, 2) == (0, 0)
+    assert find_begun(pool, 3, 4) == (2, 2)
+
+
+@pytest.mark.parametrize("way", ["allocated", "forgotten"])
+def test_nothing_is_kept_of_the_blocks_of_an_earlier_core_that_cannot_be_found_any_more(way):
+    pool = adopted([1, 2], [3, 4])
+    found = weakref.ref(pool._found)
+    if way == "allocated":
+        pool.allocate(5)
+    else:
+        pool.forget_all()
+    assert found() is None
+    assert find_begun(pool, 1, 2) == (0, 0)
+    assert pool.num_found == 2, "it says what was found at the start"
