@@ -141,10 +141,12 @@ def fork_on_request(control: socket.socket, parent: int) -> None:
             tell_parent(control, ForkRefusal(reason=str(error)))
         else:
             if pid == 0:
+                # Not the template, which may be killed between the fork and the message: then no process would reap
+                # this one.
+                tell_parent(control, Forked(pid=os.getpid()))
                 control.detach()  # `_become_core` closes it
                 _become_core(request, descriptors, parent)
                 return
-            tell_parent(control, Forked(pid=pid))
         for descriptor in descriptors:
             os.close(descriptor)
     os._exit(0)

@@ -1,6 +1,7 @@
 """What a template process and its parent tell each other, over a socket that keeps the borders of messages.
 
-The template first sends `TemplateReady` or `ForkRefusal`, then an answer to each `ForkRequest`.
+The template first sends `TemplateReady` or `ForkRefusal`. The answer to a `ForkRequest` is `Forked` from the new
+process, or `ForkRefusal` from the template.
 """
 
 from typing import Final, TypeAlias

@@ -168,6 +168,22 @@ def test_template_that_was_killed_forks_nothing_and_is_replaced(start, caplog, m
     process.stdin.close()
 
 
+def test_fork_is_known_even_if_the_template_is_killed_right_after_it(start):
+    killed = """
+    fork_sibling = template.fork_sibling
+    def fork_and_die():
+        if (pid := fork_sibling()) != 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pid
+    template.fork_sibling = fork_and_die
+    template.run_template("""
+    template = start(f"{FORKS.replace('    template.run_template(', killed)}\n    os._exit(5)")
+    become_ready(template)
+    process = fork(template)
+    assert process.wait(30) == 5
+    process.stdin.close()
+
+
 def test_template_that_died_is_not_started_again_at_once(start):
     template = start("    raise SystemExit(3)")
     template.prepare()
