@@ -160,7 +160,7 @@ class AdapterCache:
             adapter.digest = digest
         if digest and adapter.digest and digest != adapter.digest:
             raise AdapterChangedError(f"the weights of {adapter} have changed since this request began; send it again")
-        if self._num_pinned >= self._num_slots and not adapter.is_pinned:
+        if self._num_pinned >= self._num_slots and not adapter.is_pinned and adapter.is_current:
             raise ValueError(
                 f"{adapter} can never run: all {self._num_slots} slots are pinned by other adapters; call remove_lora "
                 "for one of them, or raise max_loras"

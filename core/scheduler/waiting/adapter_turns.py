@@ -7,6 +7,8 @@ get slots in turns, and an adapter with an endless supply of requests keeps no o
 - Of the parked requests, the next in the fair order of clients selects its adapter. The next few selected adapters
   are loaded while steps go on; one that loads slowly is overtaken by those that are ready.
 - A selected adapter that is ready gets a free slot, or the slot of the idle adapter that was used least recently.
+  Pinned adapters keep their slots, except that if all are pinned, one gives way to an adapter that was replaced or
+  removed: its requests run to their ends.
 - Without such a slot, each adapter with a slot may begin `_MAX_OVERTAKING` more requests of the same priority, and all
   of a higher priority. Then it may be closed, first the one that has had its slot for longest: its other requests are
   parked, and the slot changes hands when its running requests have ended.
@@ -144,19 +146,19 @@ class AdapterTurns:
         """Select adapters, give them the slots that are free, and close adapters whose slots others wait for."""
         while (ready := self._next_adapters()) and (self._admit(ready[0]) or self._close_for(ready)):
             pass
-        self._reopen_beyond(len(ready))
+        self._reopen_needless(ready)
         if self._is_contended and not ready:
             for adapter in self.holders:
                 adapter.num_admitted = 0
         self._is_contended = bool(ready)
 
-    def find_free_slot(self) -> int | None:
-        """Return a slot without an adapter, or with an idle adapter that is not pinned; None if there is none."""
-        free = [slot for slot, adapter in enumerate(self._slots) if adapter is None]
+    def find_free_slot(self, adapter: CachedAdapter) -> int | None:
+        """Return a slot that `adapter` may have: without an adapter, or with an idle one; None if there is none."""
+        free = [slot for slot, holder in enumerate(self._slots) if holder is None]
         if free:
             return free[0]
-        idle = [adapter for adapter in self.holders if adapter.is_idle and not adapter.is_pinned]
-        return min(idle, key=lambda adapter: (adapter.is_current, adapter.used_at)).slot if idle else None
+        idle = [holder for holder in self.holders if holder.is_idle and self._gives_way(holder, adapter)]
+        return min(idle, key=lambda holder: (holder.is_current, holder.used_at)).slot if idle else None
 
     def give(self, slot: int, adapter: CachedAdapter) -> None:
         """Give `slot` to an adapter in host memory, whose parked requests may then run; its former holder is idle."""
@@ -182,11 +184,13 @@ class AdapterTurns:
         if adapter.weights is None:
             self._memory.load(adapter)
             return False
-        slot = self.find_free_slot()
+        slot = self.find_free_slot(adapter)
         if slot is None:
             rows = batch.order
             needed = set(batch.adapter_slot[rows[batch.is_isolated[rows]]].tolist())
-            others = [holder for holder in self.holders if not holder.is_pinned and holder.slot not in needed]
+            others = [
+                holder for holder in self.holders if self._gives_way(holder, adapter) and holder.slot not in needed
+            ]
             if not others:
                 return False
             slot = others[0].slot
@@ -219,7 +223,7 @@ class AdapterTurns:
         if adapter.slot != NO_SLOT:
             self._reopen(adapter)
             return True
-        slot = self.find_free_slot()
+        slot = self.find_free_slot(adapter)
         if slot is None:
             return False
         self.give(slot, adapter)
@@ -270,17 +274,23 @@ class AdapterTurns:
                     return True
         return False
 
-    def _reopen_beyond(self, num_needed: int) -> None:
-        """Reopen closed adapters that are pinned now, and others until `num_needed` are closed."""
+    def _reopen_needless(self, ready: list[CachedAdapter]) -> None:
+        """Reopen closed adapters that do not give way, such as those pinned now, and others beyond those `ready`."""
         closing = [adapter for adapter in self.holders if adapter.is_closing]
-        kept = [adapter for adapter in closing if not adapter.is_pinned][:num_needed]
+        needed = [adapter for adapter in closing if any(self._gives_way(adapter, other) for other in ready)]
         for adapter in closing:
-            if adapter not in kept:
+            if adapter not in needed[: len(ready)]:
                 self._reopen(adapter)
 
+    def _gives_way(self, holder: CachedAdapter, other: CachedAdapter) -> bool:
+        """Return whether `holder` may lose its slot to `other`."""
+        return not holder.is_pinned or (not other.is_current and all(each.is_pinned for each in self.holders))
+
     def _may_close(self, holder: CachedAdapter, other: CachedAdapter) -> bool:
-        if holder.is_pinned or holder.is_closing:
+        if holder.is_closing or not self._gives_way(holder, other):
             return False
+        if not holder.is_current and holder.weights is None:
+            return False  # its folder may hold other weights by now; no new request uses it, so it is idle soon
         priority, other_priority = self.waiting.best_priority(holder), self._parked_priority(other)
         if priority is None or priority > other_priority:
             return True

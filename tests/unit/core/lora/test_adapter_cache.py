@@ -258,6 +258,19 @@ def test_last_slot_is_not_pinned_while_requests_use_another_adapter():
     assert known.cache.pin(1)
 
 
+def test_replaced_adapter_serves_the_requests_that_use_it_though_all_slots_are_pinned():
+    known = Known(num_slots=1)
+    known.add(1)
+    known.cache.pin(1)
+    known.find(1).requests[0, 0] = "a live request"
+    known.disk.contents["/1"] = "new"
+    known.add(1, load_inplace=True)
+    successor = Known(num_slots=1)
+    successor.cache.restore(known.notes[-1])
+    assert successor.find(1).is_pinned
+    assert not successor.find(1, digest="digest of /1").is_current
+
+
 def test_removed_adapter_serves_the_requests_that_use_it():
     known = Known()
     known.add(1)

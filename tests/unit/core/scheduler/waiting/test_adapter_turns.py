@@ -144,6 +144,51 @@ def test_pinned_adapter_keeps_its_slot():
     assert len(engine.ends) == 5
 
 
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_pinned_adapters_give_way_to_one_that_was_replaced_until_its_requests_have_ended(num_slots):
+    engine = AdapterEngine(num_slots=num_slots, max_num_seqs=2)
+    former, *pinned = (engine.adapter(number) for number in range(1, 2 + num_slots))
+    for slot in range(50):
+        engine.add(slot, adapter=former, max_tokens=2)
+    engine.step()
+    former.is_current = False
+    for slot, adapter in enumerate(pinned, 50):
+        adapter.is_pinned = True
+        engine.add(slot, adapter=adapter, max_tokens=40)
+    engine.run()
+    assert engine.ends == dict.fromkeys(range(50 + num_slots), "length")
+    engine.add(100, adapter=pinned[0])
+    engine.add(101, adapter=engine.adapter(9))
+    for _ in range(20):
+        engine.step()
+    assert engine.ends.get(100) == "length"
+    assert pinned[0].slot >= 0
+
+
+def test_adapter_that_was_replaced_and_is_only_in_its_slot_keeps_that_until_its_requests_have_ended():
+    engine = AdapterEngine(num_slots=1, max_num_seqs=2)
+    former, other = engine.adapter(1), engine.adapter(2)
+    for slot in range(40):
+        engine.add(slot, adapter=former, max_tokens=2)
+    engine.step()
+    former.is_current, former.weights = False, None
+    engine.add(40, adapter=other)
+    engine.run()
+    assert list(engine.ends)[-1] == 40
+    assert engine.num_copies == 2
+
+
+def test_suspect_whose_adapter_was_replaced_runs_though_all_slots_are_pinned():
+    engine = AdapterEngine(num_slots=1)
+    former, pinned = engine.adapter(1), engine.adapter(2)
+    pinned.is_pinned, former.is_current = True, False
+    engine.add(0, adapter=pinned, max_tokens=20)
+    engine.step()
+    engine.add(1, adapter=former, isolate_until_num_tokens=1)
+    engine.run()
+    assert engine.ends == {0: "length", 1: "length"}
+
+
 def test_requests_wait_for_the_load_of_their_adapter_alone_and_without_work():
     engine = AdapterEngine(num_slots=2, num_ahead=4, loads_at_once=False)
     slow, fast = engine.adapter(1), engine.adapter(2)
