@@ -857,8 +857,8 @@ class AsyncLLM(EngineClient):
         further ones, enters the pause and the sleep that are in force, and has the same adapters.
 
         Raises ValueError if an address is given for a new process, lacks, or is that of a core of this engine,
-        EngineStartError if the core does not serve the model, and EngineError if no core serves now, or a pause or a
-        sleep begins or ends meanwhile.
+        EngineStartError if the core does not serve the engine's model, and EngineError if no core serves now, or a
+        pause or a sleep begins or ends meanwhile.
         """
         return await self._core_changes.add(address)
 

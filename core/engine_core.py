@@ -49,7 +49,7 @@ from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.machine.host_memory import host_memory
 from vllm_mp.model_store.tokenizer_files import LIST_CALL, READ_CALL, TokenizerFiles
 from vllm_mp.requests.lora_request import AdapterRecord
-from vllm_mp.wire import NO_DIGEST, WEIGHTS
+from vllm_mp.wire import NO_DIGEST, WEIGHTS, ModelDigest
 
 logger = logging.getLogger(__name__)
 
@@ -289,12 +289,14 @@ class EngineCore:
     def _note_sleep(self, state: SleepState) -> None:
         """Publish the memory that the core has released, and which weights it has if a wake-up has read them again."""
         if _has_dropped_weights(state):
-            self._page.note_model(NO_DIGEST)
+            self._note_model(NO_DIGEST)
         elif _has_dropped_weights(self._suspension.state.sleep):
-            digest = model_digest(self._model_config)
-            self._page.note_model(digest)
-            self._handler.greeting.model_digest = digest
+            self._note_model(model_digest(self._model_config))
         self._suspension.note_sleep(state)
+
+    def _note_model(self, digest: ModelDigest) -> None:
+        self._page.note_model(digest)
+        self._handler.tell_model(digest)
 
     def _move_weights_later(self) -> None:
         """Have weights copied to huge pages, unless the cores of this engine share the memory of their file."""

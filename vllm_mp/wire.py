@@ -245,6 +245,18 @@ ClientMessage = (
 )
 
 
+class ModelDigest(msgspec.Struct, array_like=True, frozen=True):
+    """Digests of what a core has loaded, by which a client tells whether its successor serves the same model."""
+
+    weights: str = ""
+    config: str = ""
+    """The digest of config.json, without fields that have no influence on results."""
+    tokenizer: str = ""
+
+
+NO_DIGEST = ModelDigest()
+
+
 class LastDeath(msgspec.Struct, array_like=True, frozen=True):
     """The death of a core's predecessor, as far as it concerns one client."""
 
@@ -264,18 +276,8 @@ class LastDeath(msgspec.Struct, array_like=True, frozen=True):
     """Number of restarts by the core's parent, with the one that followed this death."""
     calls: list[int] = []
     """The ids of this client's calls that were carried out."""
-
-
-class ModelDigest(msgspec.Struct, array_like=True, frozen=True):
-    """Digests of what a core has loaded, by which a client tells whether its successor serves the same model."""
-
-    weights: str = ""
-    config: str = ""
-    """The digest of config.json, without fields that have no influence on results."""
-    tokenizer: str = ""
-
-
-NO_DIGEST = ModelDigest()
+    model: ModelDigest = NO_DIGEST
+    """What the core had loaded at its death, which may be other weights than those of its `Welcome`."""
 
 
 class Welcome(_Message, tag=16):
@@ -416,7 +418,18 @@ class MissingImages(_Message, tag=22):
     digests: Annotated[list[ImageDigest], msgspec.Meta(max_length=MAX_IMAGES)]
 
 
-CoreMessage = Welcome | Refused | StepOutput | Reply | Mark | PauseChanged | MissingImages
+class ModelChanged(_Message, tag=23):
+    """Core to client: a sleep has dropped the weights, or a wake-up has read them again, maybe others.
+
+    `Welcome` says what was loaded at that time.
+    """
+
+    incarnation: int
+    model: ModelDigest
+    """What the core has loaded; `NO_DIGEST`: it has no weights."""
+
+
+CoreMessage = Welcome | Refused | StepOutput | Reply | Mark | PauseChanged | MissingImages | ModelChanged
 
 
 class _BoundedParams(SamplingParams):

@@ -92,6 +92,8 @@ class CoreConnection:
         """The incarnation of the greeted core; 0 before."""
         self.was_paused = False
         """The core was paused when it was greeted, or last asked."""
+        self.model = wire.NO_DIGEST
+        """What the core has loaded, as far as it has told; `NO_DIGEST`: no weights."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, Callable[[], None]] = {}
         """The callback for each file descriptor that the loop watches."""
@@ -183,6 +185,8 @@ class CoreConnection:
                     self._socket.send(wire.encode(wire.MarkSeen(self.incarnation, message.mark)))
                 elif isinstance(message, wire.PauseChanged):
                     self.was_paused = message.is_paused
+                elif isinstance(message, wire.ModelChanged):
+                    self.model = message.model
                 elif isinstance(message, wire.Reply) and message.call_id == call_id:
                     if message.error is not None:
                         raise EngineStartError(f"the core at {self.address} refused {name}: {message.error}")
@@ -199,7 +203,7 @@ class CoreConnection:
         if reason := wire.mismatch(welcome):
             raise EngineStartError(f"{reason}; the address is {self.address}")
         self.incarnation = welcome.incarnation
-        self.was_paused = welcome.is_paused
+        self.was_paused, self.model = welcome.is_paused, welcome.model
         try:
             return msgspec.json.decode(welcome.config, type=VllmConfig)
         except wire.DECODE_ERRORS as error:

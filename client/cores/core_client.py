@@ -26,7 +26,7 @@ from vllm_mp.client.cores.recovery.engine_deaths import EngineDeaths
 from vllm_mp.client.cores.recovery.news import Absence, Death, End, News
 from vllm_mp.client.cores.recovery.suspects import Entry, Suspects
 from vllm_mp.client.cores.recovery.waiting_replays import WaitingReplays
-from vllm_mp.client.cores.sources.core_source import Core, model_changes
+from vllm_mp.client.cores.sources.core_source import Core, ServedModel
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.images.sent_images import SentImages
 from vllm_mp.client.outputs.output_processor import OutputProcessor
@@ -52,7 +52,11 @@ class CoresAround(Protocol):
         ...
 
     def note_change(self) -> None:
-        """Note that a core has died, has ended for good, or serves again."""
+        """Note that a core has died, has ended for good, serves again, or has loaded other weights."""
+        ...
+
+    def note_next_core(self, client: "EngineCoreClient", model: ServedModel) -> None:
+        """Note the model of the next core of `client`, before that core is sent anything."""
         ...
 
     def note_sent(self, stream: RequestStream, rank: int) -> None:
@@ -141,6 +145,11 @@ class EngineCoreClient:
         return self._core.connection.incarnation
 
     @property
+    def model(self) -> ServedModel:
+        """What the core has loaded last, also before its death."""
+        return self._core.model
+
+    @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
         """The event loop that receives from the core, if any."""
         return self._core.connection.loop
@@ -203,24 +212,23 @@ class EngineCoreClient:
         """End a live request: for its consumer now, in the core when the message arrives. No-op for other ids."""
         self._abort_slots(self.requests.abort(request_id))
 
-    def movable_streams(self) -> tuple[list[RequestStream], list[RequestStream]]:
+    def movable_streams(self, *, has_next: bool) -> tuple[list[RequestStream], list[RequestStream]]:
         """Return the live streams that other cores may take over, while there is no core.
 
-        The second list has those that may have caused its death. Suspects stay for the next core, and all streams stay
-        during a pause, which that core inherits.
+        The second list has those that may have caused its death. If the core has a next one (`has_next`), suspects stay
+        for that, and all streams stay during a pause, which that core inherits.
         """
-        may_return = self.supervisor.end is None
-        if may_return and self._is_pausing:
+        if has_next and self._is_pausing:
             return [], []
         kinds: tuple[list[RequestStream], list[RequestStream]] = ([], [])
         for stream in self.requests.streams():
-            if not (may_return and self._suspects.is_suspect(stream)):
+            if not (has_next and self._suspects.is_suspect(stream)):
                 kinds[self._blame.is_exposed(stream)].append(stream)
         return kinds
 
     def hand_over(self, streams: list[RequestStream], target: "EngineCoreClient") -> None:
         """Let `target` go on with live `streams`, of which this client's core, dead or to be left, knows no longer."""
-        if changes := model_changes(self._core, target._core.digest, target._core.config):
+        if changes := self.model.changes(target.model, with_tokenizer=False):
             self._fail_begun(streams, changes)
             streams = [stream for stream in streams if not stream.is_over]
         moved = set(streams)
@@ -251,7 +259,7 @@ class EngineCoreClient:
     def _fail_begun(self, streams: list[RequestStream], changes: list[str]) -> int:
         """Fail those of `streams` that have tokens, because the core that is to go on with them has another model.
 
-        Return their number. `changes` are those of `model_changes`.
+        Return their number. `changes` are those of `ServedModel.changes`.
         """
         begun = [stream for stream in streams if any(awaited.num_tokens for awaited in stream.awaited)]
         for stream in begun:
@@ -414,6 +422,9 @@ class EngineCoreClient:
             self._on_reply(message)
         elif isinstance(message, wire.PauseChanged):
             self._note_pause(message.is_paused)
+        elif isinstance(message, wire.ModelChanged):
+            self._core.connection.model = message.model
+            self._group.note_change()
         elif isinstance(message, wire.Mark):
             self._send(wire.MarkSeen(self.incarnation, message.mark))
         elif isinstance(message, wire.MissingImages):
@@ -506,9 +517,12 @@ class EngineCoreClient:
     def _replay_to(self, core: Core) -> None:
         """Make `core` the current core, and tell it everything that is pending."""
         self.count_drops()
+        changes = core.model_of_former(self._core).changes(core.model, with_tokenizer=False)
+        if changes:
+            self._group.note_next_core(self, core.model)
         old, self._core, self._num_drops_counted = self._core, core, 0
         old.connection.detach()
-        if changes := model_changes(old, core.digest, core.config):
+        if changes:
             num_failed = self._fail_begun(self.requests.streams(), changes)
             what = f"the model's files have changed, and the next core has {', '.join(changes)}"
             logger.error("%s; %s that had begun failed", what, counted(num_failed, "request"))

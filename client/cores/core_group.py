@@ -1,6 +1,7 @@
 """The cores of an engine: which core gets a request, and which goes on with the requests of a core that died."""
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable
@@ -11,13 +12,16 @@ from vllm_mp.client.cores.connection import run_on, run_on_and_wait
 from vllm_mp.client.cores.core_client import EngineCoreClient
 from vllm_mp.client.cores.recovery.engine_deaths import EngineDeaths
 from vllm_mp.client.cores.router import Placement, RoutedRequest, Router, prefix_hashes
+from vllm_mp.client.cores.sources.core_source import Core, ServedModel
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import RequestStream
 from vllm_mp.client.stats import EngineStats
 from vllm_mp.core_link.core_status import CoreState
-from vllm_mp.errors import EngineDeadError, EngineError
+from vllm_mp.errors import EngineDeadError, EngineError, EngineStartError
+
+logger = logging.getLogger(__name__)
 
 _PING_TIMEOUT_S = 5.0
 _KEPT_CALLS = frozenset(
@@ -35,6 +39,9 @@ class CoreGroup:
     Every request runs on one core, with all its completions. When that core dies, the others go on with its requests at
     once, as far as they have a core and there is no pause; suspects wait for the next core (see `suspects.py`).
 
+    All requests meet one model. A core that has loaded another one, because the files have changed, is left out as long
+    as another core has the engine's model, or may have it again.
+
     Methods must be called in the event loop's thread, except for `abandon`, `fail_all`, `run_on_loop` and properties.
     """
 
@@ -48,6 +55,10 @@ class CoreGroup:
         self._deaths = EngineDeaths(self._clients)
         self._draining: set[int] = set()
         """Ranks of the cores that get no new requests."""
+        self._model: ServedModel | None = None
+        """The engine's model; None before it is known."""
+        self._left_out: dict[int, str] = {}
+        """By rank: what differs in the model of a core that is left out."""
         self._router: Router | None = None
         """None while there is only one core."""
         self._placements: dict[RequestStream, tuple[Placement, bool]] = {}
@@ -75,8 +86,8 @@ class CoreGroup:
 
     @property
     def num_serving(self) -> int:
-        """Number of cores that serve."""
-        return sum(client.has_core for client in self._clients)
+        """Number of cores that serve the engine's model."""
+        return sum(client.has_core for client in self._clients_of_model)
 
     @property
     def has_lasting(self) -> bool:
@@ -95,8 +106,9 @@ class CoreGroup:
     @property
     def recovers_from(self) -> str | None:
         """The cause of the latest known death, while there is no core."""
-        causes = [client.recovers_from for client in self._clients if not client.has_core]
-        return None if len(causes) < len(self._clients) else next(filter(None, causes), None)
+        clients = self._clients_of_model
+        causes = [client.recovers_from for client in clients if not client.has_core]
+        return None if len(causes) < len(clients) else next(filter(None, causes), None)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -106,6 +118,20 @@ class CoreGroup:
     def is_draining(self, rank: int) -> bool:
         """Return whether the core gets no new requests."""
         return rank in self._draining
+
+    def why_left_out(self, rank: int) -> str | None:
+        """Return what differs in the core's model, for which it gets no requests; None if it has the engine's."""
+        return self._left_out.get(rank)
+
+    def check_model(self, core: Core) -> None:
+        """Raise EngineStartError unless a core that is to be added has the engine's model."""
+        self._choose_model()
+        model, has_own_parent = self._model or self.first.model, core.process is None
+        if changes := model.changes(core.model, with_tokenizer=has_own_parent):
+            raise EngineStartError(
+                f"the new core and those of this engine have different models: {', '.join(changes)}; add a core of the "
+                "same model, or first have all cores load the new weights: call sleep(level=2) and wake_up()"
+            )
 
     def reserve_rank(self) -> int:
         """Return the rank of the next core that is added."""
@@ -210,7 +236,7 @@ class CoreGroup:
     async def ping(self, timeout: float) -> None:
         """Return once a core answers; raises EngineError if none does within `timeout` seconds."""
         clients = self._lasting_clients()
-        serving = [client for client in clients if client.has_core] or clients
+        serving = [client for client in self._clients_of_model if client.has_core] or clients
         try:
             await _first([client.call("ping", timeout) for client in serving])
         except TimeoutError as error:
@@ -268,6 +294,7 @@ class CoreGroup:
         self._draining.add(rank)
         client.leave(EngineDeadError(f"the core with rank {rank} was removed"))
         self._clients.remove(client)
+        self._choose_model()
         for stream in client.requests.streams():
             self._move(stream, client, self._candidates())
         client.requests.forget_core()
@@ -283,6 +310,8 @@ class CoreGroup:
             self._router.add_core(rank, _cache_tokens(supervisor))
         elif len(self._clients) > 1:
             self._begin_routing()
+        if self._router is not None:
+            self._choose_model()
 
     def _begin_routing(self) -> None:
         """Follow the requests from now on, because there is a choice between cores."""
@@ -314,9 +343,39 @@ class CoreGroup:
             raise error
         return clients
 
+    @property
+    def _clients_of_model(self) -> list[EngineCoreClient]:
+        """The clients of the cores that are not left out."""
+        return [client for client in self._clients if client.rank not in self._left_out]
+
+    def _choose_model(self, next_models: dict[EngineCoreClient, ServedModel] | None = None) -> None:
+        """Choose the engine's model, and the cores to leave out, which have another one.
+
+        It is the former model as long as a core has it that is not gone for good. `next_models` are those of cores that
+        their clients do not have yet. A core without weights is not left out: nothing says which ones it will load.
+        """
+        models = {client: client.model for client in self._clients if client.dead_error is None} | (next_models or {})
+        known = [model for model in models.values() if model.digest != wire.NO_DIGEST]
+        former = self._model
+        if known and (former is None or all(former.changes(model, with_tokenizer=False) for model in known)):
+            self._model = known[0]
+        before, self._left_out = self._left_out, {}
+        if self._model is None:
+            return
+        for client, model in models.items():
+            if changes := self._model.changes(model, with_tokenizer=False):
+                self._left_out[client.rank] = ", ".join(changes)
+        for rank in self._left_out.keys() - before.keys():
+            logger.error(
+                "the core with rank %d has %s, because the model's files have changed: it gets no requests while other "
+                "cores have the former model; to load the new weights in all cores, call sleep(level=2) and wake_up()",
+                rank,
+                self._left_out[rank],
+            )
+
     def _candidates(self) -> list[int]:
         """Return the ranks of the cores that may get a request, the best kind that there is."""
-        clients = self._clients
+        clients = self._clients_of_model
         serving = [client for client in clients if client.has_core and client.rank not in self._draining]
         if self._deaths.has_suspects:
             serving = [client for client in serving if not client.tests_suspects] or serving
@@ -336,24 +395,42 @@ class CoreGroup:
         return RoutedRequest(num_tokens, len(stream.awaited), prefix_hashes(prompt, root) if caches else ())
 
     def note_change(self) -> None:
-        """Let other cores go on with the requests of cores that are dead; called when a core dies, ends or serves."""
+        """Let other cores go on with the requests of cores that are dead.
+
+        Called when a core dies, ends, serves, or has loaded other weights.
+        """
         if self._router is None or self._is_closed:
             return
+        self._choose_model()
         for client in self._clients:
             if client.has_core or client.has_unread_end:  # the news tells which requests may have caused the death
                 continue
             self._router.forget_prefixes(client.rank)
             others = [rank for rank in self._candidates() if self.client(rank).has_core]
             if not others and client.dead_error is not None:
-                others = [other.rank for other in self._clients if other.dead_error is None]
-            if not others:
-                continue
-            streams, exposed = client.movable_streams()
-            shelter = [rank for rank in others if exposed and self.client(rank).has_exposed] or others
-            for stream in exposed:
-                shelter = [self._move(stream, client, shelter)]
-            for stream in streams:
-                self._move(stream, client, others)
+                others = [other.rank for other in self._clients_of_model if other.dead_error is None]
+            if others:
+                self._move_all(client, others, has_next=client.dead_error is None)
+
+    def note_next_core(self, client: EngineCoreClient, model: ServedModel) -> None:
+        """Let other cores go on with the requests of `client`, which has no core, if its next core is left out.
+
+        `model` is that core's.
+        """
+        if self._router is None or self._is_closed:
+            return
+        self._choose_model({client: model})
+        if client.rank in self._left_out:
+            self._move_all(client, self._candidates(), has_next=False)
+
+    def _move_all(self, client: EngineCoreClient, ranks: list[int], *, has_next: bool) -> None:
+        """Let `ranks` go on with the requests of a core that is dead; `has_next` is as for `movable_streams`."""
+        streams, exposed = client.movable_streams(has_next=has_next)
+        shelter = [rank for rank in ranks if exposed and self.client(rank).has_exposed] or ranks
+        for stream in exposed:
+            shelter = [self._move(stream, client, shelter)]
+        for stream in streams:
+            self._move(stream, client, ranks)
 
     def _move(self, stream: RequestStream, source: EngineCoreClient, ranks: list[int]) -> int:
         """Let one of `ranks` go on with a stream of `source`, and return that rank."""

@@ -463,6 +463,7 @@ class CoreSupervisor:
             clients=[*dict.fromkeys(filter(None, [*tokens.values(), *earlier_clients]))][: wire.MAX_CLIENTS],
             earlier_deaths=earlier_deaths,
             calls=[(tokens.get(client, b""), call_id) for client, call_id in calls],
+            model=core.digest,
         )
 
     def _rejoin(self, source: AwaitedSource, death: Death) -> Core | None:

@@ -63,6 +63,7 @@ class CoreChanges:
                 if before and now and (before.pause, before.sleep) != (now.pause, now.sleep):
                     raise EngineError("a pause or a sleep began or ended while the core started; add the core again")
                 self._check_is_new(address)  # another call may have added it meanwhile
+                self._cores.check_model(supervisor.core)
             except BaseException:
                 await call_in_thread(supervisor.stop)
                 raise

@@ -183,7 +183,7 @@ def connect_engine(
         tracer = _tracer(core.config, otlp_traces_endpoint)
         supervisors = [CoreSupervisor(source, core, None) for source, core in zip(sources, cores, strict=True)]
         open_core = functools.partial(
-            _connect_core, sources[0], key_files[0], operator_key_files[0], timeout, core_owner, reconnect_timeout
+            _connect_core, key_files[0], operator_key_files[0], timeout, core_owner, reconnect_timeout
         )
         return Engine(supervisors, prompt_tokenizer, tracer, open_core, processor_files)
     except BaseException:
@@ -224,7 +224,6 @@ def _start_core(
 
 
 def _connect_core(
-    first: RemoteCore,
     key_file: str | None,
     operator_key_file: str | None,
     timeout: float,
@@ -234,22 +233,15 @@ def _connect_core(
     address: str | None,
     page: StatusPage | None,
 ) -> CoreSupervisor:
-    """Attach to a further core of the model that `first` serves, and return its supervisor.
+    """Attach to a further core and return its supervisor. Its pause, sleep and adapters are its own.
 
-    Its pause, sleep and adapters are its own. Raises ValueError without an address, and EngineStartError if the core
-    does not serve or has another model.
+    Raises ValueError without an address, and EngineStartError if the core does not serve.
     """
     if address is None:
         raise ValueError("address=None: this engine uses cores that others have started; give the address of another")
     operator_key = b"" if operator_key_file is None else read_operator_key(operator_key_file)
     source = RemoteCore(address, key_file, timeout, operator_key, core_owner, reconnect_timeout)
-    core = source.finish(lambda: None)
-    try:
-        source.check_same_model(first)
-        return CoreSupervisor(source, core, None)
-    except BaseException:
-        core.connection.close()
-        raise
+    return CoreSupervisor(source, source.finish(lambda: None), None)
 
 
 def _restart_limit(config: VllmConfig) -> RestartLimit | None:

@@ -111,6 +111,8 @@ class EngineStatus:
             status |= {"state": "DEAD", "reason": client.supervisor.end}
         elif (cause := client.recovers_from) is not None:
             status |= {"state": "RECOVERING", "reason": cause}
+        elif (changes := self._cores.why_left_out(client.rank)) is not None:
+            status |= {"state": "LEFT_OUT", "reason": f"it has {changes} than the other cores"}
         elif self._cores.is_draining(client.rank):
             status["state"] = "DRAINING"
         return status
@@ -132,7 +134,7 @@ class EngineStatus:
 
 def _together(cores: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the status of several cores as one."""
-    first = next((core for core in cores if core.get("state") not in ("DEAD", "RECOVERING")), cores[0])
+    first = next((core for core in cores if core.get("state") not in ("DEAD", "LEFT_OUT", "RECOVERING")), cores[0])
     status = {name: value for name, value in first.items() if name != "rank"}
     for name in _SUMS:
         if name in first:

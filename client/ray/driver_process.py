@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_mp.client.cores.lasting_calls import LastingCalls
+from vllm_mp.client.cores.sources.core_source import Core
 from vllm_mp.client.ray.messages import Connected, Launch, Lost, StartCore, State, StopCore, Stopped
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_link.core_environment import package_path
@@ -41,8 +42,8 @@ class DriverProcess:
         self.operator_key = new_operator_key()
         self.lasting_calls = LastingCalls()
         """Calls that a core on another node must carry out before it serves."""
-        self.model: dict[str, object] | None = None
-        """The description of the model that the first core served; None before it serves."""
+        self.core: Core | None = None
+        """The core that was reached last, whose model a further core must have; None before the first."""
         self._folder = Path(tempfile.mkdtemp(prefix="vllm_mp-ray-"))
         self._owner = os.getpid()
         self._address = _address_in_use()

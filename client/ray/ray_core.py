@@ -10,7 +10,7 @@ import zmq
 from vllm_mp import wire
 from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
-from vllm_mp.client.cores.sources.core_source import Check, Core, differences, served_model
+from vllm_mp.client.cores.sources.core_source import Check, Core
 from vllm_mp.client.cores.sources.process import CoreProcess
 from vllm_mp.client.ray.driver_process import DriverProcess
 from vllm_mp.client.ray.messages import Lost, Serves, Waits
@@ -51,7 +51,9 @@ class RayCore:
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._has_served = False
         self._served: Serves | None = None
-        """The core that this client has reached last."""
+        """Where the core is that this client has reached last; None once it is lost."""
+        self._core: Core | None = None
+        """That core; None before the first."""
 
     def begin(self) -> None:
         """Ask Ray for the core. Raises OSError if the driver process cannot start."""
@@ -77,19 +79,19 @@ class RayCore:
                     self._wait(_RETRY_S, check, serves)
                 continue
             self._check_model(core, serves)
-            self._has_served, self._served = True, serves
+            self._has_served, self._served, self._core = True, serves, core
             return core
 
     def _check_model(self, core: Core, serves: Serves) -> None:
-        """Raise EngineStartError, and leave the core, unless it serves what the engine's first core served."""
-        model = served_model(core.welcome.model, core.config)
-        if self._driver.model is None:
-            self._driver.model = model
-        elif differing := differences(self._driver.model, model):
+        """Raise EngineStartError, and leave the core, unless it has the model of the core before, or of another."""
+        latest = self._driver.core
+        former = core.model_of_former(self._core) if self._core else latest and latest.model
+        if former and (changes := former.changes(core.model, with_tokenizer=True)):
             core.connection.close()
             raise EngineStartError(
-                f"the core on {serves.node} has another model: {', '.join(differing)}; copy the same files to all nodes"
+                f"the core on {serves.node} has another model: {', '.join(changes)}; copy the same files to all nodes"
             )
+        self._driver.core = core
 
     def _wait_for_core(self, check: Check) -> Serves:
         """Return the core once it serves, and ask for another when one is lost. Raises as `finish` does."""

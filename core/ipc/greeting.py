@@ -22,7 +22,7 @@ class Greeting:
         self._operator_key = operator_key
         self._predecessor = predecessor
         self.model_digest = wire.NO_DIGEST
-        """What clients are told of the model, once it is loaded."""
+        """What clients are told of the model, once it is loaded; `NO_DIGEST` also while a sleep has dropped it."""
         self.is_paused = False
 
     def why_refused(self, hello: wire.Hello) -> str | None:

@@ -204,6 +204,12 @@ class RequestHandler:
         for client in self._clients.numbers():
             self._send_to(client, wire.PauseChanged(self._incarnation, is_paused))
 
+    def tell_model(self, model: wire.ModelDigest) -> None:
+        """Tell every client, also those that say hello from now on, what the core has loaded."""
+        self.greeting.model_digest = model
+        for client in self._clients.numbers():
+            self._send_to(client, wire.ModelChanged(self._incarnation, model))
+
     def send_ends(self, ends: list[tuple[int, wire.Finished]]) -> None:
         """Send (client, end) of requests that have ended outside of a step to their clients."""
         for client, own in by_client(ends).items():

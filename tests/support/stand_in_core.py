@@ -33,6 +33,7 @@ class StandInConnection:
     def __init__(self, supervisor: "StandInSupervisor", incarnation: int) -> None:
         self.incarnation = incarnation
         self.was_paused = supervisor.is_paused
+        self.model = supervisor.model
         self.loop: asyncio.AbstractEventLoop | None = None
         """The running loop when the connection was attached; None also if there was none."""
         self._supervisor = supervisor

@@ -55,6 +55,7 @@ CORE_MESSAGES = [
     wire.PauseChanged(1, True),
     wire.Mark(3, 2**63 - 1),
     wire.MissingImages(3, 5, [bytes(32)]),
+    wire.ModelChanged(3, wire.ModelDigest("weights", "config", "tokenizer")),
 ]
 
 

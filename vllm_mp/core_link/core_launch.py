@@ -9,7 +9,7 @@ import msgspec
 from vllm_mp.config import VllmConfig
 from vllm_mp.core_link.core_status import NOT_SUSPENDED, Suspension
 from vllm_mp.requests.lora_request import AdapterRecord
-from vllm_mp.wire import PROTOCOL_VERSION, SCHEMA, LastDeath
+from vllm_mp.wire import NO_DIGEST, PROTOCOL_VERSION, SCHEMA, LastDeath, ModelDigest
 
 STACKS_SIGNAL = signal.SIGUSR1
 """The signal on which a core writes the Python stacks of its threads to its log."""
@@ -72,6 +72,8 @@ class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
     """(incarnation, tokens of the clients with requests in the pending steps) of the cores that died shortly before."""
     calls: list[tuple[bytes, int]] = []
     """(token of the client, id) of each call that was carried out."""
+    model: ModelDigest = NO_DIGEST
+    """What the core had loaded at its death."""
 
     @property
     def deaths(self) -> list[tuple[int, list[bytes]]]:
@@ -95,7 +97,15 @@ class Predecessor(msgspec.Struct, kw_only=True, frozen=True):
         num_at_work = len(self.in_step) + len(self.calls)
         calls = [call_id for other, call_id in self.calls if token and other == token]
         return LastDeath(
-            self.incarnation, cause, self.kind, self.is_from_outside, num_at_work, own, self.num_restarts, calls
+            self.incarnation,
+            cause,
+            self.kind,
+            self.is_from_outside,
+            num_at_work,
+            own,
+            self.num_restarts,
+            calls,
+            self.model,
         )
 
 

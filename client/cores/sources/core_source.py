@@ -16,8 +16,33 @@ from vllm_mp.config import VllmConfig
 from vllm_mp.core_link.core_status import CoreState
 from vllm_mp.core_link.status_page import StatusPage
 
+_FILES = ("weights", "config.json", "tokenizer")
+"""What the digests of a model are of, in words."""
 Check = Callable[[], None]
 """Called repeatedly while a core starts; raises when the wait must end."""
+
+
+class ServedModel(NamedTuple):
+    """All that a successor must have in common with a core, so that streams can continue there."""
+
+    digest: wire.ModelDigest
+    limits: Mapping[str, object]
+    """What `model_limits` returns."""
+
+    def changes(self, new: "ServedModel", *, with_tokenizer: bool) -> list[str]:
+        """Return what differs in `new`, with values where they mean something.
+
+        Digests do not count if one of both has no weights, because the files may change in a sleep at level 2. Without
+        `with_tokenizer` the tokenizer may differ, by an edited chat template for example.
+        """
+        old, other = self.digest, new.digest
+        if wire.NO_DIGEST in (old, other):
+            return limit_changes(self.limits, new.limits)
+        if not with_tokenizer:
+            other = msgspec.structs.replace(other, tokenizer=old.tokenizer)
+        pairs = zip(_FILES, msgspec.structs.astuple(old), msgspec.structs.astuple(other), strict=True)
+        changes = [f"other {name}" for name, was, now in pairs if now != was]
+        return changes + limit_changes(self.limits, new.limits)
 
 
 class Core(NamedTuple):
@@ -37,7 +62,24 @@ class Core(NamedTuple):
     @property
     def digest(self) -> wire.ModelDigest:
         """The digests of what the core has loaded last, also before its death; `NO_DIGEST` if it has no weights."""
-        return self.welcome.model if self.page is None else self.page.model
+        return self.connection.model if self.page is None else self.page.model
+
+    @property
+    def model(self) -> "ServedModel":
+        """What the core has loaded last, also before its death."""
+        return ServedModel(self.digest, model_limits(self.config))
+
+    def model_of_former(self, former: "Core") -> "ServedModel":
+        """Return what `former`, which this core follows, had loaded at its end, as far as either of them tells.
+
+        A client that does not see the status page may have missed the latest message of `former`.
+        """
+        last_death = self.welcome.last_death
+        if self.connection.incarnation == former.connection.incarnation:
+            return self.model  # the connection broke, and the core lives
+        if last_death is not None and last_death.incarnation == former.connection.incarnation:
+            return former.model._replace(digest=last_death.model)
+        return former.model
 
     @property
     def num_restarts(self) -> int:
@@ -104,38 +146,11 @@ def load_progress(page: StatusPage | None) -> object:
     return page.progress() if page is not None and page.state in (CoreState.STARTING, CoreState.LOADING) else None
 
 
-def served_model(digest: wire.ModelDigest, config: VllmConfig) -> dict[str, object]:
-    """Return, by name, all that a successor must have in common with the core, so that streams can continue there."""
-    digests = {"weights": digest.weights, "config.json": digest.config, "tokenizer": digest.tokenizer}
-    return digests | model_limits(config)
-
-
 def model_limits(config: VllmConfig) -> dict[str, object]:
-    """Return the part of `served_model` that is known before a core has loaded the model."""
+    """Return the part of a `ServedModel` that is known before a core has loaded the model."""
     return {name: getattr(config.model_config, name) for name in ("dtype", "quantization", "max_model_len")}
 
 
-def described_model(core: Core) -> dict[str, str]:
-    """Return `served_model` of `core`, as text."""
-    return {name: str(value) for name, value in served_model(core.welcome.model, core.config).items()}
-
-
-def model_changes(core: Core, digest: wire.ModelDigest, config: VllmConfig) -> list[str]:
-    """Return, as `differences` does, how another core, with `digest` and `config`, differs from `core`.
-
-    Empty if one of them has no weights, because the files may change in a sleep at level 2. The tokenizer may
-    differ, by an edited chat template for example: the client goes on with the one that it has.
-    """
-    if wire.NO_DIGEST in (core.digest, digest):
-        return []
-    digest = msgspec.structs.replace(digest, tokenizer=core.digest.tokenizer)
-    return differences(served_model(core.digest, core.config), served_model(digest, config))
-
-
-def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
-    """Return the names of what differs, with values where they mean something."""
-    return [
-        f"other {name}" if name in ("weights", "config.json", "tokenizer") else f"{name} {new[name]} instead of {was}"
-        for name, was in old.items()
-        if new[name] != was
-    ]
+def limit_changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    """Return the names of what differs, with the values."""
+    return [f"{name} {new[name]} instead of {was}" for name, was in old.items() if new[name] != was]

@@ -45,8 +45,8 @@ class Offer(msgspec.Struct, kw_only=True):
     incarnation: int
     """Of the core."""
     core_pid: int
-    model: dict[str, str]
-    """What both cores must have in common; see `served_model`."""
+    limits: dict[str, str]
+    """What both cores must have in common beside the files of the model: `model_limits` as text."""
     num_held: int
     """Number of descriptors of the address, which come first."""
 

@@ -17,10 +17,9 @@ from vllm_mp.client.cores.health import HangWatch, count_oom_kills
 from vllm_mp.client.cores.sources.core_source import (
     Check,
     Core,
-    described_model,
-    differences,
+    ServedModel,
+    limit_changes,
     load_progress,
-    model_changes,
     model_limits,
 )
 from vllm_mp.client.cores.sources.handover import Estate, Inheritance, Offer, wait_until
@@ -135,7 +134,7 @@ class CoreLauncher:
         """
         offer, descriptors = inheritance.offer, inheritance.descriptors
         own = {name: str(value) for name, value in model_limits(self._config).items() if value != "auto"}
-        if different := differences({name: offer.model[name] for name in own}, own):
+        if different := limit_changes({name: offer.limits[name] for name in own}, own):
             raise ValueError(f"cannot take over {offer.address} with {', '.join(different)}: give the same options")
         self._public = HeldAddress.inherited(offer.address, key_file, descriptors[: offer.num_held])
         self._cache.close()
@@ -175,9 +174,11 @@ class CoreLauncher:
             return
         assert core.process is not None
         assert self._public is not None
+        assert self.predecessor is not None
         offer = self._inheritance.offer
+        former = ServedModel(self.predecessor.model, offer.limits)
         try:
-            if different := differences(offer.model, described_model(core)):
+            if different := former.changes(ServedModel(core.digest, _as_text(core.config)), with_tokenizer=True):
                 differ = ", ".join(different)
                 raise EngineStartError(f"cannot take over {offer.address} with {differ}: give the same model")
             self._inheritance.confirm(check)
@@ -199,7 +200,7 @@ class CoreLauncher:
             address=self._public.address,
             incarnation=core.connection.incarnation,
             core_pid=core.welcome.pid,
-            model=described_model(core),
+            limits=_as_text(core.config),
             num_held=len(held),
         )
         return offer, [*held, *self._cache.inherited]
@@ -374,7 +375,8 @@ class CoreLauncher:
     def check_standby(self, core: Core) -> None:
         """Raise EngineStartError if the standby of `load_standby` has loaded another model than `core` serves."""
         assert self._standby is not None
-        if changes := model_changes(core, self._standby.waiting_model(), core.config):
+        loaded = core.model._replace(digest=self._standby.waiting_model())
+        if changes := core.model.changes(loaded, with_tokenizer=False):
             raise EngineStartError(
                 f"the process that was to replace the core has {', '.join(changes)}, because the model's files have "
                 "changed; put the former files back, start the engine again, or have the weights loaded by "
@@ -532,6 +534,11 @@ class CoreLauncher:
             self._inheritance.close()
         self._cache.close(goes_on=self._has_let_go or self._inheritance is not None)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _as_text(config: VllmConfig) -> dict[str, str]:
+    """Return `model_limits` as text."""
+    return {name: str(value) for name, value in model_limits(config).items()}
 
 
 def _uses_template(config: VllmConfig) -> bool:

@@ -10,7 +10,7 @@ import zmq
 from vllm_mp import wire
 from vllm_mp.client.cores.connection import CoreConnection, is_engine_running
 from vllm_mp.client.cores.socket_owner import check_socket_file
-from vllm_mp.client.cores.sources.core_source import Check, Core, differences, load_progress, served_model
+from vllm_mp.client.cores.sources.core_source import Check, Core, load_progress
 from vllm_mp.client.cores.sources.process import CoreProcess
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.errors import EngineStartError
@@ -56,8 +56,8 @@ class RemoteCore:
         """The socket file; None over TCP."""
         self._operator_key = operator_key
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
-        self._model: dict[str, object] | None = None
-        """What the first core served; None before."""
+        self._core: Core | None = None
+        """The latest core that was reached; None before."""
 
     def begin(self) -> None:
         """No-op: a shared core is started by its operator."""
@@ -68,7 +68,7 @@ class RemoteCore:
         Raises what `check` raises, and EngineStartError if the first core refuses, or if there is none for `timeout`
         seconds in which no core got on with its load, or if a later core has another model.
         """
-        is_first, pause = self._model is None, _RETRY_S
+        is_first, pause = self._core is None, _RETRY_S
         deadline = time.monotonic() + self._timeout if is_first else math.inf
         self.trouble = "no core answers there"
         while True:
@@ -92,23 +92,24 @@ class RemoteCore:
                 if connection is not None:
                     connection.close()
                 raise
-        model = served_model(welcome.model, config)
-        if differing := differences(self._model or model, model):
+        core = Core(connection, welcome.client, config, self._open_page(), None, welcome)
+        former = self._core
+        if former and (changes := core.model_of_former(former).changes(core.model, with_tokenizer=True)):
             connection.close()
             raise EngineStartError(
                 f"the core that now serves {self.address} has another model ({config.model_config.model}): "
-                f"{', '.join(differing)}; connect to it again"
+                f"{', '.join(changes)}; connect to it again"
             )
-        self._model = model
-        return Core(connection, welcome.client, config, self._open_page(), None, welcome)
+        self._core = core
+        return core
 
     def check_same_model(self, other: "RemoteCore") -> None:
-        """Raise EngineStartError unless the core that `other` found first has the same model; call after `finish`."""
-        assert self._model is not None
-        assert other._model is not None
-        if differing := differences(other._model, self._model):
+        """Raise EngineStartError unless the core that `other` has reached has the same model; call after `finish`."""
+        assert self._core is not None
+        assert other._core is not None
+        if changes := other._core.model.changes(self._core.model, with_tokenizer=True):
             raise EngineStartError(
-                f"the cores at {other.address} and {self.address} have different models: {', '.join(differing)}; "
+                f"the cores at {other.address} and {self.address} have different models: {', '.join(changes)}; "
                 "connect to cores of one model"
             )
 

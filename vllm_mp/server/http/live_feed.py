@@ -35,6 +35,7 @@ _STATES = {
     "LOADING": "loading",
     "RECOVERING": "restarting",
     "DRAINING": "draining",
+    "LEFT_OUT": "left out",
     "DEAD": "dead",
 }
 """The states of `AsyncLLM.last_core_status` that say more than that the core serves."""
@@ -82,7 +83,7 @@ class ShownCore(msgspec.Struct, frozen=True):
 
     rank: int
     state: str
-    """running, loading, restarting, draining or dead."""
+    """running, loading, restarting, draining, left out or dead."""
     num_running: int
     num_waiting: int
     kv_cache_usage: float

@@ -36,15 +36,16 @@ class Cores(StandInSupervisor):
         self.client.add(stream)
         return stream
 
-    def die(self, *slots, is_step_known=True, aborted=()):
+    def die(self, *slots, is_step_known=True, aborted=(), loaded=None):
         """Let the core die with `slots` in its step, and replay to the next core; return the slots that it is sent.
 
-        The ids `aborted` are aborted in between.
+        The ids `aborted` are aborted in between. `loaded` is what the core has loaded last, if it could not tell.
         """
         self.num_deaths += 1
+        loaded = self.core.digest if loaded is None else loaded
         death = Death("it died; log", dict.fromkeys(slots, 0), len(slots), False, time=float(self.num_deaths))
         last = wire.LastDeath(
-            self.num_deaths - 1, "it died", "signal", False, len(slots), [(slot, 0) for slot in slots]
+            self.num_deaths - 1, "it died", "signal", False, len(slots), [(slot, 0) for slot in slots], model=loaded
         )
         if self.is_shared:  # only the successor knows more
             death = death._replace(in_step={}, num_in_step=0, is_from_outside=True)
@@ -349,6 +350,46 @@ def test_next_core_with_other_weights_continues_no_request_that_has_tokens():
     assert waiting.error is None
     cores.add("c")
     assert cores.sent_slots() == [(0, 0)], "new requests are served"
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_next_core_with_the_weights_that_a_wake_up_has_read_continues_all_requests(cores, is_told):
+    cores.model = wire.ModelDigest("weights", "config", "tokenizer")
+    cores.die()
+    begun = cores.add("a")
+    cores.give_token(0)
+    cores.model = wire.ModelDigest("other weights", "config", "tokenizer")
+    if is_told:
+        cores.on_message(wire.ModelChanged(1, wire.NO_DIGEST))
+        cores.on_message(wire.ModelChanged(1, cores.model))
+    assert cores.die(loaded=cores.model) == [(0, 0)]
+    assert begun.error is None
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_next_core_of_a_core_that_slept_without_weights_may_have_others(cores, is_told):
+    cores.model = wire.ModelDigest("weights", "config", "tokenizer")
+    cores.die()
+    begun = cores.add("a")
+    cores.give_token(0)
+    cores.model = wire.ModelDigest("other weights", "config", "tokenizer")
+    if is_told:
+        cores.on_message(wire.ModelChanged(1, wire.NO_DIGEST))
+    assert cores.die(loaded=wire.NO_DIGEST) == [(0, 0)]
+    assert begun.error is None
+
+
+def test_core_that_read_other_weights_while_the_connection_was_broken_continues_all_requests():
+    cores = Cores(is_shared=True)
+    cores.model = wire.ModelDigest("weights", "config", "tokenizer")
+    join(cores, cores.core_of(wire.welcome(10, 0, 1, b"", model=cores.model)))
+    begun = cores.add("a")
+    cores.on_message(wire.StepOutput(10, 1, b"\0\0", b"\5\0\0\0", b"\0\0"))
+    lose_connection(cores)
+    cores.model = wire.ModelDigest("other weights", "config", "tokenizer")
+    assert join(cores, cores.core_of(wire.welcome(10, 0, 1, b"", model=cores.model))) == [(0, 0)]
+    assert begun.completions[0].token_ids
+    assert begun.error is None
 
 
 def test_next_core_with_another_chat_template_continues_all_requests():

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from support.stand_in_core import StandInSupervisor
 
-from vllm_mp import EngineDeadError, EngineError, EngineGenerateError, SamplingParams, wire
+from vllm_mp import EngineDeadError, EngineError, EngineGenerateError, EngineStartError, SamplingParams, wire
 from vllm_mp.client.cores.core_group import CoreGroup
 from vllm_mp.client.cores.recovery.news import Death, End
 from vllm_mp.client.outputs.completion import Completion
@@ -45,7 +45,13 @@ class Engine:
         in_step = {awaited.slot: awaited.num_tokens for stream in streams for awaited in stream.awaited}
         death = Death("it died; log", in_step, len(in_step), outside, time=self.time, num_restarts_left=left)
         core.last_death = wire.LastDeath(
-            core.num_deaths - 1, "it died", "signal", outside, len(in_step), list(in_step.items())
+            core.num_deaths - 1,
+            "it died",
+            "signal",
+            outside,
+            len(in_step),
+            list(in_step.items()),
+            model=core.core.digest,
         )
         if core.is_shared:
             death = death._replace(in_step={}, num_in_step=0, is_from_outside=True, is_step_known=False)
@@ -300,19 +306,113 @@ def test_poison_ends_a_bounded_number_of_cores_for_good(max_restarts, num_deaths
     run(test)
 
 
-def test_core_with_other_weights_goes_on_with_no_request_that_has_tokens():
+OLD, NEW = (wire.ModelDigest(weights, "config", "tokenizer") for weights in ("old", "new"))
+
+
+def engine_with_a_core_left_out():
+    """Return an engine whose second core came back with other weights than the first one has."""
+    engine = Engine()
+    for rank in (0, 1):
+        engine.cores[rank].model = OLD
+        engine.die(rank)
+        engine.rejoin(rank)
+    engine.die(1)
+    engine.cores[1].model = NEW
+    engine.rejoin(1)
+    return engine
+
+
+def test_core_that_comes_back_with_other_weights_gets_no_requests_while_another_core_has_the_former(caplog):
     def test():
-        engine = Engine()
-        for rank, weights in enumerate(("new", "old")):
-            engine.cores[rank].model = wire.ModelDigest(weights, "config", "tokenizer")
-            engine.die(rank)
-            engine.rejoin(rank)
-        begun, waiting = engine.add("a", rank=1), engine.add("b", rank=1)
-        engine.give_token(1, begun)
-        engine.die(1)
-        assert "the core that is to continue it has other weights" in str(begun.error)
+        engine = engine_with_a_core_left_out()
+        assert engine.group.why_left_out(1) == "other weights"
+        assert caplog.text.count("the core with rank 1 has other weights") == 1
+        for name in "abc":
+            engine.add(name, rank=1)
+        assert (names(engine.sent(0)), engine.sent(1)) == (["a", "b", "c"], [])
+        assert engine.group.num_serving == 1
+        engine.die(0)
+        assert engine.sent(1) == []
+        engine.rejoin(0)
+        assert names(engine.sent(0)) == ["a", "b", "c"]
+
+    run(test)
+
+
+def test_engine_goes_on_with_other_weights_once_no_core_has_the_former_ones():
+    def test():
+        engine = engine_with_a_core_left_out()
+        begun, waiting = engine.add("a"), engine.add("b")
+        engine.give_token(0, begun)
+        engine.die(0)
+        engine.cores[0].model = NEW
+        engine.rejoin(0)
+        assert "has other weights" in str(begun.error)
         assert waiting.error is None
-        assert names(engine.sent(0)) == ["b"]
+        assert engine.group.why_left_out(0) is engine.group.why_left_out(1) is None
+        engine.add("c", rank=0)
+        engine.add("d", rank=1)
+        assert [names(engine.sent(rank)) for rank in (0, 1)] == [["b", "c"], ["d"]]
+
+    run(test)
+
+
+def test_requests_move_to_other_weights_if_the_last_core_with_the_former_ones_is_gone_for_good():
+    def test():
+        engine = engine_with_a_core_left_out()
+        begun, waiting = engine.add("a"), engine.add("b")
+        engine.give_token(0, begun)
+        engine.die(0, left=-1)
+        assert "has other weights" in str(begun.error)
+        assert waiting.error is None
+        assert names(engine.sent(1)) == ["b"]
+
+    run(test)
+
+
+def test_requests_that_wait_for_a_core_go_on_with_others_if_it_comes_back_with_other_weights():
+    def test():
+        engine = engine_with_a_core_left_out()
+        engine.die(1)
+        engine.cores[1].model = OLD
+        engine.rejoin(1)
+        stream = engine.add("a", rank=1)
+        engine.give_token(1, stream)
+        for core in engine.cores:
+            core.on_message(wire.PauseChanged(0, True))
+        engine.die(1, outside=True)
+        assert engine.sent(0) == []
+        engine.cores[1].model = NEW
+        engine.rejoin(1)
+        assert names(engine.sent(0)) == ["a"]
+        assert engine.sent(1) == []
+        engine.give_token(0, stream, position=1)
+        assert list(stream.completions[0].token_ids) == [5, 5]
+
+    run(test)
+
+
+def test_cores_that_load_other_weights_one_after_the_other_are_all_in_use_again():
+    def test():
+        engine = engine_with_a_core_left_out()
+        for rank, model in ((0, wire.NO_DIGEST), (1, wire.NO_DIGEST), (1, NEW), (0, NEW)):
+            engine.cores[rank].on_message(wire.ModelChanged(engine.cores[rank].num_deaths, model))
+        for name in "ab":
+            engine.add(name)
+        assert [len(engine.sent(rank)) for rank in (0, 1)] == [1, 1]
+
+    run(test)
+
+
+def test_core_of_another_model_is_not_added():
+    def test():
+        engine = engine_with_a_core_left_out()
+        added = StandInSupervisor()
+        added.model = NEW
+        with pytest.raises(EngineStartError, match="have different models: other weights; add a core of the same"):
+            engine.group.check_model(added.start())
+        added.model = OLD
+        engine.group.check_model(added.start())
 
     run(test)
 

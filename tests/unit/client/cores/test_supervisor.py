@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from vllm_mp import EngineStartError
+from vllm_mp import EngineStartError, wire
 from vllm_mp.client.cores import health
 from vllm_mp.client.cores import supervisor as supervisor_module
 from vllm_mp.client.cores.recovery.news import Absence, Death, End
@@ -84,7 +84,8 @@ def core():
     signals = []
     process = SimpleNamespace(signals=signals, send_signal=signals.append)
     config = SimpleNamespace(liveness_config=SimpleNamespace(core_restart_window_s=1.0, max_core_restarts=1))
-    return Core(SimpleNamespace(incarnation=1), 0, config, None, process, SimpleNamespace(last_death=None))
+    connection = SimpleNamespace(incarnation=1, model=wire.NO_DIGEST)
+    return Core(connection, 0, config, None, process, SimpleNamespace(last_death=None))
 
 
 def test_core_that_is_told_to_end_at_the_moment_when_it_serves_gets_the_signal():

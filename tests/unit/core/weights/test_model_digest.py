@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_mp import EngineArgs
-from vllm_mp.client.cores.sources.core_source import differences, served_model
+from vllm_mp.client.cores.sources.core_source import ServedModel, model_limits
 from vllm_mp.core.weights.digest import model_digest
+from vllm_mp.wire import NO_DIGEST, ModelDigest
 
 
 @pytest.fixture
@@ -73,10 +74,21 @@ def test_dummy_weights_differ_by_their_seed(folder):
 def test_differences_are_named_with_their_values(folder):
     def served(seed, **options):
         config = config_of(folder, load_format="dummy", seed=seed, **options)
-        return served_model(model_digest(config.model_config), config)
+        return ServedModel(model_digest(config.model_config), model_limits(config))
 
-    old = served(1, max_model_len=64)
-    assert differences(old, served(1, max_model_len=64)) == []
-    assert differences(old, served(2, max_model_len=64)) == ["other weights"]
+    def changes(new):
+        return served(1, max_model_len=64).changes(new, with_tokenizer=True)
+
+    assert changes(served(1, max_model_len=64)) == []
+    assert changes(served(2, max_model_len=64)) == ["other weights"]
     new = served(1, max_model_len=32, dtype="bfloat16")
-    assert differences(old, new) == ["dtype bfloat16 instead of float32", "max_model_len 32 instead of 64"]
+    assert changes(new) == ["dtype bfloat16 instead of float32", "max_model_len 32 instead of 64"]
+
+
+def test_tokenizer_counts_on_demand_and_a_model_without_weights_differs_in_its_limits_alone():
+    model = ServedModel(ModelDigest("weights", "config", "tokenizer"), {"dtype": "float32"})
+    other = ServedModel(ModelDigest("weights", "config", "other"), {"dtype": "float32"})
+    assert model.changes(other, with_tokenizer=True) == ["other tokenizer"]
+    assert model.changes(other, with_tokenizer=False) == []
+    asleep = ServedModel(NO_DIGEST, {"dtype": "float16"})
+    assert model.changes(asleep, with_tokenizer=True) == ["dtype float16 instead of float32"]

@@ -10,6 +10,7 @@ const STATES = {
   paused: "Paused",
   asleep: "Asleep",
   draining: "Shutting down",
+  "left out": "Left out",
   dead: "Stopped",
   offline: "Offline",
 };

@@ -11,7 +11,7 @@ from vllm_mp.core_link.core_launch import Predecessor
 from vllm_mp.core_link.core_status import NOT_SUSPENDED
 from vllm_mp.errors import EngineStartError
 
-OFFER = Offer(address="ipc:///a", incarnation=3, core_pid=1, model={}, num_held=0)
+OFFER = Offer(address="ipc:///a", incarnation=3, core_pid=1, limits={}, num_held=0)
 ESTATE = Estate(
     predecessor=Predecessor(incarnation=3, cause="", kind="replaced", is_from_outside=True, in_step=[]),
     suspension=NOT_SUSPENDED,
