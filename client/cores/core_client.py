@@ -118,7 +118,8 @@ class EngineCoreClient:
         self._waits_since: WeakKeyDictionary[RequestStream, float] = WeakKeyDictionary()
         """When each request was made that found no core, in seconds of `time.monotonic()`."""
         self._held_back: list[Entry] = []
-        """What the core has not been asked for, because a group of suspects is tested."""
+        """What the core has not been asked for, because a group of suspects is tested, or because it is new and older
+        requests wait for room."""
         self._waiting = WaitingReplays(weakref.WeakMethod(self._send_waiting))
         """What the core has no room for yet."""
         self._news: deque[News] = deque()
@@ -357,7 +358,7 @@ class EngineCoreClient:
     def _send_request(self, stream: RequestStream, awaited: Awaited) -> None:
         """Ask the core, if there is one, for the rest of `awaited`; raises ValueError if the message is too large."""
         message = stream.add_message(awaited.index, self.incarnation, self._suspects.isolation(awaited))
-        if self.has_core and self._suspects.is_held_back(awaited):
+        if self.has_core and self._is_held_back((stream, awaited), self._waiting.lacks_room()):
             self._held_back.append((stream, awaited))
         elif self.has_core:
             if stream.is_replay and not self._waiting.begin(stream, awaited):
@@ -367,6 +368,11 @@ class EngineCoreClient:
             self._core.connection.send(message)
         else:
             wire.encode_bounded(message)  # so that the caller hears of its size now
+
+    def _is_held_back(self, entry: Entry, lacks_room: bool) -> bool:
+        """Return whether `entry` must not be sent yet; `lacks_room`: older requests wait for room in the core."""
+        stream, awaited = entry
+        return self._suspects.is_held_back(awaited) or (lacks_room and not stream.is_replay)
 
     def _send_call(self, call: PendingCall) -> None:
         is_suspect = self._blame.is_suspect_call(call.call_id)
@@ -384,20 +390,31 @@ class EngineCoreClient:
     def _abort_slots(self, slots: list[int]) -> None:
         if not slots:
             return
-        unsent = [entry for entry in self._held_back if entry[1].slot in slots]
-        if unsent:
-            self._held_back = [entry for entry in self._held_back if entry not in unsent]
-        for _, awaited in [*unsent, *self._waiting.remove(slots)]:
+        held_back = [entry for entry in self._held_back if entry[1].slot in slots]
+        if held_back:
+            self._held_back = [entry for entry in self._held_back if entry not in held_back]
+        unsent = [*held_back, *self._waiting.remove(slots)]
+        for _, awaited in unsent:
             slots.remove(awaited.slot)
             self.requests.free_unsent(awaited)
         if slots:
             self._send(wire.AbortRequests(self.incarnation, slots))
+        if unsent:  # the core, which does not know them, reports no end of them
+            self._send_held_back()
 
     def _send_held_back(self) -> None:
-        """Ask the core for the next group of suspects, or for all that was held back, once the last is cleared."""
-        if self._held_back and self._suspects.choose_sent_group(self.requests.live()):
-            held_back, self._held_back = self._held_back, []
-            for stream, awaited in held_back:
+        """Ask the core for the next group of suspects once the last is cleared, and for new requests once it has room.
+
+        No-op while there is no core.
+        """
+        if not (self._held_back and self.has_core):
+            return
+        self._suspects.choose_sent_group(self.requests.live())
+        entries, lacks_room = self._held_back, self._waiting.lacks_room()
+        self._held_back = [entry for entry in entries if self._is_held_back(entry, lacks_room)]
+        held_back = {awaited for _, awaited in self._held_back}
+        for stream, awaited in entries:
+            if awaited not in held_back:
                 self._send_again(stream, awaited)
 
     def _send_waiting(self) -> None:
@@ -416,7 +433,6 @@ class EngineCoreClient:
             self._blame.note_output(message)
             self._group.note_output(message, self.requests)
             self._abort_slots(self.requests.process(message))
-            self._send_held_back()
             self._waiting.note_output(bool(message.finished))
         elif isinstance(message, wire.Reply):
             self._on_reply(message)
@@ -429,6 +445,7 @@ class EngineCoreClient:
             self._send(wire.MarkSeen(self.incarnation, message.mark))
         elif isinstance(message, wire.MissingImages):
             self._on_missing_images(message)
+        self._send_held_back()
 
     def _without_refused_replays(self, message: wire.StepOutput) -> wire.StepOutput:
         """Let replays wait that the core has no room for; return `message` without these ends."""
@@ -562,9 +579,9 @@ class EngineCoreClient:
         self._group.note_change()
 
     def _live_in_core(self) -> list[Entry]:
-        """Return what is live, without the replays that the core had no room for."""
-        waiting = self._waiting.slots()
-        return [entry for entry in self.requests.live() if entry[1].slot not in waiting]
+        """Return what is live and was sent to the core, without the replays that it had no room for."""
+        unsent = self._waiting.slots() | {awaited.slot for _, awaited in self._held_back}
+        return [entry for entry in self.requests.live() if entry[1].slot not in unsent]
 
     def _replay(self, stream: RequestStream, awaited: Awaited) -> None:
         stream.is_replay = True

@@ -3,7 +3,9 @@
 Once an image is encoded, a core keeps its embeddings alone, which are far smaller than its arrays. So the live requests
 of a core that died may need more memory in the successor than a client gets there. Replays with images are sent a few
 at a time: the next ones when the core has read the prompts of earlier ones. Any replay that the core refuses for lack
-of room (`wire.Finished.no_room`) waits, and is sent again until there is room. Its consumer sees a longer pause.
+of room (`wire.Finished.no_room`) waits, and is sent again until there is room. Its consumer sees a longer pause. New
+requests of the client are held back until the core has begun each of these replays: small ones would take the room that
+becomes free, and a large replay would wait for ever.
 
 The replays that wait take turns, because there may be room for the requests of one tenant and not of another. The order
 in which they run does not depend on that: the core goes by their times of arrival.
@@ -42,12 +44,20 @@ class WaitingReplays:
         self._num_holders: Counter[bytes] = Counter()
         """By digest of an image: the number of replays in `_unread` that have it."""
         self._num_unread_bytes = 0
+        self._refused: dict[Awaited, tuple[RequestStream, int]] = {}
+        """The replays that the core has refused and not begun since, each with its stream and number of tokens."""
         self._was_refused = False
         """The core has refused a replay since the latest attempt."""
         self._rests_until = 0.0
         """In seconds of `time.monotonic()`."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop that is about to call `_retry`."""
+
+    def lacks_room(self) -> bool:
+        """Return whether the core has refused replays that it has not begun since."""
+        for awaited in _begun(self._refused):
+            del self._refused[awaited]
+        return bool(self._refused)
 
     def slots(self) -> set[int]:
         """Return the slots of the replays that wait."""
@@ -70,6 +80,7 @@ class WaitingReplays:
     def put_back(self, stream: RequestStream, awaited: Awaited) -> None:
         """Let a replay wait that the core has refused."""
         self._forget_unread(awaited)
+        self._refused[awaited] = stream, awaited.num_tokens
         self._waiting.append((stream, awaited))
         self._was_refused = True
         self._rests_until = time.monotonic() + _REST_S
@@ -91,11 +102,7 @@ class WaitingReplays:
         """
         if not self._waiting and not self._unread:
             return
-        read = [
-            awaited
-            for awaited, (stream, num_tokens) in self._unread.items()
-            if awaited.num_tokens > num_tokens or awaited.finish is not None or stream.is_over
-        ]
+        read = _begun(self._unread)
         for awaited in read:
             self._forget_unread(awaited)
         if self._waiting and (read or has_ends):
@@ -112,17 +119,21 @@ class WaitingReplays:
         removed = [entry for entry in self._waiting if entry[1].slot in slots]
         if removed:
             self._waiting = deque(entry for entry in self._waiting if entry[1].slot not in slots)
+        for _, awaited in removed:
+            self._refused.pop(awaited, None)
         return removed
 
     def forget(self, streams: Collection[RequestStream]) -> None:
         """Forget streams with which another core goes on."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] not in streams)
-        for awaited in [awaited for awaited, (stream, _) in self._unread.items() if stream in streams]:
+        for awaited in [awaited for stream in streams for awaited in stream.awaited]:
             self._forget_unread(awaited)
+            self._refused.pop(awaited, None)
 
     def clear(self) -> None:
         """Forget all replays, because there is another core."""
         self._waiting.clear()
+        self._refused.clear()
         self._unread.clear()
         self._num_holders.clear()
         self._num_unread_bytes = 0
@@ -150,6 +161,15 @@ class WaitingReplays:
     def _call_send(self) -> None:
         if (send := self._send()) is not None:
             send()
+
+
+def _begun(replays: dict[Awaited, tuple[RequestStream, int]]) -> list[Awaited]:
+    """Return those of `replays`, with the numbers of their tokens before, of which there is output now, or an end."""
+    return [
+        awaited
+        for awaited, (stream, num_tokens) in replays.items()
+        if awaited.num_tokens > num_tokens or awaited.finish is not None or stream.is_over
+    ]
 
 
 def _size(image: ProcessedImage) -> int:

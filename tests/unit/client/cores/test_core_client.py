@@ -251,6 +251,45 @@ def test_replay_that_the_core_refuses_is_sent_again_when_another_request_has_end
     assert [len(stream.completions[0].token_ids) for stream in streams] == [0, 1, 1]
 
 
+def test_new_requests_wait_until_the_core_has_begun_each_replay_that_it_had_no_room_for(cores, monkeypatch):
+    monkeypatch.setattr(waiting_replays, "_REST_S", 0.0)
+    for name in "abc":
+        cores.add(name)
+    cores.die()
+    refuse(cores, 1)
+    new = [cores.add(name) for name in "de"]
+    assert cores.sent_slots() == []
+    end(cores, 0)
+    assert cores.sent_slots() == [(1, 0)], "the replay is sent before new requests"
+    cores.give_token(2)
+    assert cores.sent_slots() == [], "it is not known whether there was room"
+    refuse(cores, 1)
+    end(cores, 2, num_tokens=1)
+    assert cores.sent_slots() == [(1, 0)]
+    cores.give_token(1)
+    assert [slot for slot, _ in cores.sent_slots()] == [stream.awaited[0].slot for stream in new]
+    assert not any(stream.is_replay for stream in new)
+
+
+@pytest.mark.parametrize("leaves", ["the replay", "the new request", "the core"])
+def test_new_request_that_waits_for_a_replay_is_not_forgotten(cores, leaves):
+    for name in "ab":
+        cores.add(name)
+    cores.die()
+    refuse(cores, 1)
+    new = cores.add("c")
+    if leaves == "the replay":
+        cores.client.abort("b")
+        assert cores.sent_slots() == [(2, 0)]
+    elif leaves == "the new request":
+        cores.client.abort("c")
+        assert cores.sent == []
+        assert cores.client.requests.num_slots_in_use == 2
+    else:
+        assert cores.die() == [(0, 0), (1, 0), (2, 0)]
+    assert new.is_over == (leaves == "the new request")
+
+
 def test_replay_that_waits_for_room_can_be_aborted(cores):
     for name in "ab":
         cores.add(name)
