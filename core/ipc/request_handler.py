@@ -363,6 +363,7 @@ class RequestHandler:
         isolate_until = self._suspects.isolate_until(token, message.slot, message.isolate_until_num_tokens)
         with self._alone() if isolate_until else contextlib.nullcontext(), self._handling(client, message):
             self._admit(client, message, num_bytes, scheduler, isolate_until, images)
+        self._suspects.note_added(token, message.slot)
 
     def _admit(
         self,

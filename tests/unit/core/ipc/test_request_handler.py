@@ -783,6 +783,18 @@ def test_request_is_isolated_once(core):
         assert core.ask(client, wire.AbortRequests(1, [3])).finished
 
 
+def test_request_that_was_refused_for_lack_of_room_is_isolated_when_it_comes_again(core, monkeypatch):
+    client = core.connect(hello=wire.encode(wire.hello(token=TOKENS[0])))
+    message = request(3)
+    message.isolate_until_num_tokens = 5
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_quota, "MAX_BYTES", 0)
+        assert core.ask(client, message).finished[0].no_room
+    client.send(wire.encode(message))
+    core.receive_until(lambda: core.engine.scheduler.num_waiting == 1)
+    assert core.engine.scheduler._requests[0, 3].isolate_until_num_tokens == 5
+
+
 def test_owner_of_a_private_core_isolates_what_it_wants(config, tmp_path):
     core = Core(f"ipc://{tmp_path}/private.sock", config, is_shared=False)
     assert isolations(core, wire.hello()) == {3: 5, 4: 2**40, 5: 1, 6: 1}
