@@ -86,6 +86,8 @@ class AdapterCache:
         self._known: dict[int, CachedAdapter] = {}
         self._retired: list[CachedAdapter] = []
         """Adapters that are not current, of requests that may still be live; the earliest first."""
+        self._inherited: set[CachedAdapter] = set()
+        """Those that an earlier core knew: their requests may come back."""
         self._in_memory: OrderedDict[CachedAdapter, None] = OrderedDict()
         """The adapters in host memory, least recently used first."""
         self._num_pinned = 0
@@ -129,6 +131,7 @@ class AdapterCache:
                 is_pinned=record.is_pinned,
                 is_current=record.is_current,
             )
+            self._inherited.add(adapter)
             if adapter.is_current:
                 self._known[adapter.id] = adapter
             else:
@@ -308,8 +311,9 @@ class AdapterCache:
                 "its files have changed since it was first loaded; call add_lora with load_inplace=True to use them"
             )
         if error is not None:
-            if not adapter.digest and not adapter.is_added and not is_replacement:
-                self._known.pop(adapter.id, None)
+            is_known = self._known.get(adapter.id) is adapter  # another may have replaced it meanwhile
+            if is_known and not adapter.digest and not adapter.is_added:
+                del self._known[adapter.id]
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             return f"{adapter} cannot be loaded: {reason}"
         adapter.weights, adapter.digest = loaded.weights, loaded.digest
@@ -366,7 +370,7 @@ class AdapterCache:
         if self._known.get(adapter.id) is adapter:
             del self._known[adapter.id]
         adapter.is_current = adapter.is_added = adapter.is_pinned = False
-        if adapter.requests:
+        if adapter.requests or adapter in self._inherited:
             self._retired.append(adapter)
             unused = [other for other in self._retired if not other.requests]
             for other in unused[:-_MAX_UNUSED_RETIRED]:

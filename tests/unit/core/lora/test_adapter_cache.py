@@ -313,6 +313,40 @@ def test_successor_keeps_the_weights_of_requests_whose_adapter_was_replaced_or_r
         assert known.find(1, may_open=False).path == "/other", "new requests use the current adapter"
 
 
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_requests_come_back_to_an_adapter_that_was_replaced_or_removed_right_after_the_death(is_replaced):
+    known = Known()
+    known.add(1)
+    successor = Known()
+    successor.cache.restore(known.notes[-1])
+    if is_replaced:
+        successor.add(1, path="/other", load_inplace=True)
+    else:
+        successor.cache.remove(1)
+    for each in (successor, Known()):
+        if each is not successor:
+            each.cache.restore(successor.notes[-1])
+        found = each.find(1, may_open=False, digest="digest of /1")
+        assert (found.path, found.is_current) == ("/1", False)
+
+
+def test_failed_load_does_not_forget_the_adapter_that_was_loaded_in_its_place():
+    known = Known()
+    known.disk.waits["/slow"] = threading.Event()
+    known.disk.fails["/slow"] = OSError("no such folder")
+    first = known.cache.add("adapter 1", 1, "/slow", False)
+    second = known.cache.add("adapter 1", 1, "/1", True)
+    while not second.done():
+        assert select.select([known.cache.fd], [], [], 30)[0]
+        known.cache.take_loaded()
+    known.disk.waits["/slow"].set()
+    [why] = known.settle()
+    assert "no such folder" in why
+    assert first.exception(0) is not None
+    assert known.cache.ids() == [1]
+    assert known.find(1).path == "/1"
+
+
 def test_number_of_retired_adapters_without_requests_is_bounded(monkeypatch):
     monkeypatch.setattr(adapter_cache, "_MAX_UNUSED_RETIRED", 2)
     known = Known()
