@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.engine_fixtures import SLOW_STEPS
 
 from vllm_mp import AsyncLLM, EngineStartError, RequestInterruptedError
+from vllm_mp.client.cores.sources.launcher import CoreLauncher
 from vllm_mp.client.cores.sources.remote_core import RemoteCore
 from vllm_mp.testing.engines import eventually, greedy, rest, running_engine, standalone_core
 
@@ -85,6 +86,30 @@ def test_core_is_not_replaced_by_one_of_other_weights_unless_they_were_loaded_on
             assert await tokens(engine) == after
 
         asyncio.run(run())
+
+
+def test_process_that_was_forked_ahead_with_former_weights_does_not_become_the_core(folder, monkeypatch):
+    monkeypatch.setattr("vllm_mp.client.cores.sources.launcher._AHEAD_DELAY_S", 0.0)
+
+    async def run(engine):
+        source = engine.cores.first.supervisor._source
+
+        async def has_standby():
+            return source._standby is not None and source._standby.is_waiting()
+
+        await eventually(has_standby)
+        monkeypatch.setattr(CoreLauncher, "_fork_ahead", lambda self: None)  # the death comes before the next look
+        await engine.sleep(level=2)
+        change_weights(folder)
+        await engine.wake_up()
+        after = await tokens(engine, 60)
+        begun = await begin(engine, 60)
+        engine.cores.first.supervisor.core.process.kill()
+        assert await begun == after
+        assert await tokens(engine, 60) == after
+
+    with running_engine(folder, fault_injection=SLOW_STEPS) as engine:
+        asyncio.run(run(engine))
 
 
 @pytest.mark.parametrize("sees_page", [True, False])

@@ -233,8 +233,8 @@ class CoreLauncher:
             self._stop_standby()  # it has inherited the socket that was removed
         self._num_started += 1
         self._oom_kills = count_oom_kills()
-        if self._standby is not None and not self._standby.is_alive():
-            self._stop_standby()
+        if self._standby is not None and not self._may_become_core(self._standby):
+            self.end_standby()
         self._process, self._standby = self._standby, None
         if self._process is None:
             self._process = self._start(self._num_started)
@@ -346,6 +346,16 @@ class CoreLauncher:
                 self._ahead_at = time.monotonic() + _AHEAD_RETRY_S
         elif is_ready and time.monotonic() > self._ahead_at:
             self._start_standby()
+
+    def _may_become_core(self, standby: CoreProcess) -> bool:
+        """Return whether `standby` lives and, if it was forked ahead, its template too.
+
+        The core has ended the template if it gave up its weights, and may have loaded others since.
+        """
+        template = self._model_template
+        if template is not None and standby.model_template is template and not template.is_ready():
+            return False
+        return standby.is_alive()
 
     def load_standby(self) -> None:
         """Start a standby, from the files as they are now, that loads the model beside the core.
