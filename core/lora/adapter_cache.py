@@ -142,14 +142,21 @@ class AdapterCache:
         """Return the adapter for a request, which becomes known if need be.
 
         `may_open`: the client may name folders; else the path of `lora` has no meaning, and the adapter must be known.
-        `digest` is that of the weights with which an earlier core began the request; empty for a new request. A retired
-        adapter with these weights is returned whatever has its id now.
+        `digest` is that of the weights with which an earlier core began the request; empty for a new request. If the
+        adapter that has the id now has other weights, a retired one with these is returned.
 
         Raises ValueError if the id belongs to another name or path, or if every slot is pinned; AdapterChangedError if
         the weights are others than before; NotOperatorOfAdapterError if the client must not make the core open the
         folder.
         """
-        adapter = self._find_retired(lora, digest) or self._known.get(lora.lora_int_id)
+        adapter = self._known.get(lora.lora_int_id)
+        is_of_request = (
+            adapter is not None
+            and (adapter.name, adapter.digest) == (lora.lora_name, digest)
+            and (adapter.path == lora.lora_path or not may_open)
+        )
+        if digest and not is_of_request:
+            adapter = self._find_retired(lora, digest) or adapter
         if adapter is None:
             if not may_open:
                 raise NotOperatorOfAdapterError(
@@ -344,8 +351,8 @@ class AdapterCache:
     def _find_retired(self, lora: LoRARequest, digest: str) -> CachedAdapter | None:
         """Return the retired adapter of a request that began with the weights `digest`; None if there is none."""
         wanted = (lora.lora_int_id, lora.lora_name, digest)
-        found = (adapter for adapter in self._retired if (adapter.id, adapter.name, adapter.digest) == wanted)
-        return next(found, None) if digest else None
+        found = [adapter for adapter in self._retired if (adapter.id, adapter.name, adapter.digest) == wanted]
+        return max(found, key=lambda adapter: adapter.path == lora.lora_path, default=None)
 
     def _make(self, lora: LoRARequest) -> CachedAdapter:
         return CachedAdapter(id=lora.lora_int_id, name=lora.lora_name, path=lora.lora_path, number=next(self._numbers))

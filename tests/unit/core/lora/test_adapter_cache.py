@@ -330,6 +330,23 @@ def test_requests_come_back_to_an_adapter_that_was_replaced_or_removed_right_aft
         assert (found.path, found.is_current) == ("/1", False)
 
 
+def test_request_comes_back_to_the_folder_from_which_it_has_its_weights_though_another_had_the_same():
+    known = Known()
+    known.disk.contents |= {"/1": "equal", "/copy": "equal"}
+    known.add(1)
+    for path in ("/copy", "/1"):
+        successor = Known()
+        successor.disk.contents |= known.disk.contents
+        successor.cache.restore(known.notes[-1])
+        assert successor.cache.remove(1)
+        successor.add(1, path=path)
+        known = successor
+    for may_open in (True, False):
+        found = known.find(1, may_open=may_open, digest="digest of equal")
+        assert (found.path, found.is_current) == ("/1", True)
+    assert known.find(1, digest="digest of equal", path="/copy").path == "/copy"
+
+
 def test_failed_load_does_not_forget_the_adapter_that_was_loaded_in_its_place():
     known = Known()
     known.disk.waits["/slow"] = threading.Event()
