@@ -275,10 +275,12 @@ class StandInHandler:
         self.actions = []
         self.stop = None
         self.note = None
-        self.greeting = SimpleNamespace()
 
     def serve(self, scheduler, calls, page):
         self.scheduler, self.calls = scheduler, calls
+
+    def tell_model(self, model):
+        pass
 
     def tell_pause(self, is_paused):
         self.is_paused = is_paused
