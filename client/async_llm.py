@@ -655,8 +655,8 @@ class AsyncLLM(EngineClient):
         """Return what is known of the core without asking it, also while it is dead or hangs.
 
         `state` is its state on the status page, "RECOVERING" while there is no core, or "DEAD" once it is gone for
-        good, and `reason` says why. The values from the status page are missing if the page is not visible, as over
-        TCP.
+        good, and `reason` says why. One of several cores with another model than the others is "LEFT_OUT". The values
+        from the status page are missing if the page is not visible, as over TCP.
         """
         return self._status.last_core_status()
 
