@@ -128,6 +128,17 @@ def test_adapters_are_loaded_and_unloaded_by_requests_if_the_operator_allows_it(
     asyncio.run(run())
 
 
+def test_first_adapter_of_a_server_is_loaded_by_a_request(small_model, adapters):
+    async def run(engine):
+        async with client(engine, allow_runtime_lora_updating=True) as server:
+            body = {"lora_name": "first", "lora_path": adapters[3].lora_path}
+            assert (await server.post("/v1/load_lora_adapter", json=body)).status_code == 200
+            assert (await complete(server, "first"))[0] == 200
+
+    with running_engine(small_model, **LORA, served_model_name=MODEL) as engine:
+        asyncio.run(run(engine))
+
+
 def test_requests_name_no_folder_unless_the_operator_allows_it(engine, adapters):
     async def run():
         async with client(engine) as server:

@@ -99,7 +99,7 @@ def _check_allowed(call: Call) -> None:
 async def _free_id(call: Call) -> int:
     """Return an id that no adapter has."""
     known = [lora.lora_int_id for lora in call.server.adapters.values()]
-    return max(0, *known, *await call.server.engine.list_loras()) + 1
+    return max([0, *known, *await call.server.engine.list_loras()]) + 1
 
 
 def _answer(message: str) -> Response:
