@@ -19,6 +19,7 @@ from vllm_mp.testing.engines import eventually, greedy, rest, running_engine, st
 pytestmark = pytest.mark.usefixtures("forked_cores")
 
 PROMPT = "The capital of France is"
+LONG_PROMPT = "The river runs through the old town, past the mill and the bridges, and then to the sea. " * 4
 
 
 @pytest.fixture
@@ -35,8 +36,8 @@ def change_weights(folder):
     assert any(not torch.equal(tensor, tensor.flip(0)) for tensor in tensors.values())
 
 
-async def tokens(engine, count=8, rank=None):
-    return (await rest(engine.generate(PROMPT, greedy(count, ignore_eos=True), data_parallel_rank=rank))).token_ids
+async def tokens(engine, count=8, rank=None, prompt=PROMPT):
+    return (await rest(engine.generate(prompt, greedy(count, ignore_eos=True), data_parallel_rank=rank))).token_ids
 
 
 async def begin(engine, count=500):
@@ -109,6 +110,56 @@ def test_process_that_was_forked_ahead_with_former_weights_does_not_become_the_c
         assert await tokens(engine, 60) == after
 
     with running_engine(folder, fault_injection=SLOW_STEPS) as engine:
+        asyncio.run(run(engine))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefix_cache_file": "prefixes"},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tags", [None, ["kv_cache"]], ids=["at-once", "cache-first"])
+def test_keys_and_values_of_former_weights_are_not_used_by_a_core_of_others(folder, tmp_path, options, tags):
+    options = {**options, "core_template": False}
+    if "prefix_cache_file" in options:
+        options["prefix_cache_file"] = str(tmp_path / "prefixes")
+
+    async def run(engine):
+        first = await tokens(engine, prompt=LONG_PROMPT)
+        await engine.sleep(level=2)
+        change_weights(folder)
+        if tags:
+            await engine.wake_up(tags)
+        await engine.wake_up()
+        second = await tokens(engine, prompt=LONG_PROMPT)
+        assert second != first
+        change_weights(folder)  # as they were first
+        engine.cores.first.supervisor.core.process.kill()
+        assert await tokens(engine, prompt=LONG_PROMPT) == first
+        return first
+
+    with running_engine(folder, **options) as engine:
+        first = asyncio.run(run(engine))
+    with running_engine(folder, **options) as engine:
+        assert asyncio.run(tokens(engine, prompt=LONG_PROMPT)) == first
+
+
+def test_keys_and_values_of_weights_that_were_loaded_on_purpose_are_found_after_a_death(folder):
+    async def run(engine):
+        await engine.sleep(level=2)
+        change_weights(folder)
+        await engine.wake_up()
+        after = await tokens(engine, prompt=LONG_PROMPT)
+        engine.cores.first.supervisor.core.process.kill()
+        assert await tokens(engine, prompt=LONG_PROMPT) == after
+        assert (await engine.core_status())["num_found_blocks"] > 0
+
+    with running_engine(folder) as engine:
         asyncio.run(run(engine))
 
 

@@ -166,7 +166,7 @@ class KeptMemory:
         what they are.
         """
         self._block_size = block_size
-        self._fingerprint = hashlib.sha256(repr([block_size, *map(str, identity)]).encode()).hexdigest()
+        self._fingerprint = self._fingerprint_of(identity)
         header = read_header(self._descriptor, KeptHeader)
         if header is not None and header.fingerprint == self._fingerprint:
             begin, size = header.segments[-1]
@@ -281,10 +281,26 @@ class KeptMemory:
             return None
         return PrefixReader(file, views, beat)
 
-    def abandon_prefix_file(self) -> None:
-        """Empty the prefix cache file, and do not use it again; its blocks may not fit the next weights."""
+    def forget_model(self) -> None:
+        """Let no other core find what `caches` returns from now on, until `identify` says which model computes it.
+
+        The prefix cache file is emptied, and not used again: its blocks may not fit the next weights.
+        """
         if self._prefix_file is not None:
             self._prefix_file.abandon()
+        self._fingerprint, self._file_fingerprint = secrets.token_hex(), ""
+
+    def identify(self, identity: Sequence[object]) -> None:
+        """Note what the caches hold from now on, as for `num_blocks`, after `forget_model`."""
+        self._fingerprint = self._fingerprint_of(identity)
+        if self._header is not None:
+            self._header = msgspec.structs.replace(
+                self._header, fingerprint=self._fingerprint, file_fingerprint=self._file_fingerprint
+            )
+            write_header(self._descriptor, self._header)
+
+    def _fingerprint_of(self, identity: Sequence[object]) -> str:
+        return hashlib.sha256(repr([self._block_size, *map(str, identity)]).encode()).hexdigest()
 
     def _stop_mapping(self) -> None:
         early, self._early = self._early, None

@@ -16,6 +16,7 @@ from vllm_mp.core.models import PreparedStep
 from vllm_mp.core.models.attention_layer import bind_attention
 from vllm_mp.core.models.loader import load_model
 from vllm_mp.core.weights.code_digest import code_digest
+from vllm_mp.core.weights.digest import model_digest
 from vllm_mp.core.worker.cuda_graphs import (
     Capture,
     CaptureError,
@@ -179,22 +180,23 @@ class ModelMemory:
         """Return how many blocks an earlier core has left for a model with this digest; 0 if there are none to use."""
         if self.kept is None:
             return 0
-        return self.kept.num_blocks(
-            self._config.cache_config.block_size,
-            [
-                __version__,
-                digest,
-                self._dtype,
-                self._cache_dtype,
-                self._config.model_config.quantization,
-                self._config.model_config.batch_invariant,
-                self._config.model_config.max_model_len,  # on which the rotation of some models depends
-                self.attention.name,
-                _code_of(self._device),
-                self.model.kv_shapes,
-                (self._group.rank, self._group.size, *self._stage),
-            ],
-        )
+        return self.kept.num_blocks(self._config.cache_config.block_size, self._cache_identity(digest))
+
+    def _cache_identity(self, digest: ModelDigest) -> list[object]:
+        """Return all that decides what the KV cache of a model with this digest holds."""
+        return [
+            __version__,
+            digest,
+            self._dtype,
+            self._cache_dtype,
+            self._config.model_config.quantization,
+            self._config.model_config.batch_invariant,
+            self._config.model_config.max_model_len,  # on which the rotation of some models depends
+            self.attention.name,
+            _code_of(self._device),
+            self.model.kv_shapes,
+            (self._group.rank, self._group.size, *self._stage),
+        ]
 
     def empty_kept(self) -> None:
         """Give back what an earlier core has left."""
@@ -218,7 +220,7 @@ class ModelMemory:
 
     def drop_weights(self) -> None:
         if self.kept is not None:
-            self.kept.abandon_prefix_file()  # the files of the model may hold other weights by then
+            self.kept.forget_model()  # the files of the model may hold other weights by then
         self._offloaded, self.prepared, self.model = None, None, _NoModel(self.model.kv_shapes)
         if self._loaded is not None:
             self._loaded.forget()
@@ -231,6 +233,8 @@ class ModelMemory:
         if isinstance(self.model, _NoModel):
             self._progress(0.0)
             self.model = self._load()
+            if self.kept is not None:
+                self.kept.identify(self._cache_identity(model_digest(self._config.model_config)))
         elif self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None

@@ -451,7 +451,7 @@ def test_entry_that_was_written_before_a_reset_is_not_valid_after_it(core):
 def test_abandoned_file_is_empty_and_is_not_written(core):
     core.fill(1, 11)
     core.write()
-    core.kept.abandon_prefix_file()
+    core.kept.forget_model()
     core.fill(2, 12)
     core.write()
     assert os.fstat(core.file).st_size == 0
