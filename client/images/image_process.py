@@ -65,6 +65,8 @@ def _answer_jobs(processor: Any, requests: IO[bytes], answers: IO[bytes]) -> Non
             result = ImageResult(error="it needs too much memory; make it smaller, or change mm_processor_kwargs")
         except ValueError as error:
             result = ImageResult(error=str(error))
+        except Exception as error:  # an end of the process would hold up the images that wait
+            result = ImageResult(error=f"it cannot be processed: {error!r:.300}; use another image")
         _write_frame(answers, result)
 
 

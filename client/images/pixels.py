@@ -15,7 +15,8 @@ _BACKGROUND: Final = (255, 255, 255)
 def open_image(data: bytes) -> "Image.Image":
     """Return the image in a file whose pixels are not decoded yet.
 
-    Raises ValueError for a file in none of `FORMATS`, and for one with more than `MAX_PIXELS` pixels.
+    Raises ValueError for a file in none of `FORMATS`, for one with more than `MAX_PIXELS` pixels, and, with the cause,
+    for one that is damaged.
     """
     import io
 
@@ -30,6 +31,10 @@ def open_image(data: bytes) -> "Image.Image":
         raise ValueError(f"it is no image in the format {', '.join(FORMATS)}; it begins with {start!r}") from None
     except Image.DecompressionBombError:
         raise ValueError(f"it has too many pixels: {TOO_LARGE}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # such as OSError for a header that ends early
+        raise _not_decodable(error) from None
     check_size(*image.size)
     return image
 
@@ -68,7 +73,11 @@ def rgb_of(image: "Image.Image") -> "Image.Image":
     except MemoryError:
         raise
     except Exception as error:  # decoders raise errors of many kinds
-        raise ValueError(f"its pixels cannot be decoded: {str(error) or repr(error):.200}; save it again") from None
+        raise _not_decodable(error) from None
+
+
+def _not_decodable(error: Exception) -> ValueError:
+    return ValueError(f"its pixels cannot be decoded: {str(error) or repr(error):.200}; save it again")
 
 
 def _of_16_bits(image: "Image.Image") -> "Image.Image":

@@ -66,10 +66,11 @@ def test_image_is_turned_as_its_exif_orientation_says():
         (b"not an image", "no image in the format PNG, JPEG"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n", "no image in the format"),
         (file_of(picture(64, 64))[:400], "cannot be decoded: .*truncated"),
+        (file_of(picture(64, 64), "JPEG")[:400], "cannot be decoded: Truncated File Read"),
         (file_of(plain("1", 0, (20_000, 20_000))), "the limit is 67108864 pixels"),
         (file_of(plain("1", 0, (9_000, 9_000))), "9000 x 9000 pixels, the limit is 67108864 pixels"),
     ],
-    ids=["no image", "starts a program", "truncated", "bomb", "too large"],
+    ids=["no image", "starts a program", "truncated", "truncated header", "bomb", "too large"],
 )
 def test_file_that_cannot_be_used_is_refused_with_the_cause(file, said):
     with pytest.raises(ValueError, match=said):

@@ -36,15 +36,17 @@ def test_bad_images_and_options_are_answered_by_name_and_the_process_lives_on(pr
     assert [array.name for array in first.arrays] == ["pixel_values", "pixel_attention_mask"]
     assert first.arrays[0].shape == [1, 5, 3, 32, 32]
     pids = processes.pids
-    unknown, huge, broken = run(
+    unknown, huge, broken, truncated = run(
         processes,
         ImageJob(JOB.data, b'{"crop": true}'),
         ImageJob(JOB.data, b'{"size": {"longest_edge": 100000}}'),
         ImageJob(b"x", b"{}"),
+        ImageJob(file_of(picture(50, 40), "JPEG")[:400], b"{}"),
     )
     assert "unexpected keyword argument 'crop'; correct mm_processor_kwargs" in unknown.error
     assert "the limit is 58720256" in huge.error or "too much memory" in huge.error
     assert "no image in the format" in broken.error
+    assert "its pixels cannot be decoded: Truncated File Read; save it again" in truncated.error
     assert set(pids) <= set(processes.pids)
     assert run(processes, JOB) == [first]
 
