@@ -287,9 +287,13 @@ class EngineCore:
             self._note_state()
 
     def _note_sleep(self, state: SleepState) -> None:
-        """Publish the memory that the core has released, and which weights it has if a wake-up has read them again."""
+        """Publish the memory that the core has released, and which weights it has if a wake-up has read them again.
+
+        What dropped weights have made of images is dropped too.
+        """
         if _has_dropped_weights(state):
             self._note_model(NO_DIGEST)
+            self._handler.drop_embeddings()
         elif _has_dropped_weights(self._suspension.state.sleep):
             self._note_model(model_digest(self._model_config))
         self._suspension.note_sleep(state)

@@ -410,12 +410,14 @@ class PauseChanged(_Message, tag=21):
 class MissingImages(_Message, tag=22):
     """Core to client: the request in `slot` was not added, because the core does not have the images `digests`.
 
-    The client sends these images, and then the request again.
+    The client sends these images, and then the request again. `was_admitted`: the request was live, and the core has
+    removed it, because a sleep has dropped what was made of its images.
     """
 
     incarnation: int
     slot: int
     digests: Annotated[list[ImageDigest], msgspec.Meta(max_length=MAX_IMAGES)]
+    was_admitted: bool = False
 
 
 class ModelChanged(_Message, tag=23):

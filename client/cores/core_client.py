@@ -463,13 +463,14 @@ class EngineCoreClient:
         return msgspec.structs.replace(message, finished=ends)
 
     def _on_missing_images(self, missing: wire.MissingImages) -> None:
-        """Send a request again that the core has not added, after the images that it has lost."""
+        """Send a request again that the core has not added, or has removed, after the images that it has lost."""
         self._sent_images.forget(missing.digests)
         for stream, awaited in self.requests.entries_at((missing.slot,)):
             if awaited.finish is not None or stream.is_over:  # it was aborted, of which the core reports no end
                 self.requests.free_unsent(awaited)
-                continue
-            if not self._sent_images.may_send_again(stream, awaited.index, stream.is_replay):
+            elif missing.was_admitted:
+                self._replay(stream, awaited)
+            elif not self._sent_images.may_send_again(stream, awaited.index, stream.is_replay):
                 why = "the core has no memory for its images; raise mm_processor_cache_gb, or give fewer images"
                 self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {why}"))
                 self.requests.free_unsent(awaited)

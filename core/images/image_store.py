@@ -27,6 +27,7 @@ class StoredImage:
         "_keys",
         "_tiles",
         "_token_bytes",
+        "digest",
         "error",
         "num_bytes",
         "num_tokens",
@@ -38,6 +39,7 @@ class StoredImage:
 
         `error`: nothing is made of it, because its arrays are wrong.
         """
+        self.digest = image.digest
         self._image: ProcessedImage | None = None if error else image
         num_tiles = shape.num_tiles
         self._tiles: list[Tensor | None] = [None] * num_tiles
@@ -93,6 +95,11 @@ class StoredImage:
         if all(each is not None for each in self._tiles):
             self.keys(0, self.num_tokens)
             self._image = None
+
+    def drop_embeddings(self) -> bool:
+        """Forget the embeddings; return whether others can be made, because the arrays are there."""
+        self._tiles = [None] * len(self._tiles)
+        return self._image is not None
 
     def embeddings(self, first: int, last: int) -> "list[Tensor]":
         """Return the embeddings [first, last) of the image, in parts [n, hidden_size] on the host.

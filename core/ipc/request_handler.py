@@ -210,6 +210,18 @@ class RequestHandler:
         for client in self._clients.numbers():
             self._send_to(client, wire.ModelChanged(self._incarnation, model))
 
+    def drop_embeddings(self) -> None:
+        """Forget the embeddings of images, because the next weights may make others, and the images with them.
+
+        A live request that needs an image whose arrays are gone is removed; its client sends both again.
+        """
+        if self.images is None:
+            return
+        self.images.clear()
+        for request, digests in self._running_scheduler().drop_embeddings():
+            message = wire.MissingImages(self._incarnation, request.slot, digests, was_admitted=True)
+            self._send_to(request.client, message)
+
     def send_ends(self, ends: list[tuple[int, wire.Finished]]) -> None:
         """Send (client, end) of requests that have ended outside of a step to their clients."""
         for client, own in by_client(ends).items():

@@ -58,6 +58,7 @@ from vllm_mp.core.scheduler.waiting.memory_quota import MemoryQuota
 from vllm_mp.core.scheduler.waiting.waiting_queue import WaitingQueue
 from vllm_mp.core.structured_output.compiler import NotCompiledError
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError
+from vllm_mp.requests.images import ImageDigest
 from vllm_mp.wire import Finished
 
 _READ_S: Final = 0.005
@@ -199,6 +200,20 @@ class Scheduler:
         """End every live request; return (client, end) of each."""
         ends = [(client, self.abort(client, slot)) for client, slot in list(self._requests)]
         return [(client, end) for client, end in ends if end is not None]
+
+    def drop_embeddings(self) -> list[tuple[Request, list[ImageDigest]]]:
+        """Forget the embeddings of all images; no request may be running.
+
+        End the requests whose images cannot be encoded again here, because their arrays are gone. Return each with the
+        digests of these images.
+        """
+        ended = []
+        for request in list(self._requests.values()):
+            images = [] if request.images is None else request.images.images
+            if missing := [image.digest for image in images if not image.drop_embeddings()]:
+                self.abort(*request.key)
+                ended.append((request, missing))
+        return ended
 
     def fail_adapter(self, adapter: CachedAdapter, why: str) -> list[tuple[int, Finished]]:
         """End the requests whose adapter cannot be loaded, with an error; return (client, end) of each."""

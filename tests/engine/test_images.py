@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from support.image_models import (
     CROPPED,
     GRID,
@@ -151,6 +152,51 @@ def test_kill_of_the_core_loses_nothing(served):
     assert status["restarts"] == 1
     assert status["num_recomputed_tokens"] <= 16 * len(killed)
     assert [each.outputs[0].token_ids for each in killed] == [each.outputs[0].token_ids for each in undisturbed]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_images_are_encoded_with_the_weights_that_a_wake_up_has_read(tmp_path, level):
+    """A live request goes on, too, and its next token is chosen by the new weights alone."""
+    served = Served("smolvlm", tmp_path)
+    text, images = served.prompts[0]
+    args = dataclasses.replace(served.args, fault_injection="slow@step=*,seconds=0.02")
+
+    async def run():
+        async with await AsyncLLM.start(args) as llm:
+            before = await answer(llm, text, images)
+            running = asyncio.create_task(answer(llm, text, images, max_tokens=100))
+            waiting = asyncio.create_task(answer(llm, text, images, max_tokens=1))
+            await waiting  # so that the other one has begun
+            await llm.sleep(level=level, mode="keep")
+            await llm.wake_up()
+            same = (await running).outputs[0].token_ids
+            running = asyncio.create_task(answer(llm, text, images, max_tokens=100))
+            await answer(llm, text, images, max_tokens=1)
+            await llm.sleep(level=level, mode="keep")
+            change_vision_weights(tmp_path)
+            await llm.wake_up()
+            return before, await answer(llm, text, images), same, (await running).outputs[0].token_ids
+
+    async def fresh(prompt_token_ids):
+        async with await AsyncLLM.start(args) as llm:
+            return await answer(llm, text, images)
+
+    before, after, same, live = asyncio.run(run())
+    assert same[:12] == before.outputs[0].token_ids
+    assert len(same) == len(live) == 100
+    expected = before if level == 1 else asyncio.run(fresh(after.prompt_token_ids))
+    assert after.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert (live == same) == (level == 1)
+
+
+def change_vision_weights(folder):
+    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(9)
+    tensors = {
+        name: tensor + 0.3 * torch.randn(tensor.shape, generator=generator) if "vision" in name else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, folder / "new", {"format": "pt"})
+    (folder / "new").replace(path)
 
 
 def test_without_images_the_vision_tower_is_not_loaded(served):

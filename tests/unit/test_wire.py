@@ -54,7 +54,7 @@ CORE_MESSAGES = [
     wire.Reply(1, 2, error="no", needs_operator=True),
     wire.PauseChanged(1, True),
     wire.Mark(3, 2**63 - 1),
-    wire.MissingImages(3, 5, [bytes(32)]),
+    wire.MissingImages(3, 5, [bytes(32)], was_admitted=True),
     wire.ModelChanged(3, wire.ModelDigest("weights", "config", "tokenizer")),
 ]
 

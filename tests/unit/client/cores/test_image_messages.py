@@ -126,6 +126,18 @@ def test_core_that_has_lost_an_image_gets_it_and_the_request_again(cores):
     assert not stream.is_over
 
 
+def test_live_request_that_the_core_has_removed_for_its_images_goes_on(cores):
+    stream = cores.add("a", CAT)
+    cores.give_token(0)
+    cores.take()
+    for _ in range(20):  # more often than a core may lack room for the images of a request
+        cores.on_message(wire.MissingImages(0, 0, [CAT.digest], was_admitted=True))
+        [_, again] = cores.sent
+        assert (again.slot, again.output, again.is_replay) == (0, wire.pack_ids([5]), True)
+        assert cores.take() == [1, "a"]
+    assert not stream.is_over
+
+
 def test_request_that_was_aborted_is_not_sent_again_and_its_slot_is_free(cores):
     cores.add("a", CAT)
     cores.client.abort("a")
