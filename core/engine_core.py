@@ -38,6 +38,7 @@ from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
 from vllm_mp.core.structured_output.trial_compilation import TrialCompilation
 from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core.weights.digest import model_digest
+from vllm_mp.core.worker.image_encodings import NoMemoryForImageError
 from vllm_mp.core.worker.memory.sleep import Sleep
 from vllm_mp.core.worker.model_runner import ModelRunner
 from vllm_mp.core.worker.profiler import Profiler
@@ -377,9 +378,14 @@ class EngineCore:
         if (begun := self._scheduler.next_tile()) is None:
             return
         number = self._outside.begin([begun.request.task])
-        if encodings.advance(begun.image, begun.tile, seconds):
-            waiting.note_encoded(begun)
-        self._outside.end(number)  # not after an error, which ends the core: then the page names the request
+        try:
+            if encodings.advance(begun.image, begun.tile, seconds):
+                waiting.note_encoded(begun)
+        except NoMemoryForImageError as error:
+            logger.warning("no memory to encode an image: %s", error)
+            why = f"the core has no memory to encode an image ({error}); give a smaller image, or send it later"
+            self._handler.send_ends(self._scheduler.fail_image(begun.image, why))
+        self._outside.end(number)  # not after another error, which ends the core: then the page names the request
         self._encoding_pace.note_slice()
         self._note_state()
 

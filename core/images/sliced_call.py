@@ -49,7 +49,10 @@ class SlicedCall(Generic[_T]):
         if self._error is not None or self._result:
             self._thread.join()
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its frames refer to what the function has computed, and to this object
         return self._result
 
     def stop(self) -> None:

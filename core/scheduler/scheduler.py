@@ -32,6 +32,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from vllm_mp.config import SchedulerConfig, SpeculativeConfig
+from vllm_mp.core.images.image_store import StoredImage
 from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
@@ -222,6 +223,13 @@ class Scheduler:
             for request in [self._requests[key] for key in adapter.requests]
         ]
 
+    def fail_image(self, image: StoredImage, why: str) -> list[tuple[int, Finished]]:
+        """End the requests that wait for an image that cannot be encoded, as `fail_adapter` does."""
+        return [
+            (request.client, self._end(request, Ending(request.num_output_tokens, "error", error=why)))
+            for request in self.waiting.images.requests_with(image)
+        ]
+
     def note_compiled(self, keys: Iterable[RequestKey], grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
         """Let the requests run that wait for `grammar`, or end them if it could not be compiled.
 
@@ -248,7 +256,7 @@ class Scheduler:
     def next_tile(self) -> BegunTile | None:
         """Return the tile of an image of which to encode the next slice; None if there is none now.
 
-        When the tile is encoded, `waiting.note_encoded` must be called.
+        When the tile is encoded, `waiting.note_encoded` must be called, and if it cannot be, `fail_image`.
         """
         return self.waiting.images.next() if self.has_work else None
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 
+import torch
 from torch import Tensor
 
 from vllm_mp.core.images.encoder import ImageEncoder
@@ -10,6 +11,14 @@ from vllm_mp.core.images.sliced_call import SlicedCall
 
 Tile = tuple[StoredImage, int]
 """An image, and the index of one of its tiles."""
+
+
+_LACKS = ("can't allocate memory", "can't start new thread")
+"""Parts of the messages of plain RuntimeErrors that say that the host lacks memory."""
+
+
+class NoMemoryForImageError(Exception):
+    """There is no memory in which to encode an image."""
 
 
 class ImageEncodings:
@@ -26,8 +35,20 @@ class ImageEncodings:
     def advance(self, image: StoredImage, tile: int, seconds: float) -> bool:
         """Encode a tile for about `seconds` more; return whether it has been encoded, and `image` has its embeddings.
 
-        Where an encoding cannot pause, it is always encoded.
+        Where an encoding cannot pause, it is always encoded. Raises NoMemoryForImageError if host or device have no
+        memory for it; then nothing is left of the encoding.
         """
+        try:
+            return self._advance(image, tile, seconds)
+        except (MemoryError, RuntimeError) as error:
+            if not _lacks_memory(error):
+                raise
+            self._calls.pop((image, tile), None)
+            why = f"{str(error).strip() or repr(error):.200}"
+        # Outside of `except`, because the error's frames refer to what the encoding has computed.
+        raise NoMemoryForImageError(why)
+
+    def _advance(self, image: StoredImage, tile: int, seconds: float) -> bool:
         if not self._encoder.may_pause:
             self._note_end(image, tile, self._encoder.encode(image.processed, tile, tile + 1, self.beat))
             return True
@@ -56,3 +77,10 @@ class ImageEncodings:
     def _note_end(self, image: StoredImage, tile: int, embeddings: Tensor) -> None:
         self.num_encoded += 1
         image.note_encoded(tile, embeddings.cpu())
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Return whether `error` says that memory is missing, and not that a device has failed."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(part in str(error) for part in _LACKS)

@@ -314,6 +314,24 @@ def test_streams_go_on_while_an_image_is_encoded_and_its_request_can_be_cancelle
     assert output.outputs[0].token_ids == served.expected(output.prompt_token_ids, images, 12)
 
 
+def test_image_for_which_the_core_has_no_memory_fails_its_request_alone(tmp_path):
+    served = Served("qwen2_vl", tmp_path)
+    args = dataclasses.replace(served.args, fault_injection="slow@step=*,seconds=0.02;oom@image,once")
+    text, images = served.prompts[0]
+
+    async def run():
+        async with await AsyncLLM.start(args) as llm:
+            running = asyncio.create_task(answer(llm, "No image at all", [], max_tokens=100))
+            with pytest.raises(EngineGenerateError, match=r"no memory to encode an image .*; give a smaller image"):
+                await answer(llm, text, images)
+            return await answer(llm, text, images), await running, await llm.core_status()
+
+    again, running, status = asyncio.run(run())
+    assert status["restarts"] == 0
+    assert again.outputs[0].token_ids == served.expected(again.prompt_token_ids, images, 12)
+    assert running.outputs[0].token_ids == served.expected(running.prompt_token_ids, [], 100)
+
+
 def test_core_that_dies_while_it_encodes_an_image_fails_its_request_alone(tmp_path):
     served = Served("qwen2_vl", tmp_path)
     args = dataclasses.replace(served.args, fault_injection="slow@step=*,seconds=0.02;segv@image", max_core_restarts=6)

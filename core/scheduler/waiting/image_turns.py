@@ -65,6 +65,10 @@ class ImageTurns:
         """Return the waiting requests."""
         return self._turns.requests()
 
+    def requests_with(self, image: StoredImage) -> list[Request]:
+        """Return the waiting requests that name an image."""
+        return list(self._requests_of.get(image, {}).values())
+
     def add(self, request: Request, first_token: int) -> None:
         """Let a request wait for the images of its tokens from `first_token` on, one of which is not encoded."""
         assert request.images is not None
@@ -104,8 +108,7 @@ class ImageTurns:
     def note_encoded(self, tile: BegunTile) -> list[Request]:
         """Note that the embeddings of a tile are there; remove and return the requests that need no more."""
         self._begun.remove(tile)
-        requests = list(self._requests_of.get(tile.image, {}).values())
-        ready = [request for request in requests if self._find_missing_tile(request) is None]
+        ready = [request for request in self.requests_with(tile.image) if self._find_missing_tile(request) is None]
         for request in ready:
             self.remove(request)
         return ready

@@ -1,6 +1,7 @@
 """Images are encoded in slices, with the embeddings that they have if they are encoded at once."""
 
 import threading
+import weakref
 from types import MethodType
 
 import pytest
@@ -11,7 +12,7 @@ from vllm_mp.core.images import chunks
 from vllm_mp.core.images.encoder import ImageEncoder
 from vllm_mp.core.images.image_store import StoredImage
 from vllm_mp.core.images.sliced_call import SlicedCall
-from vllm_mp.core.worker.image_encodings import ImageEncodings
+from vllm_mp.core.worker.image_encodings import ImageEncodings, NoMemoryForImageError
 from vllm_mp.testing.image_models import image_arrays, save_image_model
 
 
@@ -85,12 +86,46 @@ def test_encoding_that_is_given_up_ends_its_thread_and_can_begin_again(encoder, 
 
 def test_error_of_an_encoding_is_raised_in_the_thread_of_the_core(encoder, small_chunks):
     def fail():
-        raise MemoryError("no memory left")
+        raise RuntimeError("CUDA error: unspecified launch failure")
 
     encodings = ImageEncodings(encoder, fail)
-    with pytest.raises(MemoryError, match="no memory left"):
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
         encodings.advance(store(encoder, 1), 0, seconds=1e9)
     assert not threads()
+
+
+@pytest.mark.parametrize("may_pause", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no memory left"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_encoding_without_memory_leaves_nothing_and_others_go_on(encoder, small_chunks, monkeypatch, error, may_pause):
+    class Computed:
+        pass
+
+    computed, num_beats = [], 0
+
+    def fail():
+        nonlocal num_beats
+        num_beats += 1
+        if num_beats == 3:
+            of_this_frame = Computed()
+            computed.append(weakref.ref(of_this_frame))
+            raise error.with_traceback(None)
+
+    monkeypatch.setattr(ImageEncoder, "may_pause", may_pause)
+    encodings, image = ImageEncodings(encoder, fail), store(encoder, 1)
+    with pytest.raises(NoMemoryForImageError, match=str(error)):
+        encodings.advance(image, 0, seconds=1e9)
+    error.__traceback__ = None  # the parameter keeps the error
+    assert [each() for each in computed] == [None]
+    assert not threads()
+    assert encodings.advance(image, 0, seconds=1e9), "the next attempt begins again"
 
 
 def test_sliced_call_stops_at_the_first_pause_point_after_its_time():
