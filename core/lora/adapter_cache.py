@@ -192,7 +192,8 @@ class AdapterCache:
 
         Its result is False if the adapter was listed before. With `load_inplace`, the folder is read in any case, and
         new requests use what it holds now; requests that have begun keep the former weights. The future holds a
-        RuntimeError if the folder cannot be used; then nothing has changed.
+        RuntimeError if the folder cannot be used; then nothing has changed. Loads go on side by side, and what counts
+        in the end is the latest call of `add` or `remove` for an id.
 
         Raises ValueError for arguments that cannot work, and if the id belongs to another name or path, unless
         `load_inplace` is true.
@@ -223,11 +224,18 @@ class AdapterCache:
         return done
 
     def remove(self, number: int) -> bool:
-        """Forget an adapter; return False if it is not known. Requests that use it run to their ends."""
-        adapter = self._known.get(number) if isinstance(number, int) else None
-        if adapter is None or not self._is_listed(adapter):
+        """Forget an adapter, also one that calls of `add` still load; return False if there is none.
+
+        Requests that use it run to their ends.
+        """
+        known = self._known.get(number) if isinstance(number, int) else None
+        removed = [adapter for adapter in self._calls if adapter.id == number and adapter.is_current]
+        if not removed and (known is None or not self._is_listed(known)):
             return False
-        self._retire(adapter)
+        if known is not None and known not in removed:
+            removed.append(known)
+        for adapter in removed:
+            self._retire(adapter)
         self._publish()
         return True
 
@@ -314,9 +322,10 @@ class AdapterCache:
         is_replacement = adapter in self._replacements
         self._replacements.discard(adapter)
         if error is None and adapter.digest and adapter.digest != loaded.digest:
-            error = ValueError(
-                "its files have changed since it was first loaded; call add_lora with load_inplace=True to use them"
-            )
+            remedy = "send the request again"
+            if adapter.is_current:
+                remedy = "call add_lora with load_inplace=True to use them"
+            error = ValueError(f"its files have changed since it was first loaded; {remedy}")
         if error is not None:
             is_known = self._known.get(adapter.id) is adapter  # another may have replaced it meanwhile
             if is_known and not adapter.digest and not adapter.is_added:
@@ -324,7 +333,10 @@ class AdapterCache:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             return f"{adapter} cannot be loaded: {reason}"
         adapter.weights, adapter.digest = loaded.weights, loaded.digest
-        if is_replacement:
+        if is_replacement and adapter.is_current:
+            for other in [other for other in self._replacements if other.id == adapter.id]:
+                if other.number < adapter.number:  # of an earlier call
+                    self._retire(other)
             former = self._known.get(adapter.id)
             if former is not None:
                 if (former.digest, former.name, former.path) == (adapter.digest, adapter.name, adapter.path):
@@ -334,7 +346,7 @@ class AdapterCache:
                 self._retire(former)
             self._known[adapter.id] = adapter
         self._in_memory[adapter] = None
-        if adapter in self._calls:
+        if adapter in self._calls and adapter.is_current:
             adapter.is_added = True
         if not adapter.is_current and not adapter.requests:
             self._drop(adapter)

@@ -46,6 +46,12 @@ class Known:
             failures += [why for _, why in self.cache.take_loaded()]
         return failures
 
+    def take_until(self, done):
+        """Take the loads that end until the call `done` is answered."""
+        while not done.done():
+            assert select.select([self.cache.fd], [], [], 30)[0], "a load ends"
+            self.cache.take_loaded()
+
     def add(self, number, path=None, load_inplace=False, name=None):
         done = self.cache.add(name or f"adapter {number}", number, path or f"/{number}", load_inplace)
         self.settle()
@@ -313,6 +319,20 @@ def test_successor_keeps_the_weights_of_requests_whose_adapter_was_replaced_or_r
         assert known.find(1, may_open=False).path == "/other", "new requests use the current adapter"
 
 
+def test_request_of_a_replaced_adapter_whose_files_have_changed_must_be_sent_again():
+    known = Known()
+    known.add(1)
+    known.find(1).requests[0, 0] = "a live request"
+    known.disk.contents["/1"] = "new"
+    known.add(1, load_inplace=True)
+    successor = Known()
+    successor.disk.contents["/1"] = "new"
+    successor.cache.restore(known.notes[-1])
+    successor.cache.load(successor.find(1, digest="digest of /1"))
+    [why] = successor.settle()
+    assert "its files have changed since it was first loaded; send the request again" in why
+
+
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_requests_come_back_to_an_adapter_that_was_replaced_or_removed_right_after_the_death(is_replaced):
     known = Known()
@@ -353,9 +373,7 @@ def test_failed_load_does_not_forget_the_adapter_that_was_loaded_in_its_place():
     known.disk.fails["/slow"] = OSError("no such folder")
     first = known.cache.add("adapter 1", 1, "/slow", False)
     second = known.cache.add("adapter 1", 1, "/1", True)
-    while not second.done():
-        assert select.select([known.cache.fd], [], [], 30)[0]
-        known.cache.take_loaded()
+    known.take_until(second)
     known.disk.waits["/slow"].set()
     [why] = known.settle()
     assert "no such folder" in why
@@ -444,17 +462,41 @@ def test_record_names_everything_that_a_successor_needs():
     assert successor.cache.find(lora(2), may_open=True).number != number
 
 
-def test_latest_of_two_loads_in_place_at_the_same_time_counts():
+@pytest.mark.parametrize("slow", ["/first", "/second"])
+@pytest.mark.parametrize("former", ["/1", "/second"])
+def test_latest_of_two_loads_in_place_at_the_same_time_counts(slow, former):
     known = Known(max_in_memory=4)
-    known.add(1)
-    first = known.cache.add("adapter 1", 1, "/first", True)
-    second = known.cache.add("adapter 1", 1, "/second", True)
+    known.add(1, path=former)
+    known.disk.waits[slow] = threading.Event()
+    calls = {path: known.cache.add("adapter 1", 1, path, True) for path in ("/first", "/second")}
+    [quick] = calls.keys() - {slow}
+    known.take_until(calls[quick])
+    known.disk.waits[slow].set()
     known.settle()
-    assert first.result(0)
-    assert second.result(0)
-    assert known.find(1, path=known.told_path).weights == f"weights of {known.told_path}"
-    assert known.told_path in ("/first", "/second")
-    assert len(known.notes[-1]) == 1
+    assert [done.result(0) for done in calls.values()] == [True, True]
+    assert known.told_path == "/second"
+    assert known.find(1, path="/second").weights == "weights of /second"
+    assert known.cache.ids() == [1]
+    assert all(record.path != "/first" for record in known.notes[-1])
+
+
+@pytest.mark.parametrize("load_inplace", [True, False])
+def test_adapter_that_is_removed_during_its_load_is_not_listed_after_it(load_inplace):
+    known = Known(max_in_memory=4)
+    if load_inplace:
+        known.add(1)
+    known.disk.waits["/1"] = threading.Event()
+    done = known.cache.add("adapter 1", 1, "/1", load_inplace)
+    assert known.cache.remove(1)
+    assert not known.cache.remove(1)
+    later = known.cache.add("adapter 1", 1, "/later", False)
+    known.take_until(later)
+    known.disk.waits["/1"].set()
+    assert not known.settle()
+    assert done.result(0)
+    assert known.find(1, path="/later").weights == "weights of /later"
+    assert [record.path for record in known.notes[-1]] == ["/later"]
+    assert list(known.cache._in_memory) == [known.find(1, path="/later")], "what was removed takes no memory"
 
 
 def test_adapters_beyond_what_a_successor_can_be_told_of_are_refused():
