@@ -139,6 +139,28 @@ def test_first_adapter_of_a_server_is_loaded_by_a_request(small_model, adapters)
         asyncio.run(run(engine))
 
 
+def test_load_that_takes_long_holds_up_no_load_and_no_removal_of_another_adapter(small_model, adapters):
+    async def load(server, name, number):
+        body = {"lora_name": name, "lora_path": adapters[number].lora_path}
+        return (await server.post("/v1/load_lora_adapter", json=body)).status_code
+
+    async def run(engine):
+        async with client(engine, allow_runtime_lora_updating=True) as server:
+            slow = asyncio.create_task(load(server, "endless", 1))
+            assert await load(server, "other", 2) == 200
+            assert (await complete(server, "other"))[0] == 200
+            unload = {"lora_name": "other"}
+            assert (await server.post("/v1/unload_lora_adapter", json=unload)).status_code == 200
+            assert not slow.done()
+            slow.cancel()
+            assert await load(server, "third", 3) == 200
+            assert (await complete(server, "third"))[0] == 200
+
+    fault = "hang@adapter,about=endless"
+    with running_engine(small_model, **LORA, served_model_name=MODEL, fault_injection=fault) as engine:
+        asyncio.run(asyncio.wait_for(run(engine), 60))
+
+
 def test_requests_name_no_folder_unless_the_operator_allows_it(engine, adapters):
     async def run():
         async with client(engine) as server:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.requests.lora_request import LoRARequest
@@ -35,8 +36,9 @@ class ServerState:
     """The fields of requests that are ignored."""
     adapters: dict[str, LoRARequest] = field(init=False)
     """The adapters that requests may name as their model, by name."""
-    adapter_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while `adapters` is changed."""
+    last_adapter_id: int = field(init=False, default=0)
+    """The id that an adapter got last for which a request asked."""
+    _adapter_locks: WeakValueDictionary[str, asyncio.Lock] = field(init=False, default_factory=WeakValueDictionary)
     live_ids: Counter[str] = field(default_factory=Counter)
     """The ids of the live requests to this server process, with the number of requests that have each."""
 
@@ -49,6 +51,10 @@ class ServerState:
         self.live_feed = LiveFeed(self.engine, self.admission, self.options.max_body_bytes)
         lora = self.engine.vllm_config.lora_config
         self.adapters = {} if lora is None else {module.lora_name: module for module in lora.lora_modules}
+
+    def adapter_lock(self, name: str) -> asyncio.Lock:
+        """Return the lock to hold while the adapter `name` is loaded or removed, however long that takes."""
+        return self._adapter_locks.setdefault(name, asyncio.Lock())
 
     @contextlib.contextmanager
     def holding_id(self, request_id: str) -> Iterator[None]:

@@ -38,7 +38,7 @@ class AdapterAnswer(msgspec.Struct):
 async def load_adapter(call: Call, body: LoadAdapterBody) -> Response:
     """Load an adapter, which requests may then name as their model."""
     _check_allowed(call)
-    async with call.server.adapter_lock:
+    async with call.server.adapter_lock(body.lora_name):
         await _load(call, body)
     return _answer(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
@@ -53,7 +53,7 @@ async def _load(call: Call, body: LoadAdapterBody) -> None:
             param="lora_name",
         )
     try:
-        number = known.lora_int_id if known else await _free_id(call)
+        number = known.lora_int_id if known else await _new_id(call)
         lora = LoRARequest(body.lora_name, number, body.lora_path, load_inplace=known is not None)
         await call.server.engine.add_lora(lora)
     except (ValueError, TypeError) as error:
@@ -70,7 +70,7 @@ async def _load(call: Call, body: LoadAdapterBody) -> None:
 async def unload_adapter(call: Call, body: UnloadAdapterBody) -> Response:
     """Remove an adapter; requests that use it run to their ends."""
     _check_allowed(call)
-    async with call.server.adapter_lock:
+    async with call.server.adapter_lock(body.lora_name):
         await _unload(call, body)
     return _answer(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -96,10 +96,13 @@ def _check_allowed(call: Call) -> None:
         )
 
 
-async def _free_id(call: Call) -> int:
-    """Return an id that no adapter has."""
-    known = [lora.lora_int_id for lora in call.server.adapters.values()]
-    return max([0, *known, *await call.server.engine.list_loras()]) + 1
+async def _new_id(call: Call) -> int:
+    """Return an id that no adapter has, also none that is being loaded."""
+    server = call.server
+    listed = await server.engine.list_loras()
+    known = [lora.lora_int_id for lora in server.adapters.values()]
+    server.last_adapter_id = max([server.last_adapter_id, *listed, *known]) + 1
+    return server.last_adapter_id
 
 
 def _answer(message: str) -> Response:
