@@ -523,7 +523,6 @@ class AsyncLLM(EngineClient):
         self._inputs.check(params, priority)
         arrival_time = time.time() if arrival_time is None else checked_arrival_time(arrival_time)
         self._engine.admit_request()
-        lora = await self._adapters.prepare(lora_request)
         given = CallerRequest(
             request_id=uuid.uuid4().hex if request_id is None else checked_request_id(request_id),
             prompt=None if isinstance(prompt, _LatePrompt) else prompt,
@@ -532,12 +531,14 @@ class AsyncLLM(EngineClient):
             arrival_time=arrival_time,
             tokenization_kwargs=tokenization_kwargs or {},
             prompt_text=prompt_text,
-            lora=lora,
+            lora=None,
             tenant=checked_tenant(tenant),
         )
         self._engine.requests.reserve(given.request_id)
         try:
             try:
+                lora = await self._adapters.prepare(lora_request)
+                given = given._replace(lora=lora)
                 if isinstance(prompt, _LatePrompt):
                     given = given._replace(prompt=await prompt.make())
                 if isinstance(params, PoolingParams):

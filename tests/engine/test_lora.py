@@ -11,7 +11,7 @@ from support.lora_engines import ADAPTERS, LORA, PROMPT, save_adapters, tokens, 
 
 from vllm_mp import EngineError, EngineGenerateError, LoRARequest, PoolingParams, SamplingParams
 from vllm_mp.testing.adapters import adapter_tensors, save_adapter
-from vllm_mp.testing.engines import answer, greedy, running_engine
+from vllm_mp.testing.engines import answer, greedy, rest, running_engine
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -109,6 +109,32 @@ def test_weights_loaded_in_place_are_used_by_later_requests_and_find_no_cached_p
         assert await tokens(lora, request, PARAMS) == expected[2]
         request.load_inplace = False
         assert await tokens(lora, request, PARAMS, prompt) == await tokens(lora, adapters[2], PARAMS, prompt)
+
+    asyncio.run(run())
+
+
+def test_request_can_be_aborted_while_its_adapter_is_loaded_in_place(lora, own, monkeypatch):
+    add = lora._adapters.add
+    request = own(1, 41)
+    request.load_inplace = True
+
+    async def run():
+        begun, aborted = asyncio.Event(), asyncio.Event()
+
+        async def add_slowly(lora_request):
+            begun.set()
+            await aborted.wait()
+            return await add(lora_request)
+
+        monkeypatch.setattr(lora._adapters, "add", add_slowly)
+        outputs = lora.generate(PROMPT, PARAMS, "loading", lora_request=request)
+        running = asyncio.create_task(rest(outputs))
+        await begun.wait()
+        await lora.abort("loading")
+        aborted.set()
+        completion = await running
+        assert (completion.finish_reason, completion.token_ids) == ("abort", [])
+        assert await lora.remove_lora(41)
 
     asyncio.run(run())
 
