@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_mp.config import ModelConfig
+from vllm_mp.core.structured_output.exact_tokenizer import SpecialTokens, exact_tokenizer
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_store import cache_root
@@ -27,12 +28,6 @@ _SLICES = [
 
 Its own slices have only the lengths 10 and 30, so it looks at most tokens where a string's `maxLength` is near.
 """
-
-
-class _AddedTokens(msgspec.Struct):
-    """The added tokens of a tokenizer.json."""
-
-    added_tokens: list[dict[str, Any]] = []
 
 
 class TokenizerSource(msgspec.Struct, frozen=True):
@@ -59,16 +54,23 @@ class GrammarTokenizer:
     def __init__(self, source: TokenizerSource) -> None:
         self.source = source
         self._lock = threading.Lock()
-        self._llguidance: LLTokenizer | None = None
+        self._loaded: tuple[LLTokenizer, SpecialTokens] | None = None
 
     def llguidance(self) -> "LLTokenizer":
         """Return the tokenizer for llguidance. Raises GrammarError if the model has none that it can use."""
-        with self._lock:
-            if self._llguidance is None:
-                self._llguidance = self._load()
-            return self._llguidance
+        return self._load()[0]
 
-    def _load(self) -> "LLTokenizer":
+    def special_tokens(self) -> SpecialTokens:
+        """Return the special tokens. Raises GrammarError as `llguidance` does."""
+        return self._load()[1]
+
+    def _load(self) -> "tuple[LLTokenizer, SpecialTokens]":
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = self._read()
+            return self._loaded
+
+    def _read(self) -> "tuple[LLTokenizer, SpecialTokens]":
         from llguidance import LLTokenizer
 
         source = self.source
@@ -77,20 +79,25 @@ class GrammarTokenizer:
                 "the model has no end-of-sequence token, without which no structured output ends; set eos_token_id in "
                 "its generation_config.json"
             )
-        text = self._text()
+        content = self._content()
+        eos_token_ids = list(source.eos_token_ids)
         try:
-            return LLTokenizer(text, n_vocab=source.vocab_size, eos_token=list(source.eos_token_ids), slices=_SLICES)
-        except ValueError as error:
+            text, special_tokens = exact_tokenizer(content, eos_token_ids)
+            tokenizer = LLTokenizer(text, n_vocab=source.vocab_size, eos_token=eos_token_ids, slices=_SLICES)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise self._unusable(str(error)) from error
+        return tokenizer, special_tokens
 
-    def _text(self) -> str:
+    def _content(self) -> dict[str, Any]:
         """Return the tokenizer.json of the model, with all added tokens. Raises GrammarError if it has none."""
         folder = Path(self.source.folder)
         try:
             fast_folder = fast_tokenizer_folder(folder, cache_root())
             if fast_folder is None:
                 raise self._unusable("it exists in Python only")
-            return _with_added_tokens((fast_folder / FAST_FILE).read_text(), folder)
+            content = msgspec.json.decode((fast_folder / FAST_FILE).read_bytes(), type=dict[str, Any])
+            _add_tokens(content, folder)
+            return content
         except GrammarError:
             raise
         except (OSError, ValueError) as error:
@@ -103,20 +110,17 @@ class GrammarTokenizer:
         )
 
 
-def _with_added_tokens(text: str, folder: Path) -> str:
-    """Return the tokenizer.json `text` with the tokens that only tokenizer_config.json adds, as in older folders."""
+def _add_tokens(tokenizer: dict[str, Any], folder: Path) -> None:
+    """Add the tokens that only tokenizer_config.json lists, as in older folders, to the content of tokenizer.json."""
     config = read_json(folder / _CONFIG_FILE, dict) or {}
     added = config.get("added_tokens_decoder")
     if not isinstance(added, dict):
-        return text
-    known = {token.get("id") for token in msgspec.json.decode(text, type=_AddedTokens).added_tokens}
+        return
+    tokens = tokenizer.get("added_tokens") or []
+    known = {token.get("id") for token in tokens}
     missing = [
         {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, **token, "id": int(number)}
         for number, token in added.items()
         if int(number) not in known
     ]
-    if not missing:
-        return text
-    tokenizer = msgspec.json.decode(text)
-    tokenizer["added_tokens"] = sorted([*tokenizer.get("added_tokens", []), *missing], key=lambda token: token["id"])
-    return msgspec.json.encode(tokenizer).decode()
+    tokenizer["added_tokens"] = sorted([*tokens, *missing], key=lambda token: token["id"])

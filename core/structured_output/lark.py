@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any
 
+from vllm_mp.core.structured_output.exact_tokenizer import SpecialTokens
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.schema.exact_schema import ExactSchema, has_rounded_numbers
 from vllm_mp.core.structured_output.schema.json_schema import check_held, drop_annotations, drop_unheld
@@ -24,7 +25,7 @@ class Additions:
     """Lines for the log about what is not enforced."""
 
 
-def lark_grammar(constraint: Constraint, added: Additions) -> str:
+def lark_grammar(constraint: Constraint, special_tokens: SpecialTokens, added: Additions) -> str:
     """Return the grammar of a constraint that is no structural tag. Raises GrammarError if it has none."""
     match constraint.kind:
         case "json":
@@ -38,7 +39,7 @@ def lark_grammar(constraint: Constraint, added: Additions) -> str:
             # The choices are one terminal, because a terminal for each would be slower by far.
             return f"start: CHOICE\nCHOICE: {' | '.join(literal(text) for text in _choices(constraint.text))}"
         case "grammar":
-            return ebnf_grammar(constraint.text)
+            return ebnf_grammar(constraint.text, special_tokens)
         case kind:
             raise AssertionError(kind)
 
@@ -98,10 +99,10 @@ def json_rule(schema: Any, constraint: Constraint, added: Additions, *, is_lenie
         return plain_rule(schema)
 
 
-def ebnf_grammar(text: str) -> str:
+def ebnf_grammar(text: str, special_tokens: SpecialTokens) -> str:
     """Return a grammar in the notation of Lark or GBNF in that of Lark. Raises GrammarError if it cannot be read."""
     if _GBNF_RULE.search(text) is None:
-        return text
+        return special_tokens.numbered(text)
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:

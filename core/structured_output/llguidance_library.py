@@ -69,9 +69,9 @@ class LLGuidanceLibrary:
         """Return what `compile` takes. Raises GrammarError if the library cannot hold output to the constraint."""
         added = Additions()
         if constraint.kind == "structural_tag":
-            text = structural_tag_grammar(constraint, self._split, added)
+            text = structural_tag_grammar(constraint, self._tokenizer.special_tokens(), added)
         else:
-            text = lark_grammar(constraint, added)
+            text = lark_grammar(constraint, self._tokenizer.special_tokens(), added)
         if len(text) > _MAX_TEXT:
             raise GrammarError(f"the constraint is too large: its grammar has {len(text)} characters; simplify it")
         return PreparedConstraint(text, tuple(added.notes))
@@ -95,22 +95,6 @@ class LLGuidanceLibrary:
         for note in prepared.notes:
             logger.warning("%s", note)
         return compiled
-
-    def _split(self, text: str) -> list[str | int]:
-        """Split a text at the model's special tokens, which are returned by id."""
-        tokenizer = self._tokenizer.llguidance()
-        pieces: list[str | int] = []
-        plain: list[int] = []
-        for token in [*tokenizer.tokenize_str(text, parse_special=True), -1]:
-            if token >= 0 and not tokenizer.is_special_token(token):
-                plain.append(token)
-                continue
-            if plain:
-                pieces.append(tokenizer.decode_bytes(plain).decode())
-                plain = []
-            if token >= 0:
-                pieces.append(token)
-        return pieces if any(isinstance(piece, int) for piece in pieces) else [text] if text else []
 
 
 def _limits() -> "LLParserLimits":

@@ -6,11 +6,12 @@ otherwise a regular expression before an end tag would consume the tag. Free tex
 or at the first end tag.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from vllm_mp.core.structured_output.exact_tokenizer import SpecialTokens
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.lark import (
     Additions,
@@ -21,9 +22,6 @@ from vllm_mp.core.structured_output.lark import (
     regex_terminal,
 )
 from vllm_mp.requests.structured_outputs import MAX_NESTING, Constraint
-
-SplitText = Callable[[str], list[str | int]]
-"""Splits a text at the model's special tokens, which are returned by id."""
 
 
 class _Part(NamedTuple):
@@ -37,10 +35,10 @@ class FormatError(GrammarError):
     """A format is not valid, or llguidance cannot express it; the message begins with its path."""
 
 
-def structural_tag_grammar(constraint: Constraint, split: SplitText, added: Additions) -> str:
+def structural_tag_grammar(constraint: Constraint, special_tokens: SpecialTokens, added: Additions) -> str:
     """Return the grammar of a structural tag. Raises GrammarError, with the path in the tag, if it has none."""
     tag = parse_json("the structural tag", constraint.text)
-    builder = _Builder(constraint, split, added)
+    builder = _Builder(constraint, special_tokens, added)
     try:
         if isinstance(tag, dict) and "structures" in tag:
             start = builder.build(_current_form(tag), "structures", ())
@@ -77,9 +75,9 @@ def _current_form(tag: dict[str, Any]) -> dict[str, Any]:
 class _Builder:
     """Collects the rules of a grammar."""
 
-    def __init__(self, constraint: Constraint, split: SplitText, added: Additions) -> None:
+    def __init__(self, constraint: Constraint, special_tokens: SpecialTokens, added: Additions) -> None:
         self._constraint = constraint
-        self._split = split
+        self._special_tokens = special_tokens
         self._added = added
         self._rules = added.rules
         self._side_grammars: list[dict[str, str]] = []
@@ -142,7 +140,7 @@ class _Builder:
 
     def _build_grammar(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
         name = f"grammar{len(self._side_grammars)}"
-        text = ebnf_grammar(_string_of(format, "grammar", path))
+        text = ebnf_grammar(_string_of(format, "grammar", path), self._special_tokens)
         self._side_grammars.append({"name": name, "lark_grammar": text})
         return [_Part(f"@{name}", False), *self._ends(ends)]
 
@@ -273,7 +271,7 @@ class _Builder:
         if not ends:
             return terminal
         alternatives = []
-        for pieces in map(self._split, ends):
+        for pieces in map(self._special_tokens.split, ends):
             # Free text cannot contain special tokens, so it stops before one by itself. Before ordinary text the
             # terminal must be lazy, or it would consume that text.
             if not pieces or isinstance(pieces[0], int):
@@ -288,12 +286,12 @@ class _Builder:
         return [self._alternatives([self._text(end) for end in ends])] if ends else []
 
     def _text(self, text: str) -> list[_Part]:
-        return [_piece(piece) for piece in self._split(text)]
+        return [_piece(piece) for piece in self._special_tokens.split(text)]
 
     def _token(self, token: Any, path: str) -> _Part:
         if isinstance(token, int) and token >= 0:
             return _Part(f"<[{token}]>", False)
-        pieces = self._split(token) if isinstance(token, str) else []
+        pieces = self._special_tokens.split(token) if isinstance(token, str) else []
         if len(pieces) != 1 or not isinstance(pieces[0], int):
             raise FormatError(f"{path} must name a special token, got {token!r}")
         return _piece(pieces[0])

@@ -1,9 +1,11 @@
 """Following a compiled grammar along a text."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from vllm_mp.core.structured_output.grammar import Grammar, GrammarError, Matcher
 from vllm_mp.core.structured_output.grammar_tokenizer import GrammarTokenizer, TokenizerSource
@@ -17,11 +19,15 @@ class Library:
 
     source: TokenizerSource
     library: LLGuidanceLibrary
-    tokenizer: Any
+    grammar_tokenizer: GrammarTokenizer
 
     @classmethod
     def load(cls, source: TokenizerSource) -> "Library":
-        return cls(source, LLGuidanceLibrary(source), GrammarTokenizer(source).llguidance())
+        return cls(source, LLGuidanceLibrary(source), GrammarTokenizer(source))
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.grammar_tokenizer.llguidance()
 
     @property
     def eos(self) -> int:
@@ -39,7 +45,20 @@ class Library:
         raise AssertionError(f"{constraint} is accepted")
 
     def tokens(self, text: str) -> list[int]:
-        return self.tokenizer.tokenize_str(text, parse_special=True)
+        """Return the tokens of `text`, the special tokens in it included."""
+        pieces = self.grammar_tokenizer.special_tokens().split(text)
+        tokens = [[piece] if isinstance(piece, int) else self.tokenizer.tokenize_str(piece) for piece in pieces]
+        return list(itertools.chain.from_iterable(tokens))
+
+    def spelled(self, constraint: Constraint) -> str:
+        """Return the text that a constraint with a single text forces, as the model's tokenizer decodes it."""
+        matcher = self.compile(constraint).matcher()
+        backend = Tokenizer.from_file(f"{self.source.folder}/tokenizer.json")
+        tokens: list[int] = []
+        while allowed := self.allowed(matcher) - {*self.source.eos_token_ids}:
+            tokens.append(min(allowed))
+            matcher.accept(tokens[-1:])
+        return backend.decode(tokens, skip_special_tokens=True)
 
     def allowed(self, matcher: Matcher) -> set[int]:
         """Return the tokens that a matcher's mask allows."""

@@ -3,10 +3,17 @@
 import json
 
 import pytest
-from support.tiny_tokenizers import byte_level
+from support.grammar_library import Library
+from support.tiny_tokenizers import byte_fallback, byte_level
+from tokenizers import decoders
 
+from vllm_mp.core.structured_output.exact_tokenizer import SpecialTokens
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.grammar_tokenizer import GrammarTokenizer, TokenizerSource
+from vllm_mp.requests.structured_outputs import Constraint
+
+SPACES = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+"""The decoder of SentencePiece's vocabularies, without the removal of a text's first space."""
 
 
 @pytest.fixture
@@ -21,20 +28,60 @@ def load(folder, vocab_size=1000, eos_token_ids=(5,)):
     return GrammarTokenizer(TokenizerSource(str(folder), vocab_size, list(eos_token_ids)))
 
 
+def saved_library(folder, backend):
+    """Return the library for a tokenizer whose end-of-sequence token is "</s>"."""
+    backend.save(str(folder / "tokenizer.json"))
+    return Library.load(TokenizerSource(str(folder), backend.get_vocab_size(), [backend.token_to_id("</s>")]))
+
+
 def test_vocabulary_has_the_size_of_the_model(folder):
     tokenizer = load(folder).llguidance()
     assert tokenizer.vocab_size == 1000
     assert tokenizer.eos_tokens == [5]
-    [end] = tokenizer.tokenize_str("<end>", parse_special=True)
+
+
+def test_special_tokens_are_split_off_and_never_part_of_a_text(folder):
+    loaded = load(folder)
+    before, end, after = loaded.special_tokens().split("a<end>b")
+    assert (before, after) == ("a", "b")
+    tokenizer = loaded.llguidance()
     assert tokenizer.is_special_token(end)
+    tokens = tokenizer.tokenize_str("a<end>b")
+    assert end not in tokens
+    assert tokenizer.decode_str(tokens) == "a<end>b"
 
 
 def test_tokens_that_only_the_tokenizer_config_adds_are_known(folder):
-    number = load(folder).llguidance().tokenize_str("<end>", parse_special=True)[0] + 1
-    added = {str(number): {"content": "<call>", "special": True}}
+    [end] = load(folder).special_tokens().split("<end>")
+    added = {str(end + 1): {"content": "<call>", "special": True}}
     (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
-    tokenizer = load(folder, eos_token_ids=[number]).llguidance()
-    assert tokenizer.tokenize_str("<call>", parse_special=True) == [number]
+    loaded = load(folder, eos_token_ids=[end + 1])
+    assert loaded.special_tokens().split("<call><end>") == [end + 1, end]
+    assert loaded.llguidance().is_special_token(end + 1)
+
+
+def test_a_special_token_may_begin_with_another():
+    special_tokens = SpecialTokens({"<a>": 1, "<a><b>": 2})
+    assert special_tokens.split("x<a><b><a>") == ["x", 2, 1]
+    assert SpecialTokens({}).split("x") == ["x"]
+
+
+def test_names_of_special_tokens_in_a_lark_grammar_become_ids():
+    special_tokens = SpecialTokens({"<a>": 1})
+    text = 'start: <a> "<a>" /<a>\\/<a>/ <[7]> // <a>\n# <a>\n'
+    assert special_tokens.numbered(text) == text.replace("<a>", "<[1]>", 1)
+    with pytest.raises(GrammarError, match=r"no special token '<b>'; use one of <a>, <\[5\]> for token 5"):
+        special_tokens.numbered("start: <b>")
+
+
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback])
+def test_constants_may_contain_the_text_of_a_special_token(tmp_path, kind):
+    backend = kind()
+    backend.add_special_tokens(["</s>", "<s>", "quick"])
+    backend.decoder = decoders.ByteLevel() if kind is byte_level else SPACES
+    text = "the quick</s><s> fox"
+    library = saved_library(tmp_path, backend)
+    assert library.spelled(Constraint("choice", json.dumps([text]))) == text
 
 
 def test_a_folder_without_tokenizer_is_refused_with_the_remedy(tmp_path):

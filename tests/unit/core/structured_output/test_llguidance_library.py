@@ -99,6 +99,27 @@ def test_forced_tokens_are_allowed_one_after_the_other(library):
     assert len(text) > 6
 
 
+@pytest.mark.parametrize(
+    ("kind", "form", "text"),
+    [
+        ("json", '{"const":{"<|im_start|>":"<|im_end|>"}}', '{"<|im_start|>":"<|im_end|>"}'),
+        ("choice", '["see <|im_end|> here"]', "see <|im_end|> here"),
+        ("regex", r"a<\|im_start\|>b", "a<|im_start|>b"),
+        ("grammar", 'root ::= "a<|im_end|>b"', "a<|im_end|>b"),
+    ],
+)
+def test_the_text_of_a_special_token_is_spelled_with_ordinary_tokens(library, kind, form, text):
+    assert library.spelled(Constraint(kind, form, any_whitespace=False)) == text
+
+
+def test_a_lark_grammar_may_name_special_tokens(library):
+    matcher = library.compile(Constraint("grammar", 'start: "a" <|im_start|> "<|im_start|>"')).matcher()
+    matcher.accept(library.tokens("a"))
+    assert [library.allowed(matcher)] == [set(library.tokens("<|im_start|>"))]
+    matcher.accept(library.tokens("<|im_start|>"))
+    assert library.allowed(matcher).isdisjoint(library.tokens("<|im_start|>"))
+
+
 def test_matcher_rebuilt_from_tokens_goes_on_as_the_first(library):
     grammar = library.compile(Constraint("json", PERSON))
     tokens = library.tokens('{"name": "Zoé", "age": 13, "children": [{"name": "Bo", "age": 7}]}')
@@ -186,6 +207,7 @@ def test_a_grammar_that_reaches_a_limit_fails_alone(library, num_rows, may_use_t
         (Constraint("regex", "(a"), "unclosed group"),
         (Constraint("grammar", "root ::= foo"), "foo"),
         (Constraint("grammar", "start: foo"), "foo"),
+        (Constraint("grammar", "start: <no>"), r"no special token '<no>'; use one of .*<\|im_start\|>"),
         (Constraint("choice", "[]"), "list of strings"),
     ],
     ids=lambda value: value.text if isinstance(value, Constraint) else "",

@@ -1,0 +1,95 @@
+"""The model's tokenizer, changed so that its tokens spell a text exactly, and its special tokens apart from it.
+
+llguidance turns each text that a constraint forces into tokens. The text must come back from them as it is: a part that
+reads like a special token must be spelled with ordinary tokens, and no character may be added, removed or replaced.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from vllm_mp.core.structured_output.grammar import GrammarError
+
+_LARK_PART = re.compile(
+    r"""
+    "(?:\\.|[^"\\\n])*"        # a string
+    | (?:\#|//)[^\n]*          # a comment
+    | /(?:\\.|[^/\\\n])+/      # a regular expression
+    | (?P<name><[^<>\s]+>)     # a special token
+    """,
+    re.VERBOSE,
+)
+_MAX_NAMED = 20
+"""Maximum number of special tokens in an error."""
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, which a structural tag or a Lark grammar may name."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        """`ids`: the token ids by the texts of the tokens."""
+        self._ids = ids
+        # A text that begins with another one comes first, because the first alternative that matches is taken.
+        texts = sorted(ids, key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+
+    def split(self, text: str) -> list[str | int]:
+        """Split a text at the special tokens, which are returned by id."""
+        pieces = self._pattern.split(text) if self._pattern else [text]
+        return [self._ids.get(piece, piece) for piece in pieces if piece]
+
+    def numbered(self, lark: str) -> str:
+        """Return a grammar in Lark's notation with the ids of special tokens in place of their names.
+
+        Raises GrammarError for a name that no special token has.
+        """
+        return _LARK_PART.sub(self._numbered_part, lark)
+
+    def _numbered_part(self, match: re.Match[str]) -> str:
+        name = match["name"]
+        if name is None or name.startswith("<["):
+            return match[0]
+        if name not in self._ids:
+            texts = [text for text in self._ids if text.startswith("<")][:_MAX_NAMED]
+            known = ", ".join([*texts, "<[5]> for token 5"])
+            raise GrammarError(f"the model has no special token {name!r}; use one of {known}")
+        return f"<[{self._ids[name]}]>"
+
+
+def exact_tokenizer(tokenizer: dict[str, Any], eos_token_ids: Collection[int]) -> tuple[str, SpecialTokens]:
+    """Return a tokenizer.json whose tokens spell a text exactly, and the special tokens of `tokenizer`.
+
+    `tokenizer` is the content of a tokenizer.json; it is changed. The end-of-sequence tokens count as special.
+    """
+    names = {}
+    ids = {}
+    for token in tokenizer.get("added_tokens") or []:
+        if token.get("special") or token["id"] in eos_token_ids:
+            # Unicode reserves this character for use within a program.
+            name = f"\U0010ffff{token['id']}\U0010ffff"
+            ids[token["content"]] = token["id"]
+            names[token["content"]] = name
+            token |= {"content": name, "special": True, "normalized": False}
+    _rename(tokenizer["model"], names)
+    return msgspec.json.encode(tokenizer).decode(), SpecialTokens(ids)
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Rename tokens in the vocabulary of a tokenizer's model."""
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(piece, piece): number for piece, number in vocab.items()}
+    elif isinstance(vocab, list):
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if merges := model.get("merges"):
+        model["merges"] = [merge for merge in merges if names.keys().isdisjoint(_pieces(merge))]
+
+
+def _pieces(merge: str | list[str]) -> tuple[str, str, str]:
+    """Return the two pieces that a merge joins, and the joined piece."""
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left, right, left + right
