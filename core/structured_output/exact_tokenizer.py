@@ -61,19 +61,54 @@ class SpecialTokens:
 def exact_tokenizer(tokenizer: dict[str, Any], eos_token_ids: Collection[int]) -> tuple[str, SpecialTokens]:
     """Return a tokenizer.json whose tokens spell a text exactly, and the special tokens of `tokenizer`.
 
-    `tokenizer` is the content of a tokenizer.json; it is changed. The end-of-sequence tokens count as special.
+    `tokenizer` is the content of a tokenizer.json; it is changed. The end-of-sequence tokens count as special, and so
+    do added tokens such as <tool_call>: models are trained to mark parts of an answer with these, whole.
     """
     names = {}
     ids = {}
     for token in tokenizer.get("added_tokens") or []:
-        if token.get("special") or token["id"] in eos_token_ids:
+        token |= {"lstrip": False, "rstrip": False}
+        if _is_special(token) or token["id"] in eos_token_ids:
             # Unicode reserves this character for use within a program.
             name = f"\U0010ffff{token['id']}\U0010ffff"
             ids[token["content"]] = token["id"]
             names[token["content"]] = name
             token |= {"content": name, "special": True, "normalized": False}
     _rename(tokenizer["model"], names)
+    tokenizer |= {
+        "normalizer": _spaces_only(tokenizer.get("normalizer")),
+        "pre_tokenizer": _without_first_space(tokenizer.get("pre_tokenizer")),
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
     return msgspec.json.encode(tokenizer).decode(), SpecialTokens(ids)
+
+
+def _is_special(token: dict[str, Any]) -> bool:
+    text = token["content"]
+    return bool(token.get("special")) or (text.startswith("<") and text.endswith(">"))
+
+
+def _spaces_only(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the parts of a normalizer that write a space as the vocabulary has it, as in SentencePiece's."""
+    parts = [normalizer, *normalizer.get("normalizers", [])] if normalizer else []
+    kept = [part for part in parts if part["type"] == "Replace" and part["pattern"].get("String") == " "]
+    return {"type": "Sequence", "normalizers": kept} if kept else None
+
+
+def _without_first_space(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a pre-tokenizer that adds no space before a text."""
+    if pre_tokenizer is None:
+        return None
+    changed = dict(pre_tokenizer)
+    if "add_prefix_space" in changed:
+        changed["add_prefix_space"] = False
+    if "prepend_scheme" in changed:
+        changed["prepend_scheme"] = "never"
+    if "pretokenizers" in changed:
+        changed["pretokenizers"] = [_without_first_space(part) for part in changed["pretokenizers"]]
+    return changed
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:

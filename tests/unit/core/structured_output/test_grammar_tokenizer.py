@@ -5,7 +5,7 @@ import json
 import pytest
 from support.grammar_library import Library
 from support.tiny_tokenizers import byte_fallback, byte_level
-from tokenizers import decoders
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 
 from vllm_mp.core.structured_output.exact_tokenizer import SpecialTokens
 from vllm_mp.core.structured_output.grammar import GrammarError
@@ -82,6 +82,66 @@ def test_constants_may_contain_the_text_of_a_special_token(tmp_path, kind):
     text = "the quick</s><s> fox"
     library = saved_library(tmp_path, backend)
     assert library.spelled(Constraint("choice", json.dumps([text]))) == text
+
+
+def test_added_tokens_between_angle_brackets_are_special(tmp_path):
+    backend = byte_level()
+    backend.add_special_tokens(["</s>"])
+    backend.add_tokens([AddedToken("<call>", lstrip=True, normalized=False)])
+    call = backend.token_to_id("<call>")
+    library = saved_library(tmp_path, backend)
+    assert library.grammar_tokenizer.special_tokens().split("a <call>") == ["a ", call]
+    assert library.spelled(Constraint("choice", '["a <call> b"]')) == "a <call> b"
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [normalizers.NFC(), normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])],
+    ids=["NFC", "NFKC and lower case"],
+)
+def test_constants_are_spelled_as_they_are_whatever_the_tokenizer_normalizes(tmp_path, normalizer):
+    backend = byte_level(normalizer)
+    backend.add_special_tokens(["</s>"])
+    library = saved_library(tmp_path, backend)
+    text = "Cafe\u0301 \u2126 \ufb01"
+    assert library.spelled(Constraint("json", json.dumps({"const": text}))) == f'"{text}"'
+
+
+def prefix_space():
+    backend = byte_level()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=True)])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def metaspace():
+    backend = byte_fallback()
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = SPACES
+    return backend
+
+
+def replaced_spaces():
+    backend = byte_fallback()
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), backend.normalizer])
+    backend.decoder = SPACES
+    return backend
+
+
+def truncating():
+    backend = byte_level()
+    backend.enable_truncation(2)
+    return backend
+
+
+@pytest.mark.parametrize("backend", [prefix_space, metaspace, replaced_spaces, truncating])
+def test_nothing_is_added_to_constants_or_cut_off(tmp_path, backend):
+    backend = backend()
+    backend.add_special_tokens(["</s>"])
+    library = saved_library(tmp_path, backend)
+    for text in ("the  quick\nbrown foxe\u0301", " the"):
+        assert library.spelled(Constraint("choice", json.dumps([text]))) == text
 
 
 def test_a_folder_without_tokenizer_is_refused_with_the_remedy(tmp_path):
