@@ -75,13 +75,8 @@ def exact_tokenizer(tokenizer: dict[str, Any], eos_token_ids: Collection[int]) -
             names[token["content"]] = name
             token |= {"content": name, "special": True, "normalized": False}
     _rename(tokenizer["model"], names)
-    tokenizer |= {
-        "normalizer": _spaces_only(tokenizer.get("normalizer")),
-        "pre_tokenizer": _without_first_space(tokenizer.get("pre_tokenizer")),
-        "post_processor": None,
-        "truncation": None,
-        "padding": None,
-    }
+    tokenizer["normalizer"] = _spaces_only(tokenizer.get("normalizer"))
+    tokenizer["pre_tokenizer"] = _without_first_space(tokenizer.get("pre_tokenizer"))
     return msgspec.json.encode(tokenizer).decode(), SpecialTokens(ids)
 
 
@@ -104,8 +99,6 @@ def _without_first_space(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any]
     changed = dict(pre_tokenizer)
     if "add_prefix_space" in changed:
         changed["add_prefix_space"] = False
-    if "prepend_scheme" in changed:
-        changed["prepend_scheme"] = "never"
     if "pretokenizers" in changed:
         changed["pretokenizers"] = [_without_first_space(part) for part in changed["pretokenizers"]]
     return changed

@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 from vllm_mp.core.structured_output.exact_tokenizer import SpecialTokens
+from vllm_mp.core.structured_output.gbnf import gbnf_to_lark, is_gbnf
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.schema.exact_schema import ExactSchema, has_rounded_numbers
 from vllm_mp.core.structured_output.schema.json_schema import check_held, drop_annotations, drop_unheld
 from vllm_mp.requests.structured_outputs import Constraint
 
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _WHITESPACE = r" |( ?(\r?\n){1,2}[ \t]{0,32})"
 """The whitespace between the parts of JSON. Without a bound, a model may write whitespace until its tokens run out."""
 
@@ -100,15 +100,11 @@ def json_rule(schema: Any, constraint: Constraint, added: Additions, *, is_lenie
 
 
 def ebnf_grammar(text: str, special_tokens: SpecialTokens) -> str:
-    """Return a grammar in the notation of Lark or GBNF in that of Lark. Raises GrammarError if it cannot be read."""
-    if _GBNF_RULE.search(text) is None:
-        return special_tokens.numbered(text)
-    from llguidance.gbnf_to_lark import gbnf_to_lark
+    """Return a grammar in the notation of Lark or GBNF in that of Lark, in which special tokens are ids.
 
-    try:
-        return gbnf_to_lark(text)
-    except Exception as error:  # the library raises this class
-        raise GrammarError(f"the grammar cannot be read as GBNF: {error or type(error).__name__}") from error
+    Raises GrammarError if it cannot be read.
+    """
+    return gbnf_to_lark(text) if is_gbnf(text) else special_tokens.numbered(text)
 
 
 def parse_json(name: str, text: str | bool) -> Any:

@@ -140,7 +140,12 @@ class _Builder:
 
     def _build_grammar(self, format: dict[str, Any], path: str, ends: Sequence[str]) -> list[_Part]:
         name = f"grammar{len(self._side_grammars)}"
-        text = ebnf_grammar(_string_of(format, "grammar", path), self._special_tokens)
+        try:
+            text = ebnf_grammar(_string_of(format, "grammar", path), self._special_tokens)
+        except FormatError:
+            raise
+        except GrammarError as error:
+            raise FormatError(f"{path}.grammar: {error}") from None
         self._side_grammars.append({"name": name, "lark_grammar": text})
         return [_Part(f"@{name}", False), *self._ends(ends)]
 

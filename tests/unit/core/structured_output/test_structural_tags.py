@@ -162,6 +162,10 @@ def test_schema_that_is_lenient_is_held_as_far_as_a_grammar_can(library):
         ({"format": TRIGGERED | {"triggers": ["x"]}}, "format.tags[0].begin must start with exactly one trigger"),
         ({"format": {"type": "tag", "begin": "a", "content": const("b")}}, "format.end must be a text or a list"),
         ({"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "at #/format/json_schema/not: "),
+        (
+            {"format": {"type": "grammar", "grammar": "root ::= a"}},
+            "format.grammar: the grammar cannot be read as GBNF",
+        ),
         ({"structures": [], "triggers": ["a"]}, "structures must be a list that is not empty"),
     ],
 )
