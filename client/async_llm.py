@@ -307,6 +307,7 @@ class AsyncLLM(EngineClient):
         outputs carry. `prompt_text` is what outputs repeat as the prompt, in place of the prompt's own text; an adapter
         in its place, where callers of older versions of vLLM give it, is the `lora_request`. `lora_request` names the
         LoRA adapter that answers, which is loaded if need be; None: the base model.
+        `tokenization_kwargs` are as in `LLM`.
 
         `arrival_time`, in seconds of `time.time()`, is by default the time of this call. Requests of this client that
         wait with the same priority run in its order; it has no effect on other clients.

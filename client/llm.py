@@ -15,6 +15,7 @@ from vllm_mp.client.blocking.llm_engine import LLMEngine
 from vllm_mp.client.blocking.progress_bar import UseTqdm
 from vllm_mp.client.blocking.prompt_batch import BatchRequest
 from vllm_mp.client.blocking.scores import class_output, pair_prompts, score_output, similarity, with_task
+from vllm_mp.client.engine.tokenization_options import with_truncation
 from vllm_mp.client.prompts.prompt import PromptType
 from vllm_mp.client.threads.loop_thread import LoopThread
 from vllm_mp.config.engine_args import AsyncEngineArgs, EngineArgs
@@ -77,8 +78,10 @@ class LLM:
     The arguments that methods share: `prompts` is a prompt (str, token ids, dict) or an iterable of prompts. The
     parameters, `lora_request` and `priority` are the same for all prompts, or lists with an entry for each. `use_tqdm`
     shows a progress bar if stderr is a terminal; a callable, such as `functools.partial(tqdm, leave=False)`, makes one
-    in any case. `tokenization_kwargs` go to the tokenizer. Lists of different lengths and parameters of a wrong type
-    raise ValueError or TypeError before anything runs.
+    in any case. `tokenization_kwargs` go to the tokenizer, except `truncate_prompt_tokens`, which overrides the field
+    of the parameters, and `truncation_side`, "left" or "right": the end from which tokens are taken away. Lists of
+    different lengths, parameters of a wrong type and unknown `tokenization_kwargs` raise ValueError or TypeError before
+    anything runs.
     """
 
     def __init__(
@@ -221,12 +224,14 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput | RequestFailure]:
         """Return a vector for each prompt: its embedding, or with a classification model its classes.
 
         `pooling_task` is "embed" or "classify" and overrides this. Raises BatchDeadError if the core is gone for good.
         """
         params = with_task(pooling_params, pooling_task)
+        tokenization_kwargs = with_truncation(tokenization_kwargs, truncate_prompt_tokens)
         inputs = self._batches.inputs(prompts_of(prompts), params, lora_request, None)
         requests = self._batches.requests(self.async_llm.encode, inputs, tokenization_kwargs=tokenization_kwargs)
         return self._batches.run(requests, inputs.total, use_tqdm)
@@ -240,6 +245,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput | RequestFailure]:
         """Return the embedding of each prompt."""
         return self.encode(
@@ -249,6 +255,7 @@ class LLM:
             lora_request=lora_request,
             pooling_task="embed",
             tokenization_kwargs=tokenization_kwargs,
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
 
     @accepts_unserved("LLM.classify", CALL_ARGUMENTS)
@@ -260,6 +267,7 @@ class LLM:
         use_tqdm: UseTqdm = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[ClassificationRequestOutput | RequestFailure]:
         """Return the probability of each class for each prompt. Raises ValueError if the model has no classes."""
         if not self.model_config.architecture.num_classes:
@@ -271,6 +279,7 @@ class LLM:
             lora_request=lora_request,
             pooling_task="classify",
             tokenization_kwargs=tokenization_kwargs,
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
         return [output if isinstance(output, RequestFailure) else class_output(output) for output in outputs]
 
@@ -286,6 +295,7 @@ class LLM:
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput | RequestFailure]:
         """Return the score of each pair of a text of `data_1` and the text of `data_2` with the same index.
 
@@ -295,6 +305,7 @@ class LLM:
         several classes.
         """
         check_unserved(chat_template=chat_template)
+        tokenization_kwargs = with_truncation(tokenization_kwargs, truncate_prompt_tokens)
         left, right = list(prompts_of(data_1)), list(prompts_of(data_2))
         if len(left) not in (1, len(right)):
             raise ValueError(f"data_1 must have 1 text or as many as data_2, {len(right)}, got {len(left)}")

@@ -10,6 +10,7 @@ from vllm_mp.client.blocking.progress_bar import ProgressBar, UseTqdm
 from vllm_mp.client.blocking.prompt_batch import Batch, BatchRequest, Output
 from vllm_mp.client.engine.adapters import checked_adapter
 from vllm_mp.client.engine.input_processor import check_priority
+from vllm_mp.client.engine.tokenization_options import tokenization_options
 from vllm_mp.client.threads.loop_thread import LoopThread
 from vllm_mp.config import VllmConfig
 from vllm_mp.outputs import RequestFailure
@@ -55,7 +56,11 @@ class BatchRunner:
     def requests(
         self, call: Callable[..., AsyncGenerator[Output, None]], inputs: BatchInputs, **arguments: Any
     ) -> Iterator[BatchRequest[Output]]:
-        """Yield a request for each of `inputs`: a call of `call`, a method of `AsyncLLM`, with further `arguments`."""
+        """Yield a request for each of `inputs`: a call of `call`, a method of `AsyncLLM`, with further `arguments`.
+
+        Raises what `tokenization_options` raises for `tokenization_kwargs` among them.
+        """
+        tokenization_options(arguments.get("tokenization_kwargs"))
         for each in inputs:
             request_id = next(self._request_ids)
             start = functools.partial(

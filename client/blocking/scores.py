@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from vllm_mp.client.engine.tokenization_options import tokenization_options
 from vllm_mp.config import ModelConfig
 from vllm_mp.outputs import (
     ClassificationOutput,
@@ -66,7 +67,11 @@ def pair_prompts(
     Raises TypeError unless all are str.
     """
     has_types = getattr(config.architecture, "num_token_types", 0) > 1
-    options = {"return_token_type_ids": has_types, **(tokenization_kwargs or {})}
+    given = tokenization_options(tokenization_kwargs)
+    if given.truncation_side == "left":
+        raise ValueError("truncation_side must be 'right' for pairs of texts, got 'left'")
+    params = given.truncated(params)
+    options = {"return_token_type_ids": has_types, **given.of_tokenizer}
     if params.truncate_prompt_tokens is not None:
         limit = params.truncate_prompt_tokens
         options |= {"truncation": True, "max_length": config.max_model_len if limit == -1 else limit}

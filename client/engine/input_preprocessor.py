@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_mp.arguments.unserved_arguments import check_unserved
 from vllm_mp.client.engine.adapters import checked_adapter
+from vllm_mp.client.engine.tokenization_options import tokenization_options
 from vllm_mp.client.prompts.prompt import ParsedPrompt, PromptType, TokensPrompt, TooManyTokensError, parse_prompt
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 from vllm_mp.config import VllmConfig
@@ -30,16 +31,17 @@ class InputPreprocessor:
     ) -> TokensPrompt:
         """Return the token ids of `prompt`, with its text and `cache_salt` if it has them; the caller's thread works.
 
-        `tokenization_kwargs` are as in `generate`. Adapters use the model's tokenizer, so a `lora_request` changes
-        nothing. Raises ValueError or TypeError for a prompt that no request can have and for a `lora_request` without
-        LoRA, and NotImplementedError for parts of a prompt that are not served.
+        `tokenization_kwargs` are as in `generate`, without `truncate_prompt_tokens`. Adapters use the model's
+        tokenizer, so a `lora_request` changes nothing. Raises ValueError or TypeError for a prompt that no request can
+        have and for a `lora_request` without LoRA, and NotImplementedError for parts of a prompt that are not served.
         """
         check_unserved(prompt_adapter_request=prompt_adapter_request)
+        options = _options(tokenization_kwargs)
         with self._limit_errors():
             parsed = self._parse(prompt, lora_request)
             token_ids = parsed.token_ids
             if token_ids is None:
-                token_ids = self._tokenizer().ids_now(parsed.text or "", tokenization_kwargs or {}, self._max_tokens)
+                token_ids = self._tokenizer().ids_now(parsed.text or "", options, self._max_tokens)
             return _tokens_prompt(parsed, token_ids)
 
     async def preprocess_async(
@@ -52,11 +54,12 @@ class InputPreprocessor:
     ) -> TokensPrompt:
         """Do what `preprocess` does, beside the event loop."""
         check_unserved(prompt_adapter_request=prompt_adapter_request)
+        options = _options(tokenization_kwargs)
         with self._limit_errors():
             parsed = self._parse(prompt, lora_request)
             token_ids = parsed.token_ids
             if token_ids is None:
-                token_ids = await self._tokenizer().ids(parsed.text or "", tokenization_kwargs or {}, self._max_tokens)
+                token_ids = await self._tokenizer().ids(parsed.text or "", options, self._max_tokens)
             return _tokens_prompt(parsed, token_ids)
 
     @property
@@ -84,6 +87,17 @@ class InputPreprocessor:
             yield
         except TooManyTokensError as error:
             raise pooling_prompt_too_long(error.size, self._config.model_config) from None
+
+
+def _options(tokenization_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of the tokenizer. Raises ValueError for a truncation, which depends on the parameters."""
+    options = tokenization_options(tokenization_kwargs)
+    if options.truncate_prompt_tokens is not None:
+        raise ValueError(
+            f"truncate_prompt_tokens={options.truncate_prompt_tokens!r:.100} is for generate() and encode(): give it "
+            "there, or give truncation=True and max_length here"
+        )
+    return options.of_tokenizer
 
 
 def _tokens_prompt(parsed: ParsedPrompt, token_ids: list[int]) -> TokensPrompt:

@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm_mp import wire
 from vllm_mp.client.engine.prompt_images import PromptImages
+from vllm_mp.client.engine.tokenization_options import tokenization_options
 from vllm_mp.client.images.placement import cut
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.detokenizer import IncrementalDetokenizer, token_texts
@@ -80,7 +81,8 @@ class InputProcessor:
         Raises what `AsyncLLM.generate` raises for a request that cannot run.
         """
         defaults = self._config.model_config.default_sampling_params
-        params = SamplingParams(**defaults) if params is None else params.clone()
+        options = tokenization_options(given.tokenization_kwargs)
+        params = options.truncated(SamplingParams(**defaults) if params is None else params.clone())
         seed_is_drawn = params.seed is None
         if params.seed is None:
             # The client draws it, so that another core can continue the request. It does so before it awaits anything,
@@ -100,7 +102,7 @@ class InputProcessor:
                     dict(parsed.mm_processor_kwargs),
                     text,
                     token_ids,
-                    given.tokenization_kwargs,
+                    options.of_tokenizer,
                     max_tokens,
                     cache_salt,
                 )
@@ -111,12 +113,16 @@ class InputProcessor:
                 packed_embeds = await pack_prompt_embeds(embeds, limit, max_tokens, params, model)
                 token_ids = [0] * packed_embeds.num_tokens
             elif token_ids is None:
-                token_ids = await self._tokenize(text, given.tokenization_kwargs, max_tokens)
+                token_ids = await self._tokenize(text, options.of_tokenizer, max_tokens)
         except TooManyTokensError as error:
             raise generation_prompt_too_long(error.size, self._config.model_config) from None
         if embeds is None and not placed:
             self._images.check_without_images(token_ids)
-        if limit is not None:
+        if limit is not None and options.truncation_side == "right":
+            if parsed.images or embeds is not None:
+                raise ValueError("truncation_side must be 'left' for a prompt with images or embeddings, got 'right'")
+            token_ids = token_ids[:limit]
+        elif limit is not None:
             placed = cut(placed, max(0, len(token_ids) - limit))
             token_ids = token_ids[-limit:]
         bad_words = await self._spell_bad_words(params.bad_words or [])
@@ -194,7 +200,8 @@ class InputProcessor:
 
         Raises what `AsyncLLM.encode` raises for a request that cannot run.
         """
-        params = msgspec.structs.replace(params)
+        options = tokenization_options(given.tokenization_kwargs)
+        params = options.truncated(msgspec.structs.replace(params))
         limit = params.truncate_prompt_tokens
         if limit == -1:
             limit = self._config.model_config.max_model_len
@@ -206,14 +213,17 @@ class InputProcessor:
                 raise ValueError("vectors are made of text: leave multi_modal_data out, or call generate()")
             if embeds is not None:
                 raise ValueError("prompt_embeds makes text, not vectors: call generate(), or give text or token ids")
-            if token_ids is not None:
-                token_ids = token_ids[:limit]
-            elif limit is None:
-                token_ids = await self._tokenize(text, given.tokenization_kwargs, max_tokens)
-            else:
+            keeps_end = limit is not None and options.truncation_side == "left"
+            if token_ids is None and (limit is None or keeps_end):
+                token_ids = await self._tokenize(text, options.of_tokenizer, max_tokens)
+            elif token_ids is None:
                 # The tokenizer truncates, because it knows which tokens must stand at the ends.
-                options = {**given.tokenization_kwargs, "truncation": True, "max_length": limit}
-                token_ids = await self._tokenize(text, options)
+                truncating = {**options.of_tokenizer, "truncation": True, "max_length": limit}
+                token_ids = await self._tokenize(text, truncating)
+            elif not keeps_end:
+                token_ids = token_ids[:limit]
+            if limit is not None and keeps_end:
+                token_ids = token_ids[-limit:]
         except TooManyTokensError as error:
             raise pooling_prompt_too_long(error.size, self._config.model_config) from None
         if limit is not None and len(token_ids) > limit:

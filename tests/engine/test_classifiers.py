@@ -94,6 +94,9 @@ def test_cross_encoder_scores_pairs_as_transformers_does(num_ranks, minilm, tmp_
         assert late[0].outputs.score == pytest.approx(expected[0], abs=TOLERANCE)
         cut = llm.score(QUESTION, ["milk " * 100], pooling_params=PoolingParams(truncate_prompt_tokens=-1))
         assert len(cut[0].prompt_token_ids) == 64
+        (shorter,) = llm.score(QUESTION, TEXTS[0], truncate_prompt_tokens=12)
+        assert len(shorter.prompt_token_ids) == 12
+        assert len(llm.classify(QUESTION, truncate_prompt_tokens=4)[0].prompt_token_ids) == 4
         (classes,) = llm.classify(QUESTION)
         assert (classes.outputs.num_classes, 0 < classes.outputs.probs[0] < 1) == (1, True)
         assert len(llm.embed(QUESTION)[0].outputs.embedding) == 48

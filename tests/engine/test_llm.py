@@ -134,6 +134,18 @@ def test_prompt_that_fails_is_reported_in_its_place_and_harms_no_other(small_llm
         ({"priority": [0, 1]}, ValueError, "priority=1 needs an engine with scheduling_policy='priority'"),
         ({"lora_request": LoRARequest("a", 1, "/a")}, ValueError, "LoRA is not enabled"),
         ({"lora_request": [None, "a"]}, TypeError, "lora_request must be a LoRARequest, got str"),
+        (
+            {"tokenization_kwargs": {"truncate_prompt_token": 4}},
+            TypeError,
+            "has no option 'truncate_prompt_token'; did you mean `truncate_prompt_tokens`.*; it takes",
+        ),
+        ({"tokenization_kwargs": {"pad_prompt_tokens": 9}}, NotImplementedError, "pad_prompt_tokens=9 is not served"),
+        (
+            {"tokenization_kwargs": {"do_lower_case": True}},
+            NotImplementedError,
+            r"do_lower_case=True .* call lower\(\)",
+        ),
+        ({"tokenization_kwargs": {"truncation_side": "top"}}, ValueError, "truncation_side must be .*, got 'top'"),
         ({"mm_processor_kwargs": [1]}, TypeError, "mm_processor_kwargs must be a dict"),
         ({"mm_processor_kwargs": {"device": "cuda"}}, ValueError, "must not hold 'device', which the engine sets"),
     ],
@@ -265,6 +277,32 @@ def test_embeddings_and_their_similarities(small_llm):
         small_llm.classify(PROMPTS)
     with pytest.raises(ValueError, match="task must be 'embed' or None for this call"):
         small_llm.embed(PROMPTS, pooling_params=PoolingParams(task="classify"))
+
+
+def test_prompts_are_truncated_at_the_side_that_the_call_names(small_llm):
+    text, ids = PROMPTS[0], small_llm.get_tokenizer()(PROMPTS[0]).input_ids
+
+    def kept(call, prompt, *args, **options):
+        (output,) = call(prompt, *args, use_tqdm=False, tokenization_kwargs=options)
+        return output.prompt_token_ids
+
+    for prompt in (text, ids):
+        for side, expected in ((None, ids[-3:]), ("left", ids[-3:]), ("right", ids[:3])):
+            options = {"truncate_prompt_tokens": 3, "truncation_side": side}
+            assert kept(small_llm.generate, prompt, GREEDY, **options) == expected
+        for side, expected in ((None, ids[:3]), ("left", ids[-3:]), ("right", ids[:3])):
+            options = {"truncate_prompt_tokens": 3, "truncation_side": side}
+            assert kept(small_llm.embed, prompt, **options) == expected
+    context = small_llm.model_config.max_model_len
+    assert len(kept(small_llm.embed, "word " * context, truncate_prompt_tokens=-1)) == context
+    assert len(kept(small_llm.generate, "word " * context, GREEDY, truncate_prompt_tokens=-1)) == context - 6
+    for outputs in (
+        small_llm.embed(text, truncate_prompt_tokens=3),
+        small_llm.encode(text, PoolingParams(truncate_prompt_tokens=9), truncate_prompt_tokens=3),
+    ):
+        assert outputs[0].prompt_token_ids == ids[:3]
+    (score,) = small_llm.score(text, text, truncate_prompt_tokens=3)
+    assert score.prompt_token_ids == ids[:3] * 2
 
 
 def test_operations_of_the_engine_are_calls_that_block(small_llm):

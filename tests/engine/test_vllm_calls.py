@@ -248,6 +248,8 @@ def test_input_preprocessor_makes_a_prompt_that_has_the_token_ids_of_generate(ll
             preprocessor.preprocess(PROMPT, None, LoRARequest("mine", 1, "/adapters/mine"))
         with pytest.raises(NotImplementedError, match="'multimodal'"):
             preprocessor.preprocess({"type": "multimodal", "prompt_token_ids": [1]})
+        with pytest.raises(ValueError, match=r"truncate_prompt_tokens=2 is for generate\(\) and encode\(\)"):
+            preprocessor.preprocess(PROMPT, {"truncate_prompt_tokens": 2})
 
     asyncio.run(run())
 

@@ -389,6 +389,13 @@ POOLING_ARGUMENTS: dict[str, Unserved] = {
 PARAMETER_TABLES = {"SamplingParams": SAMPLING_ARGUMENTS, "PoolingParams": POOLING_ARGUMENTS}
 """The table for each class of parameters."""
 
+TOKENIZATION_ARGUMENTS: dict[str, Unserved] = {
+    **_refused("call lower() on the text", do_lower_case=False),
+    **_refused("a step computes prompts of different lengths without padding", pad_prompt_tokens=None),
+    **_harmless("outputs have the text of the prompt", needs_detokenization=False),
+}
+"""vLLM's `tokenization_kwargs` that are not served."""
+
 _NO_REASONING = "no reasoning parser runs in this engine"
 CALL_ARGUMENTS: dict[str, Unserved] = {
     **_refused("pairs of texts are scored without a template", chat_template=None),

@@ -11,7 +11,13 @@ import pytest
 
 from vllm_mp import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, LoRARequest, PoolingParams, SamplingParams
 from vllm_mp.arguments import unserved_arguments
-from vllm_mp.arguments.unserved_table import CALL_ARGUMENTS, ENGINE_ARGUMENTS, POOLING_ARGUMENTS, SAMPLING_ARGUMENTS
+from vllm_mp.arguments.unserved_table import (
+    CALL_ARGUMENTS,
+    ENGINE_ARGUMENTS,
+    POOLING_ARGUMENTS,
+    SAMPLING_ARGUMENTS,
+    TOKENIZATION_ARGUMENTS,
+)
 
 ENGINE_NAMES = """
 model model_weights served_model_name tokenizer hf_config_path runner convert skip_tokenizer_init enable_prompt_embeds
@@ -232,7 +238,9 @@ def rows_of(table):
     ]
 
 
-@pytest.mark.parametrize("table", [ENGINE_ARGUMENTS, SAMPLING_ARGUMENTS, POOLING_ARGUMENTS, CALL_ARGUMENTS])
+@pytest.mark.parametrize(
+    "table", [ENGINE_ARGUMENTS, SAMPLING_ARGUMENTS, POOLING_ARGUMENTS, CALL_ARGUMENTS, TOKENIZATION_ARGUMENTS]
+)
 def test_page_lists_every_argument_with_what_happens(table):
     page = PAGE.read_text()
     assert [row for row in rows_of(table) if row not in page] == []
