@@ -180,6 +180,7 @@ class Completion:
                 [],
                 None if logprobs is None else logprobs.sum,
                 None,
+                None,
                 reason,
                 stop_reason,
                 None,

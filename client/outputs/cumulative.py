@@ -56,6 +56,8 @@ class CumulativeOutput(CompletionOutput, gc=False):
     _all_logprobs: list[LogprobsOnePosition] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self._all_token_ids, tuple):
+            return  # `dataclasses.replace` gives the values
         # `__getattr__` is asked for fields without a value.
         del self.text
         del self.token_ids

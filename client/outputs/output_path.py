@@ -92,6 +92,7 @@ def _load_compiled() -> OutputPath | None:
             ByteText,
             RequestMetrics,
             RequestOutput,
+            RequestOutput.__struct_fields__,
             CompletionOutput,
         )
     except (AttributeError, TypeError) as error:

@@ -390,10 +390,10 @@ class GenerationStream(RequestStream):
             self.request_id,
             self.prompt,
             self.prompt_token_ids,
+            None if prompt_logprobs is None else prompt_logprobs.made,
             outputs,
             finished,
-            None if prompt_logprobs is None else prompt_logprobs.made,
             self._metrics,
-            self.num_cached_tokens,
             lora,
+            num_cached_tokens=self.num_cached_tokens,
         )

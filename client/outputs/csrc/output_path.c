@@ -51,13 +51,32 @@ static Py_ssize_t offset_of(PyObject *type, const char *name) {
     return offset;
 }
 
+/* The fields of RequestOutput, in order, that `simple_output` gives. */
+static const char *const output_fields[] = {"request_id",     "prompt",   "prompt_token_ids", "prompt_logprobs",
+                                            "outputs",        "finished", "metrics",          "lora_request",
+                                            "encoder_prompt", "encoder_prompt_token_ids",     "num_cached_tokens"};
+#define NUM_OUTPUT_FIELDS ((Py_ssize_t)(sizeof output_fields / sizeof output_fields[0]))
+
+/* Raise TypeError unless the fields of RequestOutput begin with `output_fields`. */
+static int check_output_fields(PyObject *names) {
+    for (Py_ssize_t i = 0; i < NUM_OUTPUT_FIELDS; i++) {
+        if (i < PyTuple_GET_SIZE(names) &&
+            PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, i), output_fields[i]) == 0)
+            continue;
+        PyErr_Format(PyExc_TypeError, "field %zd of RequestOutput is not %s", i, output_fields[i]);
+        return -1;
+    }
+    return 0;
+}
+
 /* configure(Completion, GenerationStream, ReadyStreams, WakeUps, ByteText, RequestMetrics, RequestOutput,
- *           CompletionOutput) */
+ *           the names of RequestOutput's fields, CompletionOutput) */
 static PyObject *configure(PyObject *module, PyObject *args) {
-    PyObject *completion, *stream, *group, *wake_ups, *text, *metrics;
-    if (!PyArg_ParseTuple(args, "OOOOOOOO", &completion, &stream, &group, &wake_ups, &text, &metrics, &request_output,
-                          &completion_output))
+    PyObject *completion, *stream, *group, *wake_ups, *text, *metrics, *output, *names, *part;
+    if (!PyArg_ParseTuple(args, "OOOOOOOO!O", &completion, &stream, &group, &wake_ups, &text, &metrics, &output,
+                          &PyTuple_Type, &names, &part))
         return NULL;
+    if (check_output_fields(names) < 0) return NULL;
     struct {
         PyObject *type;
         const char *name;
@@ -98,8 +117,8 @@ static PyObject *configure(PyObject *module, PyObject *args) {
         if ((*slots[i].offset = offset_of(slots[i].type, slots[i].name)) < 0) return NULL;
     stream_type = (PyTypeObject *)Py_NewRef(stream);
     byte_text_type = (PyTypeObject *)Py_NewRef(text);
-    Py_INCREF(request_output);
-    Py_INCREF(completion_output);
+    request_output = Py_NewRef(output);
+    completion_output = Py_NewRef(part);
     Py_RETURN_NONE;
 }
 
@@ -252,12 +271,15 @@ static PyObject *simple_output(PyObject *stream) {
     PyObject *outer[] = {SLOT(stream, stream_.request_id),
                          SLOT(stream, stream_.prompt),
                          SLOT(stream, stream_.prompt_token_ids),
+                         Py_None,
                          outputs,
                          Py_False,
-                         Py_None,
                          SLOT(stream, stream_.metrics),
+                         Py_None,
+                         Py_None,
+                         Py_None,
                          SLOT(stream, stream_.num_cached_tokens)};
-    result = PyObject_Vectorcall(request_output, outer, 8, NULL);
+    result = PyObject_Vectorcall(request_output, outer, NUM_OUTPUT_FIELDS, NULL);
 done:
     Py_DECREF(new_ids);
     Py_XDECREF(text);

@@ -50,7 +50,7 @@ class Engine:
             del self.live[prompt]
             self.changed.set()
         completion = CompletionOutput(0, f"{prompt}!\ufffd", [4, 5], finish_reason="length")
-        yield RequestOutput("id", prompt, [1, 2, 3], [completion], True)
+        yield RequestOutput("id", prompt, [1, 2, 3], None, [completion], True)
 
     async def has_started(self, *prompts):
         while not self.live.keys() >= set(prompts):

@@ -60,7 +60,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def output_of(num_tokens: int) -> RequestOutput:
-    return RequestOutput("a", "", list(range(50)), [CompletionOutput(0, "", list(range(num_tokens)))], True)
+    return RequestOutput("a", "", list(range(50)), None, [CompletionOutput(0, "", list(range(num_tokens)))], True)
 
 
 def assert_whole(line: str, columns: int, description: str) -> None:

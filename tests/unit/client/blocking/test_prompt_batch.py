@@ -25,7 +25,7 @@ class Room:
         self.num_live += 1
         await asyncio.sleep(0)
         self.num_live -= 1
-        yield RequestOutput(str(number), None, [], [], True)
+        yield RequestOutput(str(number), None, [], None, [], True)
 
 
 @pytest.fixture

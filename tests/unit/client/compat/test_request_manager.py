@@ -47,7 +47,7 @@ class StandInEngine:
                 raise EngineGenerateError("the request broke")
             num_tokens = count - 1 if reason == "abort" else count
             completion = CompletionOutput(0, "".join(WORDS[:num_tokens]), list(range(num_tokens)), finish_reason=reason)
-            yield RequestOutput(request_id, "prompt", [1, 2], [completion], reason is not None)
+            yield RequestOutput(request_id, "prompt", [1, 2], None, [completion], reason is not None)
             if reason is not None:
                 await settle(5)  # consumers see the last output before the end
                 return

@@ -1,6 +1,7 @@
 """Cumulative outputs behave as plain outputs, and cost nothing until they are read."""
 
 import copy
+import dataclasses
 import pickle
 import tracemalloc
 
@@ -88,6 +89,9 @@ def test_cumulative_output_equals_shows_copies_and_pickles_as_a_plain_output():
     assert repr(output()) == repr(plain)
     for copied in (copy.copy(output()), copy.deepcopy(output()), pickle.loads(pickle.dumps(output()))):
         assert copied == plain
+    assert vars(output()) == vars(plain)
+    assert dataclasses.asdict(output()) == dataclasses.asdict(plain)
+    assert dataclasses.replace(output(), text="other") == dataclasses.replace(plain, text="other")
     assert isinstance(output(), CompletionOutput)
     assert output().finished()
     with pytest.raises(AttributeError, match="no attribute 'txt'"):
