@@ -52,6 +52,16 @@ class RequestOutputKind(enum.IntEnum):
     """One output, at the end."""
 
 
+class SamplingType(enum.IntEnum):
+    """How tokens are chosen."""
+
+    GREEDY = 0
+    """The most likely token, because the temperature is 0."""
+    RANDOM = 1
+    RANDOM_SEED = 2
+    """Drawn with the seed of the request."""
+
+
 @dataclass(frozen=True)
 class OutputKind(Parameter):
     """A `RequestOutputKind`, or its number."""
@@ -274,6 +284,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserv
             raise ValueError("guided_decoding and structured_outputs must not differ: give structured_outputs alone")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        """Return how tokens are chosen."""
+        if self.temperature == 0:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
     def clone(self) -> "SamplingParams":
         """Return a copy whose fields can be changed without changing this object (lists are not copied).

@@ -1,6 +1,7 @@
 """Modules under the names that programs import from vLLM: what they have is what `vllm_mp` has."""
 
 import importlib
+import socket
 import sys
 import types
 import uuid
@@ -69,16 +70,22 @@ HELPERS = {
     "tokenizers": ["get_tokenizer"],
     "tool_parsers": ["ToolParser"],
     "transformers_utils.tokenizer": ["AnyTokenizer", "get_tokenizer"],
+    "sampling_params": ["SamplingType"],
     "utils": [
+        "Counter",
         "Device",
         "FlexibleArgumentParser",
         "collect_from_async_generator",
+        "get_ip",
+        "get_open_port",
         "in_loop",
         "make_async",
         "merge_async_iterators",
         "random_uuid",
     ],
     "utils.argparse_utils": ["FlexibleArgumentParser"],
+    "utils.counter": ["Counter"],
+    "utils.network_utils": ["get_ip", "get_open_port"],
     "utils.async_utils": [
         "P",
         "T",
@@ -108,6 +115,8 @@ REFUSED = [
     ("", "ModelRegistry"),
     ("", "StreamingInput"),
     ("config", "CompilationConfig"),
+    ("config", "CUDAGraphMode"),
+    ("config", "get_current_vllm_config"),
     ("config", "KVTransferConfig"),
     ("config", "PoolerConfig"),
     ("entrypoints.chat_utils", "parse_chat_messages"),
@@ -124,8 +133,13 @@ REFUSED = [
     ("engine.async_llm_engine", "_AsyncLLMEngine"),
     ("engine.llm_engine", "LLMEngine"),
     ("engine.protocol", "StreamingInput"),
+    ("inputs", "SingletonPrompt"),
+    ("inputs", "token_inputs"),
     ("logprobs", "FlatLogprobs"),
+    ("sampling_params", "RepetitionDetectionParams"),
     ("sequence", "SequenceGroup"),
+    ("utils", "cdiv"),
+    ("utils", "is_list_of"),
     ("v1.engine", "EngineCoreRequest"),
     ("v1.engine.llm_engine", "LLMEngine"),
     ("v1.engine.output_processor", "OutputProcessor"),
@@ -236,6 +250,29 @@ def test_ids_are_hexadecimal_and_differ():
     made = {vllm_mp.utils.random_uuid() for _ in range(100)}
     assert len(made) == 100
     assert all(uuid.UUID(hex=each).hex == each for each in made)
+
+
+def test_counter_gives_numbers_in_order_until_it_is_reset():
+    counter = vllm_mp.utils.Counter(5)
+    assert [next(counter), next(counter)] == [5, 6]
+    counter.reset()
+    assert next(counter) == 0
+
+
+def test_open_ports_differ_and_can_be_bound(monkeypatch):
+    ports = module("utils.network_utils").get_open_ports_list(3)
+    assert len(set(ports)) == 3
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", vllm_mp.utils.get_open_port()))
+    assert len(vllm_mp.utils.get_ip().split(".")) == 4
+    monkeypatch.setenv("VLLM_HOST_IP", "10.1.2.3")
+    assert vllm_mp.utils.get_ip() == "10.1.2.3"
+
+
+def test_sampling_type_says_how_tokens_are_chosen():
+    kinds = module("sampling_params").SamplingType
+    for fields, kind in (({"temperature": 0, "seed": 1}, "GREEDY"), ({}, "RANDOM"), ({"seed": 1}, "RANDOM_SEED")):
+        assert vllm_mp.SamplingParams(**fields).sampling_type is kinds[kind]
 
 
 def test_logger_has_the_name_of_the_module():
