@@ -6,19 +6,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_mp.arguments.config_file import flags_in
+from vllm_mp.arguments.vllm_flags import UNSERVED_FLAGS, add_unserved, long_flags
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """An `ArgumentParser` that also accepts its flags with underscores: `--max_model_len` for `--max-model-len`.
 
-    If it has the flag `--config`, that names a YAML file with further flags.
+    If it has the flag `--config`, that names a YAML file with further flags. A parser of engine options accepts vLLM's
+    short names and names with dots, such as `-tp` and `--speculative-config.method`, and its options without effect.
     """
 
     def parse_known_args(  # type: ignore[override]  # the overloads of the base class differ in types alone
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        given = [self._spelled(arg) for arg in (sys.argv[1:] if args is None else args)]
-        return super().parse_known_args(self._with_file(given), namespace)
+        given = list(sys.argv[1:] if args is None else args)
+        known = self._option_string_actions
+        has_engine_options = "--max-model-len" in known
+        if has_engine_options:
+            given = long_flags(given, known)
+        given = self._with_file([self._spelled(arg) for arg in given])
+        if has_engine_options:
+            add_unserved(self, given, known)
+        return super().parse_known_args(given, namespace)
 
     def _with_file(self, arguments: list[str]) -> list[str]:
         """Return `arguments` after those of the file that `--config` names, if the parser has that flag."""
@@ -31,7 +40,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             if path is None:
                 return arguments
             flags = {argument.partition("=")[0] for argument in arguments}
-            return [*flags_in(path, self._option_string_actions, flags), *arguments]
+            return [*flags_in(path, {*self._option_string_actions, *UNSERVED_FLAGS}, flags), *arguments]
         except (ValueError, argparse.ArgumentError) as error:
             self.error(str(error))
 
@@ -39,5 +48,6 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         """Return a flag as the parser knows it, and any other argument as it is."""
         flag, equals, value = arg.partition("=")
         dashed = flag.replace("_", "-")
-        known = flag not in self._option_string_actions and dashed in self._option_string_actions
-        return f"{dashed}{equals}{value}" if known else arg
+        known = self._option_string_actions
+        is_other_spelling = flag not in known and (dashed in known or dashed in UNSERVED_FLAGS)
+        return f"{dashed}{equals}{value}" if is_other_spelling else arg

@@ -7,7 +7,7 @@ import types
 import typing
 from typing import Any, ClassVar, Final, Self
 
-from vllm_mp.arguments.sizes import byte_size
+from vllm_mp.arguments.sizes import byte_size, readable_int
 from vllm_mp.arguments.suggestions import did_you_mean
 from vllm_mp.arguments.unserved_arguments import tell_without_effect
 
@@ -140,8 +140,8 @@ def _add_flag(group: "argparse._ArgumentGroup", field: "dataclasses.Field[Any]",
 
 def _conversion(name: str, value_type: Any) -> Any:
     """Return the function that makes the value of an option of the text of its flag."""
-    if value_type is int and name.endswith("_bytes"):
-        return byte_size
+    if value_type is int:
+        return byte_size if name.endswith("_bytes") else readable_int
     return json.loads if value_type is dict else value_type
 
 

@@ -1,9 +1,10 @@
-"""Sizes in bytes, as people write them."""
+"""Sizes in bytes and large numbers, as people write them."""
 
 import re
 from typing import Final
 
 _SIZE: Final = re.compile(r"(\d+|\d*\.\d+|\d+\.\d*)\s*([kKmMgGtT]?)(i?)[bB]?")
+_NUMBER: Final = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -19,3 +20,16 @@ def byte_size(text: str) -> int:
     number, unit, binary = found.groups()
     factor: int = (1024 if binary else 1000) ** _POWERS[unit.lower()]
     return int(number) * factor if number.isdecimal() else round(float(number) * factor)
+
+
+def readable_int(text: str) -> int:
+    """Return the integer that `text` means, as vLLM does: 32k is 32,000, 1.5k is 1,500, and 32K is 32,768.
+
+    Raises ValueError for anything else.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    if found is None:
+        return int(text)
+    number, unit = found.groups()
+    factor: int = (1024 if unit.isupper() else 1000) ** _POWERS[unit.lower()]
+    return int(number) * factor if unit.isupper() else round(float(number) * factor)

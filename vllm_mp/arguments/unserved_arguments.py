@@ -37,7 +37,7 @@ def drop_unserved(
         elif name not in table:
             raise TypeError(f"{owner} got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
         else:
-            _check(name, value, table[name])
+            check_entry(name, value, table[name])
     return kept
 
 
@@ -76,10 +76,11 @@ class AcceptsUnserved(msgspec.StructMeta):
 def check_unserved(**arguments: Any) -> None:
     """Raise NotImplementedError, with the name, the value and the reason, unless every argument asks for nothing."""
     for name, value in arguments.items():
-        _check(name, value, CALL_ARGUMENTS[name])
+        check_entry(name, value, CALL_ARGUMENTS[name])
 
 
-def _check(name: str, value: Any, entry: Unserved) -> None:
+def check_entry(name: str, value: Any, entry: Unserved) -> None:
+    """Raise NotImplementedError, with the name, the value and the reason, for a value that `entry` does not accept."""
     if value is None or (isinstance(value, list | tuple | dict | set | str) and not value):
         return
     if any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in entry.accepted):

@@ -23,6 +23,8 @@ SERVER_FLAGS = {
     "allowed-methods": "--cors-allow-origin lets pages of an origin send GET and POST",
     "allowed-origins": "give --cors-allow-origin ORIGIN",
     "allow-credentials": "keys are sent in headers, not in cookies",
+    "chat-template-content-format": "a chat template gets texts as str, and images as parts; change the template",
+    "default-chat-template-kwargs": "each request may set chat_template_kwargs",
     "disable-access-log-for-endpoints": "there is no access log without --access-log",
     "disable-fastapi-docs": "/docs and /openapi.json need a key if the server has one",
     "disable-frontend-multiprocessing": "--api-server-count 1 is the default",
@@ -36,12 +38,24 @@ SERVER_FLAGS = {
     "h11-max-incomplete-event-size": "give --max-header-bytes",
     "log-config-file": "give --log-format, or VLLM_MP_LOG_LEVEL in the environment",
     "middleware": "put a proxy before the server",
+    "prompt-adapters": "vLLM has dropped prompt adapters; use LoRA adapters",
+    "response-role": "the role of an answer is assistant",
     "return-tokens-as-token-ids": "each request may set return_tokens_as_token_ids",
     "ssl-cert-reqs": "--ssl-ca-certs requires certificates of clients",
     "tool-server": "tools that the server itself runs are not served",
+    "uds": "give --host 127.0.0.1 and --port",
     "uvicorn-log-level": "set VLLM_MP_LOG_LEVEL in the environment",
 }
 """Flags of vLLM's server, and what to use instead."""
+COMMANDS = {
+    "vllm-mp bench mm-processor": "`vllm-mp bench latency` measures an engine",
+    "vllm-mp bench serve": "`vllm bench serve` of vLLM works with this server; docs/using/clients.md shows a line",
+    "vllm-mp bench sweep": "`vllm-mp bench latency` measures an engine",
+    "vllm-mp collect-env": "`vllm-mp env` prints versions, machine and settings",
+    "vllm-mp complete": "`vllm-mp generate` continues a prompt",
+    "vllm-mp run-batch": "`vllm-mp generate MODEL --prompts FILE` answers the prompts of a file",
+}
+"""Commands of vLLM, and what to use instead."""
 
 
 def _refused(reason: str, **defaults: Any) -> dict[str, Unserved]:

@@ -8,12 +8,13 @@ from typing import Any, NoReturn
 
 from vllm_mp.arguments.argument_parser import FlexibleArgumentParser
 from vllm_mp.arguments.options import FURTHER, WITHOUT_EFFECT
-from vllm_mp.arguments.sizes import byte_size
+from vllm_mp.arguments.sizes import byte_size, readable_int
 from vllm_mp.arguments.suggestions import did_you_mean
-from vllm_mp.arguments.unserved_table import ENGINE_ARGUMENTS, SERVER_FLAGS
+from vllm_mp.arguments.unserved_table import COMMANDS, SERVER_FLAGS
 
 _NOUNS: dict[Any, str] = {
     int: "an integer",
+    readable_int: "an integer",
     float: "a number",
     json.loads: "a JSON object",
     byte_size: "a size in bytes, such as 4GiB or 512MB",
@@ -107,9 +108,6 @@ class CommandParser(FlexibleArgumentParser):
         help_flag = "--help-all" if "--help-all" in self._option_string_actions else "--help"
         served = [group for group in self._action_groups if group.title != WITHOUT_EFFECT]
         known = [name for group in served for action in group._group_actions for name in action.option_strings]
-        entry = ENGINE_ARGUMENTS.get(flag.removeprefix("--").removeprefix("no-").replace("-", "_"))
-        if entry is not None and "--max-model-len" in known:
-            return f"{flag} is not served: {entry.reason}; leave it out"
         if (remedy := SERVER_FLAGS.get(flag.removeprefix("--").replace("_", "-"))) is not None and "--api-key" in known:
             return f"{flag} is not served: {remedy}"
         hint = did_you_mean(flag, known)
@@ -118,6 +116,8 @@ class CommandParser(FlexibleArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
+        if isinstance(action, argparse._SubParsersAction) and (remedy := COMMANDS.get(f"{self.prog} {value}")):
+            raise argparse.ArgumentError(None, f"{value} is a command of vLLM; {remedy}")
         allowed = [str(choice) for choice in action.choices]
         hint = did_you_mean(str(value), allowed)
         raise argparse.ArgumentError(None, f"{_name(action)} must be one of {', '.join(allowed)}, got {value!r}{hint}")

@@ -7,6 +7,8 @@ import re
 import pytest
 
 from vllm_mp import AsyncEngineArgs, cli
+from vllm_mp.arguments import unserved_arguments
+from vllm_mp.arguments.argument_parser import FlexibleArgumentParser
 
 FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
 WITH_ENGINE_OPTIONS = [["chat"], ["generate"], ["engine"], ["serve"], ["bench", "latency"], ["bench", "throughput"]]
@@ -115,8 +117,9 @@ def test_help_of_each_argument_is_a_sentence_that_ends_with_its_default():
 @pytest.mark.parametrize(
     ("flag", "reason"),
     [
-        ("--enable-sleep-mode", "sleep() needs no option"),
         ("--cpu-offload-gb", "weights and KV cache stay on the device"),
+        ("--uds", "give --host 127.0.0.1 and --port"),
+        ("--response-role", "the role of an answer is assistant"),
         ("--uvicorn-log-level", "set VLLM_MP_LOG_LEVEL in the environment"),
     ],
 )
@@ -124,6 +127,86 @@ def test_option_of_vllm_that_is_not_served_is_refused_with_the_reason(flag, reas
     code, _, error = output_of(capsys, "serve", "m", f"{flag}=1")
     assert code == 2
     assert f"{flag} is not served: {reason}" in error
+
+
+@pytest.mark.parametrize(
+    ("command_line", "expected"),
+    [
+        ("-tp 2 -pp=3 -dp 4", {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 4}),
+        ("-q fp8", {"quantization": "fp8"}),
+        ("--max-model-len 32k --max-num-seqs 1K", {"max_model_len": 32_000, "max_num_seqs": 1024}),
+        ("--max-num-batched-tokens 1.5k", {"max_num_batched_tokens": 1500}),
+        (
+            "--speculative-config.method ngram --speculative_config.prompt-lookup-max=4",
+            {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4}},
+        ),
+    ],
+)
+def test_short_names_names_with_dots_and_units_of_vllm_are_understood(command_line, expected):
+    for parse in (cli.parser().parse_args, AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args):
+        given = command_line.split() if parse.__self__.prog != "vllm-mp" else ["serve", "m", *command_line.split()]
+        options = vars(parse(given))
+        assert {name: options[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("command_line", "told"),
+    [
+        ("--enable-sleep-mode", "enable_sleep_mode=True has no effect: sleep"),
+        ("--no-enable_sleep_mode", ""),
+        ("--task embed", "task='embed' has no effect"),
+        ("--max-seq-len-to-capture 8192", ""),
+        ("--compilation-config 3", "compilation_config=3 has no effect"),
+        ("--compilation-config.level 3", "compilation_config={'level': 3} has no effect"),
+        ("-O.level=3", "compilation_config={'level': 3} has no effect"),
+        ("-O3", "optimization_level=3 has no effect"),
+        ("-O 2", "optimization_level=2 has no effect"),
+        ("--cudagraph-capture-sizes 1 2", "cudagraph_capture_sizes=[1, 2] has no effect"),
+        ("--cpu-offload-gb 0 --model-impl vllm", ""),
+    ],
+)
+def test_option_of_vllm_that_changes_nothing_is_accepted_with_the_line_that_python_gives(
+    command_line, told, caplog, monkeypatch
+):
+    plain = vars(cli.parser().parse_args(["serve", "m"]))
+    for parse, given in (
+        (cli.parser().parse_args, ["serve", "m", *command_line.split()]),
+        (AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args, command_line.split()),
+    ):
+        caplog.clear()
+        monkeypatch.setattr(unserved_arguments, "_told", set())
+        assert vars(parse(given)).keys() <= plain.keys()
+        assert [record.message.startswith(told) for record in caplog.records] == ([True] if told else [])
+
+
+def test_parser_of_a_program_says_why_an_option_of_vllm_is_not_served(capsys):
+    with pytest.raises(SystemExit):
+        AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--cpu-offload-gb", "4"])
+    assert "--cpu-offload-gb is not served: weights and KV cache stay on the device" in capsys.readouterr().err
+
+
+def test_file_of_options_may_have_options_of_vllm_that_change_nothing(tmp_path, capsys):
+    file = tmp_path / "options.yaml"
+    file.write_text("enable-sleep-mode: true\ncompilation_config: {level: 3}\nmax-model-len: 32k\n")
+    assert cli.parser().parse_args(["serve", "m", "--config", str(file)]).max_model_len == 32_000
+    file.write_text("cpu-offload-gb: 4\n")
+    code, _, error = output_of(capsys, "serve", "m", "--config", str(file))
+    assert (code, "--cpu-offload-gb is not served" in error) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("command_line", "remedy"),
+    [
+        ("run-batch -i a -o b", "`vllm-mp generate MODEL --prompts FILE`"),
+        ("collect-env", "`vllm-mp env`"),
+        ("complete", "`vllm-mp generate`"),
+        ("bench serve", "`vllm bench serve` of vLLM works with this server"),
+    ],
+)
+def test_command_of_vllm_is_refused_with_what_to_use(command_line, remedy, capsys):
+    code, _, error = output_of(capsys, *command_line.split())
+    assert code == 2
+    assert f" is a command of vLLM; {remedy}" in error
 
 
 def test_the_parser_of_a_program_shows_every_engine_option():
