@@ -117,3 +117,15 @@ def test_reasoning_effort_reaches_the_template(in_process, effort):
             return await client.post("/detokenize", json={"tokens": rendered.json()["token_ids"]})
 
     assert asyncio.run(send()).json()["prompt"] == effort
+
+
+@pytest.mark.parametrize(("of_request", "expected"), [({}, "calm"), ({"mood": "glad"}, "glad")])
+def test_variables_of_the_server_reach_the_template_unless_the_request_has_its_own(in_process, of_request, expected):
+    async def send():
+        body = {"messages": MESSAGES, "chat_template": "{{ mood }}", "chat_template_kwargs": of_request}
+        options = {"trust_request_chat_template": True, "default_chat_template_kwargs": {"mood": "calm"}}
+        async with in_process(**options) as client:
+            tokens = await client.post("/tokenize", json=body)
+            return await client.post("/detokenize", json={"tokens": tokens.json()["tokens"]})
+
+    assert asyncio.run(send()).json()["prompt"] == expected

@@ -24,7 +24,6 @@ SERVER_FLAGS = {
     "allowed-origins": "give --cors-allow-origin ORIGIN",
     "allow-credentials": "keys are sent in headers, not in cookies",
     "chat-template-content-format": "a chat template gets texts as str, and images as parts; change the template",
-    "default-chat-template-kwargs": "each request may set chat_template_kwargs",
     "disable-access-log-for-endpoints": "there is no access log without --access-log",
     "disable-fastapi-docs": "/docs and /openapi.json need a key if the server has one",
     "disable-frontend-multiprocessing": "--api-server-count 1 is the default",

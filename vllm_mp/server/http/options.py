@@ -1,6 +1,7 @@
 """The options of the HTTP server; each is also a flag of `vllm-mp serve`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_mp.arguments.options import Options, option
 
@@ -110,6 +111,11 @@ class ServerOptions(Options):
     )
     trust_request_chat_template: bool = option(
         False, "Run the chat templates that requests bring; such requests are refused otherwise."
+    )
+    default_chat_template_kwargs: dict[str, Any] | None = option(
+        None,
+        "Give these variables to the chat template, as JSON; chat_template_kwargs of a request replace those of the "
+        "same name. Default: none.",
     )
     tool_call_parser: str = option(
         "auto",

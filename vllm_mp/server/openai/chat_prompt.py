@@ -56,6 +56,7 @@ async def chat_prompt(
         message = "chat_template is code, which this server does not run; leave it out, or start the server with "
         raise ApiError(400, message + "--trust-request-chat-template", param="chat_template")
     continues = bool(continue_final_message)
+    variables = {**(call.server.options.default_chat_template_kwargs or {}), **(chat_template_kwargs or {})}
     try:
         messages_with_marks, images = await call.server.engine.take_images(messages, image_paths)
         text = await call.server.engine.chat_template.render(
@@ -63,7 +64,7 @@ async def chat_prompt(
             template=chat_template,
             add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continues,
-            variables=chat_template_kwargs,
+            variables=variables or None,
             tools=tools,
             tool_fallback=call.server.options.tool_fallback,
             has_images=bool(images),
