@@ -186,10 +186,10 @@ class Reference:
                 return None
             text = self._decode(params, ids[:count]).rstrip("\ufffd")
             searched = text[len(fixed) :]
-            places = [(searched.find(stop), -len(stop), stop) for stop in params.stop or () if stop in searched]
-            if places:
-                start, _, stop = min(places)
-                return count, text[: len(fixed) + start], stop
+            stops = [stop for stop in params.stop or () if stop in searched]
+            if stops:
+                stop = min(stops, key=lambda stop: searched.find(stop) + len(stop))
+                return count, text[: len(fixed) + searched.find(stop)], stop
         return None
 
     def _decode(self, params: SamplingParams, ids: list[int]) -> str:

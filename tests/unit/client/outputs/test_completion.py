@@ -165,9 +165,10 @@ def expected(token_ids, reason, stop=(), include_stop_str_in_output=False, min_t
         if count == len(shown):
             texts.append(text_of(shown))
         for number, text in enumerate(texts):
-            places = [(text.find(string, start), -len(string), string) for string in stop if string in text[start:]]
-            if places:
-                at, _, found = min(places)
+            complete = [string for string in stop if string in text[start:]]
+            if complete:
+                found = min(complete, key=lambda string: text.find(string, start) + len(string))
+                at = text.find(found, start)
                 end = at + len(found) if include_stop_str_in_output else at
                 # Text that only the end makes certain is found with all tokens of the completion.
                 return text[:end], len(token_ids) if number else count, "stop", found

@@ -1,7 +1,7 @@
 """Stop strings in a text that arrives in pieces.
 
-The first piece that completes a stop string decides: of all complete stop strings the first counts, and if several
-begin at the same place, the longest.
+The stop string that is complete first counts, however the text is cut into pieces. If several end at the same
+character, the first in the list counts.
 """
 
 import itertools
@@ -24,10 +24,11 @@ def pieces_of(text, cuts):
 
 
 def first_stop(text, stops):
-    """Return (start, stop string) of the stop that counts, by trying every position; None without a stop."""
-    for start in range(len(text)):
-        if here := [stop for stop in stops if text[start:].startswith(stop)]:
-            return start, max(here, key=len)
+    """Return (start, stop string) of the stop that counts, by trying every end; None without a stop."""
+    for end in range(1, len(text) + 1):
+        for stop in stops:
+            if text[:end].endswith(stop):
+                return end - len(stop), stop
     return None
 
 
@@ -60,10 +61,12 @@ def test_text_is_passed_on_up_to_the_first_stop_and_never_too_early(text, cuts, 
         (["stop"], ["a st", "op b"], ["a ", ""], "stop"),
         (["stop"], ["a st", "ar"], ["a ", "star"], None),
         (["aab"], ["aaa", "ab"], ["a", "a"], "aab"),
-        (["ab", "abc"], ["abc"], [""], "abc"),
-        (["ab", "abc"], ["ab", "c"], [""], "ab"),
+        (["abc", "ab"], ["abc"], [""], "ab"),
+        (["abc", "ab"], ["ab", "c"], [""], "ab"),
         (["bcd", "abcde"], ["abcd", "e"], ["a"], "bcd"),
-        (["b", "ab"], ["xab"], ["x"], "ab"),
+        (["abcd", "b"], ["abcd"], ["a"], "b"),
+        (["b", "ab"], ["xab"], ["xa"], "b"),
+        (["ab", "b"], ["xab"], ["x"], "ab"),
         (["é"], ["caf", "é"], ["caf", ""], "é"),
         (["."], ["a.b.c"], ["a"], "."),
         (["(a|b)*"], ["aab (a", "|b)*"], ["aab ", ""], "(a|b)*"),
