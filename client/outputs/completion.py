@@ -135,7 +135,7 @@ class Completion:
         for count, token_id in enumerate(new_ids, start + 1):
             piece = detokenizer.append((token_id,))
             if count <= self.params.min_tokens:
-                self._text.append(piece)
+                self._text.append(self._stops.skip(piece))
                 continue
             self._text.append(self._stops.feed(piece))
             if self._stops.found is not None:
@@ -147,7 +147,9 @@ class Completion:
                 rest = self._stops.feed(rest)
                 if self._stops.found is not None:
                     self._cut(len(self.token_ids), self._stops.found)
-                rest += self._stops.flush()
+            else:
+                rest = self._stops.skip(rest)
+            rest += self._stops.flush()
             self._text.append(rest)
 
     def output(self) -> CompletionOutput:

@@ -28,6 +28,10 @@ class StopStrings:
         self._held = ""
         return text[: end if self._include else end - len(self.found)]
 
+    def skip(self, piece: str) -> str:
+        """Return the text that is certain after `piece`, in which a stop string may begin but none counts that ends."""
+        return self._hold_back(self._held + piece)
+
     def flush(self) -> str:
         """Return the text that is still held back, when no more text will arrive."""
         held, self._held = self._held, ""
@@ -52,9 +56,9 @@ class StopStrings:
         return text[:certain]
 
     def _length_of_beginning(self, text: str) -> int:
-        """Return the largest number of characters at the end of `text` that begin a stop string."""
+        """Return the largest number of characters at the end of `text` that begin a stop string without ending it."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-size:]
-            if any(stop.startswith(end) for stop in self._stops):
+            if any(len(stop) > size and stop.startswith(end) for stop in self._stops):
                 return size
         return 0

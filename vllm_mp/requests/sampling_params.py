@@ -105,16 +105,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserv
 
     `logprobs` and `prompt_logprobs` count the most likely tokens (-1: all) to report beside the chosen one. They come
     from the model's own distribution, before all of these changes. `max_tokens` None, or more than fits, means up to
-    the model's context. `min_tokens` also delays the search for `stop` strings. `seed` None draws a seed for the
-    request: from the seed of the engine if it has one, in the order of the client's requests. With `n` completions,
-    completion i has `seed` + i. `truncate_prompt_tokens` keeps that many tokens from the end of the prompt; -1 keeps as
-    many as leave room for `max_tokens`, or for one token if `max_tokens` alone fills the context. `best_of` is only
-    accepted if it is equal to `n`, where it changes nothing. `logits_processors` names processors that the engine has
-    registered for the requests that name them; `extra_args` holds the arguments of registered processors, plain data of
-    at most 16 KiB, and under "num_speculative_tokens" the maximum number of draft tokens of the request in a step (0:
-    it gets none). `structured_outputs` is the form that each completion must have (`StructuredOutputsParams`, or a
-    dict of its fields); tokens that it forbids are barred before all other changes. `guided_decoding` is its older
-    name: what is given there is in both fields.
+    the model's context. `stop` strings that end within the first `min_tokens` tokens do not count. `seed` None draws a
+    seed for the request: from the seed of the engine if it has one, in the order of the client's requests. With `n`
+    completions, completion i has `seed` + i. `truncate_prompt_tokens` keeps that many tokens from the end of the
+    prompt; -1 keeps as many as leave room for `max_tokens`, or for one token if `max_tokens` alone fills the context.
+    `best_of` is only accepted if it is equal to `n`, where it changes nothing. `logits_processors` names processors
+    that the engine has registered for the requests that name them; `extra_args` holds the arguments of registered
+    processors, plain data of at most 16 KiB, and under "num_speculative_tokens" the maximum number of draft tokens of
+    the request in a step (0: it gets none). `structured_outputs` is the form that each completion must have
+    (`StructuredOutputsParams`, or a dict of its fields); tokens that it forbids are barred before all other changes.
+    `guided_decoding` is its older name: what is given there is in both fields.
 
     Raises ValueError, naming the field, its value and its range, when a field is out of range, and TypeError
     when it is of the wrong type.

@@ -185,11 +185,12 @@ class Reference:
             if count == len(ids) and not params.include_stop_str_in_output and ids[-1] in stop_ids:
                 return None
             text = self._decode(params, ids[:count]).rstrip("\ufffd")
-            searched = text[len(fixed) :]
-            stops = [stop for stop in params.stop or () if stop in searched]
-            if stops:
-                stop = min(stops, key=lambda stop: searched.find(stop) + len(stop))
-                return count, text[: len(fixed) + searched.find(stop)], stop
+            # A stop string may begin within min_tokens, but it must end after them.
+            places = {stop: text.find(stop, max(len(fixed) - len(stop) + 1, 0)) for stop in params.stop or ()}
+            ends = {stop: start + len(stop) for stop, start in places.items() if start >= 0}
+            if ends:
+                stop = min(ends, key=ends.__getitem__)
+                return count, text[: places[stop]], stop
         return None
 
     def _decode(self, params: SamplingParams, ids: list[int]) -> str:

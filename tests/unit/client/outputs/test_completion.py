@@ -165,11 +165,16 @@ def expected(token_ids, reason, stop=(), include_stop_str_in_output=False, min_t
         if count == len(shown):
             texts.append(text_of(shown))
         for number, text in enumerate(texts):
-            complete = [string for string in stop if string in text[start:]]
-            if complete:
-                found = min(complete, key=lambda string: text.find(string, start) + len(string))
-                at = text.find(found, start)
-                end = at + len(found) if include_stop_str_in_output else at
+            ends = [
+                (end, string)
+                for end in range(start + 1, len(text) + 1)
+                for string in stop
+                if text[:end].endswith(string)
+            ]
+            if ends:
+                end, found = ends[0]
+                if not include_stop_str_in_output:
+                    end -= len(found)
                 # Text that only the end makes certain is found with all tokens of the completion.
                 return text[:end], len(token_ids) if number else count, "stop", found
     return text_of(shown), len(token_ids), reason, None
@@ -251,13 +256,33 @@ def test_text_that_was_held_back_is_shown_when_the_request_is_aborted(kind):
         assert finish == "abort"
 
 
-def test_text_of_the_first_min_tokens_is_not_searched():
+def test_stop_string_within_the_first_min_tokens_does_not_count():
     def answered(min_tokens):
         return play(ids_of("a.b.c."), "length", [1] * 5, [True] * 5, CUMULATIVE, stop=["."], min_tokens=min_tokens)
 
     assert [answered(count)[0] for count in range(6)] == ["a", "a", "a.b", "a.b", "a.b.c", "a.b.c"]
     text, ids, *_, finish, _ = answered(6)
     assert (text, ids, finish) == ("a.b.c.", ids_of("a.b.c."), "length")
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "min_tokens", "expected_text"),
+    [
+        (["\n\n"], "a\n\nb", 2, "a"),
+        (["\n\n"], "a\n\n\n", 3, "a\n"),
+        (["\n\n"], "a\n\nb\n", 3, None),
+        (["abcd", "b"], "abxb", 2, "abx"),
+        (["abcd", "b"], "abcd", 3, ""),
+    ],
+)
+def test_stop_string_may_begin_but_not_end_within_min_tokens(stop, text, min_tokens, expected_text):
+    shown, *_, finish, _ = play(
+        ids_of(text), "length", [1] * len(text), [True] * len(text), DELTA, stop=stop, min_tokens=min_tokens
+    )
+    if expected_text is None:
+        assert (shown, finish) == (text, "length")
+    else:
+        assert (shown, finish) == (expected_text, "stop")
 
 
 def test_half_a_character_of_the_first_min_tokens_is_not_searched():
