@@ -18,7 +18,7 @@ class PythonicToolParser(ToolParser):
     """Reads `[f(a=1, b="x"), g()]`, with or without `<|python_start|>` and `<|python_end|>`.
 
     A list begins at the beginning of the answer or of a line, or after the tag. Arguments are literals of Python:
-    strings, numbers, True, False, None, lists, and dicts with strings as keys.
+    strings, numbers, True, False, None, lists, tuples and dicts.
     """
 
     name = "pythonic"
