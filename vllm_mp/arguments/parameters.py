@@ -58,6 +58,14 @@ class Integer(Parameter):
 
 
 @dataclass(frozen=True)
+class LogprobCount(Integer):
+    """A number of log-probabilities; True stands for 1."""
+
+    def checked(self, name: str, value: Any) -> int | None:
+        return super().checked(name, 1 if value is True else value)
+
+
+@dataclass(frozen=True)
 class Number(Parameter):
     """A real number in [low, high], or in (low, high] if `open_low`."""
 
@@ -105,7 +113,7 @@ class Strings(Parameter):
             if not text or len(text) > _MAX_CHARACTERS:
                 raise ValueError(
                     f"{name} must hold strings of 1 to {_MAX_CHARACTERS} characters, got {len(text)}: "
-                    f"{reprlib.repr(text)}"
+                    f"{reprlib.repr(text)}; {'give a part of the string' if text else 'leave it out'}"
                 )
             try:
                 text.encode()

@@ -7,6 +7,7 @@ in `vllm_mp/testing/sampling_cases.py`; one that filters the distribution needs 
 """
 
 import enum
+import numbers
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -14,6 +15,7 @@ import msgspec
 
 from vllm_mp.arguments.parameters import (
     Integer,
+    LogprobCount,
     Number,
     Parameter,
     PlainData,
@@ -103,16 +105,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserv
     `top_p` 1 switch them off. `typical_p` is not a parameter of vLLM's: it is locally typical sampling (Meister et al.
     2022), with the meaning that it has in transformers.
 
-    `logprobs` and `prompt_logprobs` count the most likely tokens (-1: all) to report beside the chosen one. They come
-    from the model's own distribution, before all of these changes. `max_tokens` None, or more than fits, means up to
-    the model's context. `stop` strings that end within the first `min_tokens` tokens do not count. `seed` None draws a
-    seed for the request: from the seed of the engine if it has one, in the order of the client's requests. With `n`
-    completions, completion i has `seed` + i. `truncate_prompt_tokens` keeps that many tokens from the end of the
-    prompt; -1 keeps as many as leave room for `max_tokens`, or for one token if `max_tokens` alone fills the context.
-    `best_of` is only accepted if it is equal to `n`, where it changes nothing. `logits_processors` names processors
-    that the engine has registered for the requests that name them; `extra_args` holds the arguments of registered
-    processors, plain data of at most 16 KiB, and under "num_speculative_tokens" the maximum number of draft tokens of
-    the request in a step (0: it gets none). `structured_outputs` is the form that each completion must have
+    `logprobs` and `prompt_logprobs` count the most likely tokens (-1: all; True: 1) to report beside the chosen one.
+    They come from the model's own distribution, before all of these changes. `max_tokens` None, or more than fits,
+    means up to the model's context. `stop` strings that end within the first `min_tokens` tokens do not count. `seed`
+    None draws a seed for the request: from the seed of the engine if it has one, in the order of the client's requests.
+    With `n` completions, completion i has `seed` + i. `truncate_prompt_tokens` keeps that many tokens from the end of
+    the prompt; -1 keeps as many as leave room for `max_tokens`, or for one token if `max_tokens` alone fills the
+    context. `best_of` is only accepted if it is equal to `n`, where it changes nothing. `logits_processors` names
+    processors that the engine has registered for the requests that name them; `extra_args` holds the arguments of
+    registered processors, plain data of at most 16 KiB, and under "num_speculative_tokens" the maximum number of draft
+    tokens of the request in a step (0: it gets none). `structured_outputs` is the form that each completion must have
     (`StructuredOutputsParams`, or a dict of its fields); tokens that it forbids are barred before all other changes.
     `guided_decoding` is its older name: what is given there is in both fields.
 
@@ -215,8 +217,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserv
         ),
     ] = 16
     min_tokens: Annotated[int, Integer(0, _MAX_INT, help="Let a completion end after N tokens at the earliest.")] = 0
-    logprobs: Annotated[int | None, Integer(-1, _MAX_INT, optional=True)] = None
-    prompt_logprobs: Annotated[int | None, Integer(-1, _MAX_INT, optional=True)] = None
+    logprobs: Annotated[int | None, LogprobCount(-1, _MAX_INT, optional=True)] = None
+    prompt_logprobs: Annotated[int | None, LogprobCount(-1, _MAX_INT, optional=True)] = None
     detokenize: Annotated[bool, Switch()] = True
     skip_special_tokens: Annotated[bool, Switch()] = True
     spaces_between_special_tokens: Annotated[bool, Switch()] = True
@@ -264,6 +266,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserv
         if self.seed == -1:
             self.seed = None  # callers of the older API write -1 for "no seed"
 
+    @classmethod
+    def from_optional(cls, **fields: Any) -> "SamplingParams":
+        """Return the parameters of `fields`, as the constructor does, but more leniently.
+
+        None stands for the default of a field that cannot be None, and each bias of `logit_bias` is clamped to
+        [-100, 100].
+        """
+        given = {
+            name: value
+            for name, value in fields.items()
+            if value is not None or name not in PARAMETERS or getattr(PARAMETERS[name], "optional", False)
+        }
+        biases = given.get("logit_bias")
+        if isinstance(biases, dict):
+            given["logit_bias"] = {token_id: _clamped(bias) for token_id, bias in biases.items()}
+        return cls(**given)
+
     def _check_together(self) -> None:
         """Raise ValueError for values that are valid in their fields, but not together."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -298,6 +317,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserv
         Raises what the constructor raises, if fields were changed since.
         """
         return msgspec.structs.replace(self)
+
+
+def _clamped(bias: Any) -> Any:
+    """Return `bias`, or the nearer end of [-100, 100] for a number outside it; anything but a number as it is."""
+    is_number = isinstance(bias, numbers.Real)
+    if is_number and bias < -100:
+        return -100.0
+    return 100.0 if is_number and bias > 100 else bias
 
 
 def _declared(field: msgspec.structs.FieldInfo) -> Parameter:

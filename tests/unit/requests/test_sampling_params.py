@@ -112,10 +112,36 @@ def test_number_that_is_not_finite_is_refused_by_name(name, value):
 
 @pytest.mark.parametrize("name", [name for name, *_ in RANGES])
 def test_number_of_the_wrong_type_is_refused_by_name(name):
-    for value in (True, np.bool_(True), "1", [1], 1j, *([1.5] if name in INTEGERS else [])):
+    wrong = [np.bool_(True), "1", [1], 1j, *([1.5] if name in INTEGERS else [])]
+    wrong.append(name not in ("logprobs", "prompt_logprobs"))  # True stands for 1 in these
+    for value in wrong:
         message = refusal(TypeError, **{name: value})
         assert message.startswith(f"{name} must be a")
         assert repr(value) in message
+
+
+def test_true_asks_for_one_log_probability():
+    assert SamplingParams(logprobs=True, prompt_logprobs=True) == SamplingParams(logprobs=1, prompt_logprobs=1)
+
+
+def test_none_stands_for_defaults_in_from_optional():
+    assert SamplingParams.from_optional(**dict.fromkeys(SamplingParams.__struct_fields__)) == SamplingParams(
+        max_tokens=None
+    )
+    assert SamplingParams.from_optional(temperature=0.5, top_p=None, stop="x") == SamplingParams(
+        temperature=0.5, stop="x"
+    )
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams.from_optional(temprature=None)
+
+
+def test_biases_are_clamped_in_from_optional():
+    params = SamplingParams.from_optional(logit_bias={"7": math.inf, 8: -1e9, 9: 2.5})
+    assert params.logit_bias == {7: 100.0, 8: -100.0, 9: 2.5}
+    with pytest.raises(ValueError, match=r"logit_bias\[7\] must be in"):
+        SamplingParams.from_optional(logit_bias={7: math.nan})
+    with pytest.raises(TypeError, match=r"logit_bias\[7\] must be a number"):
+        SamplingParams.from_optional(logit_bias={7: "much"})
 
 
 @pytest.mark.parametrize("name", BOOLEANS)
@@ -156,6 +182,7 @@ def test_lists_of_strings_have_limits_of_count_and_length(name, max_count):
     for text, size in (("", 0), ("y" * 257, 257)):
         message = refusal(ValueError, **{name: ["fine", text]})
         assert message.startswith(f"{name} must hold strings of 1 to 256 characters, got {size}")
+        assert message.endswith("; give a part of the string" if text else "; leave it out")
         assert len(message) < 200, "the error does not repeat the whole text"
     assert refusal(ValueError, **{name: ["\ud800"]}).startswith(f"{name} must hold valid Unicode")
     assert refusal(TypeError, **{name: ["a", 3]}) == f"{name} must hold strings, got 3"
