@@ -110,6 +110,7 @@ class EngineCore:
             cache.block_size,
             model.eos_token_ids,
             model.architecture.has_rope_positions,
+            model.unnamed_eos_token_id,
         )
         table, file = runner.seal_table(), runner.prefix_reader()
         self._cache = KVCacheManager(self._batch, cache.num_blocks, cache.block_size, table, file)

@@ -107,7 +107,7 @@ class CompletionOutput(_Output, gc=False):
     finish_reason: str | None = None
     """None while the completion runs, then "stop", "length", "abort" or "error"."""
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended the completion; None for end-of-sequence."""
+    """The stop string or token id that ended the completion; None for the tokenizer's end-of-sequence token."""
     lora_request: LoRARequest | None = None
     """The adapter of the request; None for the base model."""
 

@@ -41,6 +41,7 @@ class Batch:
         block_size: int,
         eos_token_ids: list[int],
         has_rope_positions: bool = False,
+        unnamed_eos_token_id: int | None = None,
     ) -> None:
         """`block_size` is in tokens; `has_rope_positions` is for models with `Rope.sections`."""
         max_blocks = -(-max_model_len // block_size)
@@ -95,6 +96,8 @@ class Batch:
         self.slot = np.zeros(max_num_seqs, np.uint32)
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.eos_token_ids = np.array(sorted(eos_token_ids), np.int64)
+        self.unnamed_eos_token_id = -1 if unnamed_eos_token_id is None else unnamed_eos_token_id
+        """The end-of-sequence token that `stop_reason` does not name; -1: there is none."""
         self.order: Rows = np.zeros(0, np.int64)
         """[num_running] rows in use, in the order of their requests."""
         self.num_changes = 0

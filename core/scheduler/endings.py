@@ -33,12 +33,14 @@ def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
     """Return, by row, the ending of each request whose last token or vector is in `live`.
 
     A new token ends its request if it is an end-of-sequence or stop token, or if the request has reached its length.
-    A vector always ends its request. A negative token, or a vector that is not finite, ends its request with an error.
+    Its stop reason is the token, except for the tokenizer's own end-of-sequence token, as in vLLM. A vector always ends
+    its request. A negative token, or a vector that is not finite, ends its request with an error.
     """
     rows, tokens = live.rows, live.tokens
     at_eos = batch.stops_at_eos[rows] & (tokens[:, None] == batch.eos_token_ids).any(1)
     is_last = at_eos | (tokens < 0) | (live.ends + 1 >= batch.max_total_tokens[rows])
-    stopped_by: dict[int, int] = {}
+    is_named = at_eos & (tokens != batch.unnamed_eos_token_id)
+    stopped_by = {i: int(tokens[i]) for i in np.flatnonzero(is_named).tolist()}
     for i in np.flatnonzero(batch.has_stop_ids[rows] & ~at_eos).tolist():
         stop_token_ids = batch.request(int(rows[i])).sampling.stop_token_ids or ()
         if tokens[i] in stop_token_ids:

@@ -24,6 +24,8 @@ from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import SamplingParams
 
 EOS = 2
+OTHER_EOS = 9000
+"""An end-of-sequence token that is not the tokenizer's own."""
 BLOCK = 4
 
 
@@ -110,7 +112,7 @@ class Engine:
             "policy": "fcfs",
             "stream_interval": 1,
         }
-        self.batch = Batch(max_num_seqs, max_model_len, BLOCK, [EOS])
+        self.batch = Batch(max_num_seqs, max_model_len, BLOCK, [EOS, OTHER_EOS], unnamed_eos_token_id=EOS)
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **{**settings, **config}
         )
@@ -137,6 +139,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
+        self.stop_reasons: dict[int, int | None] = {}
         self.slices: list[int] = []
         """The slot of the request for which each slice of an image was encoded."""
         self.queue_times: dict[int, float] = {}
@@ -289,6 +292,7 @@ class Engine:
             assert end.num_output_tokens == len(self.outputs.get(end.slot, []))
             assert end.slot not in self.ends, "a request ends once"
             self.ends[end.slot] = end.reason
+            self.stop_reasons[end.slot] = end.stop_reason
 
     def compute(self, step):
         """Write the blocks of `step` as each layer of a model does, then check that its rows read their own tokens.

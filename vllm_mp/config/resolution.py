@@ -36,7 +36,7 @@ from vllm_mp.config.speculation import DRAFT_MODEL, read_speculative_config
 from vllm_mp.machine.host_cpus import parse_cpus
 from vllm_mp.machine.installation import require_engine
 from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
-from vllm_mp.model_config.end_tokens import end_token_ids
+from vllm_mp.model_config.end_tokens import end_token_ids, unnamed_end_token_id
 from vllm_mp.model_config.families.registry import FP8_ARCHITECTURES, read_architecture
 from vllm_mp.model_config.generation import default_sampling_params, read_generation_config
 from vllm_mp.model_config.pipeline_parallel import check_pipeline_parallel
@@ -95,6 +95,10 @@ def resolve_config(args: EngineOptions) -> VllmConfig:
     overrides = args.override_generation_config or {}
     recommended = recommended_generation_config(args.model) if args.generation_config == "auto" else {}
     generation = recommended | read_generation_config(args.generation_config, folder) | overrides
+    end_tokenizer = None if args.skip_tokenizer_init else tokenizer
+    eos_token_ids = end_token_ids(
+        folder, end_tokenizer, generation, hf_config, overrides.get("eos_token_id"), architecture.vocab_size
+    )
     return VllmConfig(
         model_config=_section(
             ModelConfig,
@@ -106,14 +110,8 @@ def resolve_config(args: EngineOptions) -> VllmConfig:
             quantization=_quantization(args, architecture, folder),
             max_model_len=max_model_len,
             hf_config=hf_config,
-            eos_token_ids=end_token_ids(
-                folder,
-                None if args.skip_tokenizer_init else tokenizer,
-                generation,
-                hf_config,
-                overrides.get("eos_token_id"),
-                architecture.vocab_size,
-            ),
+            eos_token_ids=eos_token_ids,
+            unnamed_eos_token_id=unnamed_end_token_id(end_tokenizer, eos_token_ids),
             logits_processors=list(args.logits_processors or ()),
             logits_processor_folders=import_folders(args.logits_processors or ()),
             default_sampling_params=default_sampling_params(generation, overrides),

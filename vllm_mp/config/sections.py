@@ -59,6 +59,8 @@ class ModelConfig(msgspec.Struct, kw_only=True, dict=True):
     hf_config: dict[str, Any]
     """The content of config.json, completed as `model_store.hf_config.read_hf_config` does."""
     eos_token_ids: list[int]
+    unnamed_eos_token_id: int | None = None
+    """The one of `eos_token_ids` that `stop_reason` does not name: the tokenizer's own."""
     max_logprobs: int = 20
     """Maximum number of log-probabilities per position that a request may ask for; -1: the whole vocabulary."""
     enable_prompt_embeds: bool = False

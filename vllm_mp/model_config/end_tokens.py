@@ -55,6 +55,18 @@ def end_token_ids(
     return list(dict.fromkeys(known))
 
 
+def unnamed_end_token_id(tokenizer: Path | None, end_token_ids: list[int]) -> int | None:
+    """Return the end token that the `stop_reason` of a completion does not name, as in vLLM; None if it names each.
+
+    It is the end-of-sequence token of the folder `tokenizer`. If its files do not tell, it is the first of
+    `end_token_ids`.
+    """
+    if tokenizer is None:
+        return None
+    own = _tokenizer_end(tokenizer)
+    return next(iter(end_token_ids), None) if own is None else own
+
+
 def _tokenizer_end(folder: Path) -> int | None:
     """Return the id of the tokenizer's own end-of-sequence token; None if its files do not tell."""
     settings = read_json(folder / "tokenizer_config.json", dict) or {}

@@ -23,7 +23,7 @@ class Answer(NamedTuple):
     reason: str
     """"length" or "stop"."""
     stop_reason: int | None = None
-    """The stop token, unless it is an end-of-sequence token."""
+    """The stop token, unless it is the unnamed end-of-sequence token."""
 
 
 class Answers:
@@ -34,7 +34,12 @@ class Answers:
         """[answers, tokens]"""
 
     def choose(
-        self, prompt: npt.NDArray[np.int32], params: SamplingParams, max_tokens: int, eos_token_ids: list[int]
+        self,
+        prompt: npt.NDArray[np.int32],
+        params: SamplingParams,
+        max_tokens: int,
+        eos_token_ids: list[int],
+        unnamed_eos_token_id: int | None = None,
     ) -> Answer:
         """Return the answer to `prompt` [n], which depends on the prompt alone, and with a temperature on the seed too.
 
@@ -52,7 +57,7 @@ class Answers:
             if len(hits):
                 length = params.min_tokens + int(hits[0]) + 1
                 token = int(tokens[length - 1])
-                return Answer(index, length, "stop", None if token in eos else token)
+                return Answer(index, length, "stop", None if token in eos and token == unnamed_eos_token_id else token)
         return Answer(index, max_tokens, "length")
 
     def prefix(self, index: int, length: int) -> npt.NDArray[np.uint32]:

@@ -185,8 +185,10 @@ class ReplayCore:
             total = validate_generation(
                 message.request_id, prompt, output, message.params, message.bad_words, self._config
             )
-            eos = self._config.model_config.eos_token_ids
-            answer = self._answers.choose(prompt, message.params, total - len(prompt), eos)
+            model = self._config.model_config
+            answer = self._answers.choose(
+                prompt, message.params, total - len(prompt), model.eos_token_ids, model.unnamed_eos_token_id
+            )
             if position >= answer.length:
                 raise ValueError(f"the completion has ended: it has {position} tokens, the answer {answer.length}")
         except Exception as error:  # no request may end the core

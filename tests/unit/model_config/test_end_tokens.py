@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_mp.model_config.end_tokens import end_token_ids
+from vllm_mp.model_config.end_tokens import end_token_ids, unnamed_end_token_id
 
 ADDED = [{"id": 7, "content": "<|im_end|>", "special": True}, {"id": 3, "content": "</s>"}]
 
@@ -65,3 +65,10 @@ def test_tokenizer_that_does_not_tell_adds_nothing(tmp_path, files):
 def test_without_a_tokenizer_only_the_model_counts(tmp_path):
     write(tmp_path, tokenizer={"added_tokens": ADDED}, tokenizer_config={"eos_token": "<|im_end|>"})
     assert end_token_ids(tmp_path, None, {"eos_token_id": 3}, {}, None, 10) == [3]
+
+
+def test_stop_reason_does_not_name_the_own_end_token_of_the_tokenizer(tmp_path):
+    assert unnamed_end_token_id(tmp_path, [3, 7]) == 3, "the tokenizer does not tell"
+    write(tmp_path, tokenizer={"added_tokens": ADDED}, tokenizer_config={"eos_token": "<|im_end|>"})
+    assert unnamed_end_token_id(tmp_path, [3, 7]) == 7
+    assert unnamed_end_token_id(None, [3, 7]) is None

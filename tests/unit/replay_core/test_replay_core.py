@@ -77,12 +77,13 @@ def test_stop_tokens_end_the_answer_after_min_tokens():
         for number in range(10_000)
         if ANSWERS.choose(prompt := np.asarray([number], np.int32), greedy(1), 1, []).number == index
     )
-    stopped = ANSWERS.choose(prompt, greedy(500), 500, [EOS])
+    assert ANSWERS.choose(prompt, greedy(500), 500, [EOS]).stop_reason == EOS
+    stopped = ANSWERS.choose(prompt, greedy(500), 500, [EOS], EOS)
     assert (stopped.reason, stopped.stop_reason) == ("stop", None)
     assert ANSWERS.prefix(index, stopped.length)[-1] == token
     later = ANSWERS.choose(prompt, greedy(500, min_tokens=stopped.length), 500, [EOS])
     assert later.length > stopped.length
-    named = ANSWERS.choose(prompt, greedy(500, stop_token_ids=[EOS], ignore_eos=True), 500, [EOS])
+    named = ANSWERS.choose(prompt, greedy(500, stop_token_ids=[EOS], ignore_eos=True), 500, [EOS], EOS)
     assert (named.reason, named.stop_reason) == ("stop", EOS)
 
 

@@ -36,6 +36,8 @@ class Reference:
         self._tokenizer = tokenizer
         self._exact_model: torch.nn.Module | None = None
         self._eos = eos_token_ids
+        own = tokenizer.eos_token_id
+        self._unnamed_eos = next(iter(eos_token_ids), None) if own is None else own
         self._known: tuple[list[int], Logits] = ([], np.zeros((0, 0)))
 
     @torch.inference_mode()
@@ -175,7 +177,7 @@ class Reference:
             if params.detokenize and not params.include_stop_str_in_output:
                 text = self._decode(params, ids[:-1])
             by_eos = not params.ignore_eos and ids[-1] in self._eos
-            return End(len(ids), text, "stop", None if by_eos else ids[-1])
+            return End(len(ids), text, "stop", None if by_eos and ids[-1] == self._unnamed_eos else ids[-1])
         return End(_max_output_tokens(params, completion), text, "length", None)
 
     def _stop_string(self, params: SamplingParams, ids: list[int], stop_ids: set[int]) -> tuple[int, str, str] | None:

@@ -1,7 +1,7 @@
 """The scheduler, with a stand-in for the model: the test chooses the tokens of every step."""
 
 import pytest
-from support.stand_in_engine import BLOCK, EOS, Engine
+from support.stand_in_engine import BLOCK, EOS, OTHER_EOS, Engine
 
 from vllm_mp.core.scheduler.request import NO_ROW
 
@@ -24,6 +24,16 @@ def test_end_of_sequence_stops_a_request_unless_ignored():
     engine.run(token=EOS)
     assert engine.ends == {0: "stop", 1: "length", 2: "stop"}
     assert [len(engine.outputs[i]) for i in range(3)] == [1, 8, 1]
+
+
+def test_stop_reason_names_every_end_token_but_the_own_one_of_the_tokenizer():
+    engine = Engine()
+    engine.add(0)
+    engine.add(1)
+    engine.add(2, stop_token_ids=[EOS], ignore_eos=True)
+    engine.run(lambda slot, position: OTHER_EOS if slot == 1 else EOS)
+    assert engine.ends == dict.fromkeys(range(3), "stop")
+    assert engine.stop_reasons == {0: None, 1: OTHER_EOS, 2: EOS}
 
 
 def test_output_ends_at_the_context_length():
