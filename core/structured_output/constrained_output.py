@@ -1,5 +1,8 @@
 """The output of a request that must match a constraint."""
 
+import copy
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -25,8 +28,7 @@ class ConstrainedOutput:
         self._matcher: Matcher | None = None
         self._num_seen = 0
         """Number of output tokens that were read."""
-        self._tail: list[int] = []
-        """The latest output tokens, while the constraint has not begun."""
+        self._end: _ReasoningEnd | None = None
         self._has_begun = not constraint.starts_after
 
     @property
@@ -41,6 +43,7 @@ class ConstrainedOutput:
     def begin(self, grammar: Grammar) -> None:
         """Use `grammar`, which the constraint was compiled to. It must be called before the request first runs."""
         self._matcher = grammar.matcher()
+        self._end = _ReasoningEnd(self.constraint.starts_after, grammar)
 
     def matcher_after(self, output: OutputIds) -> Matcher | None:
         """Return the matcher that says which tokens may follow `output`.
@@ -70,8 +73,7 @@ class ConstrainedOutput:
         if self.error is not None or self._may_begin_reasoning:
             return 0
         if not self._has_begun:
-            last = self.constraint.starts_after[-1]
-            return next((i for i, token in enumerate(drafts) if token == last), len(drafts))
+            return self._reasoning_end().num_before(drafts)
         return self._running_matcher().num_allowed(drafts)
 
     @property
@@ -86,23 +88,61 @@ class ConstrainedOutput:
             self._has_begun = new[0] != self.constraint.reasoning_start
         self._num_seen += len(new)
         if not self._has_begun:
-            new = self._after_reasoning(new)
+            after = self._reasoning_end().tokens_after(new)
+            self._has_begun = after is not None
+            new = after or []
         if new and self.error is None:
             try:
                 self._running_matcher().accept(new)
             except GrammarError as error:
                 self.error = str(error)
 
-    def _after_reasoning(self, new: list[int]) -> list[int]:
-        """Return the tokens among `new` that follow the end of the reasoning."""
-        end = self.constraint.starts_after
-        for count, token in enumerate(new, 1):
-            self._tail = [*self._tail, token][-len(end) :]
-            if tuple(self._tail) == end:
-                self._has_begun = True
-                return new[count:]
-        return []
-
     def _running_matcher(self) -> Matcher:
         assert self._matcher is not None, "a request waits until its grammar is compiled"
         return self._matcher
+
+    def _reasoning_end(self) -> "_ReasoningEnd":
+        assert self._end is not None, "a request waits until its grammar is compiled"
+        return self._end
+
+
+class _ReasoningEnd:
+    """Finds the end of the reasoning among the output tokens as they come.
+
+    An end of a single token is that token. One of several tokens is found by its text, because its last characters may
+    be in one token with what follows them.
+    """
+
+    def __init__(self, end: Sequence[int], grammar: Grammar) -> None:
+        text = grammar.bytes_of(end) if len(end) > 1 else b""
+        self._grammar = grammar
+        self._end = end
+        self._text = text.strip() or text
+        """Empty if the last token of the end is searched for."""
+        self._tail = b""
+        """The end of the text so far, in which `_text` may have begun."""
+
+    def tokens_after(self, new: Sequence[int]) -> list[int] | None:
+        """Read `new`; return the tokens that follow the end of the reasoning, None if it does not end in `new`.
+
+        They begin with tokens for the text that follows the end in the same token, without whitespace before it.
+        """
+        for count, token in enumerate(new, 1):
+            rest = self._read(token)
+            if rest is not None:
+                return [*(self._grammar.tokens_of(rest) if rest else ()), *new[count:]]
+        return None
+
+    def num_before(self, drafts: Sequence[int]) -> int:
+        """Return how many of `drafts` come before the one that ends the reasoning; all if none does."""
+        ahead = copy.copy(self)
+        return next((i for i, draft in enumerate(drafts) if ahead._read(draft) is not None), len(drafts))
+
+    def _read(self, token: int) -> bytes | None:
+        """Read `token`; return the text that follows the end of the reasoning in it, None if the reasoning goes on."""
+        if not self._text:
+            return b"" if token == self._end[-1] else None
+        text = self._tail + self._grammar.bytes_of([token])
+        _, end, rest = text.partition(self._text)
+        self._tail = text[max(len(text) - len(self._text) + 1, 0) :]
+        return rest.lstrip() if end else None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 Mask = npt.NDArray[np.int32]
 """[num_words]: bit t % 32 of word t // 32 is set if token t is allowed; num_words covers the model's vocabulary."""
@@ -91,16 +91,34 @@ class Matcher:
 class Grammar:
     """A compiled constraint, which requests share, and the states of its lexer, which all its matchers extend."""
 
-    def __init__(self, matcher: "LLMatcher", num_bytes: int, eos_token_ids: frozenset[int], num_words: int) -> None:
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        tokenizer: "LLTokenizer",
+        num_bytes: int,
+        eos_token_ids: frozenset[int],
+        num_words: int,
+    ) -> None:
         self.num_bytes = num_bytes
         """Host memory that it takes, estimated."""
         self._first = matcher
+        self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._num_words = num_words
 
     def matcher(self) -> Matcher:
         """Return a matcher at the beginning of the output."""
         return Matcher(self._first.deep_copy(), self._eos_token_ids, self._num_words)
+
+    def bytes_of(self, tokens: Sequence[int]) -> bytes:
+        """Return the text of `tokens` in UTF-8; a token may have a part of a character."""
+        text: bytes = self._tokenizer.decode_bytes(list(tokens))
+        return text
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        """Return tokens that have the text `text`."""
+        tokens: list[int] = self._tokenizer.tokenize_bytes(text)
+        return tokens
 
 
 def library_error(matcher: "LLMatcher") -> str:

@@ -80,11 +80,11 @@ class LLGuidanceLibrary:
         """Return the grammar of what `prepare` returned, and log its notes. Raises GrammarError if that fails."""
         from llguidance import LLMatcher
 
-        source = self._tokenizer.source
-        matcher = LLMatcher(self._tokenizer.llguidance(), prepared.text, log_level=0, limits=_limits())
+        source, tokenizer = self._tokenizer.source, self._tokenizer.llguidance()
+        matcher = LLMatcher(tokenizer, prepared.text, log_level=0, limits=_limits())
         num_words = (source.vocab_size + 31) // 32
         num_bytes = _MIN_BYTES + _BYTES_PER_CHARACTER * len(prepared.text)
-        compiled = Grammar(matcher, num_bytes, frozenset(source.eos_token_ids), num_words)
+        compiled = Grammar(matcher, tokenizer, num_bytes, frozenset(source.eos_token_ids), num_words)
         if matcher.is_error():
             raise GrammarError(library_error(matcher))
         # The first mask finds grammars that match nothing, and makes states that every matcher needs.

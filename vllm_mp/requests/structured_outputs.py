@@ -31,8 +31,8 @@ class Constraint(msgspec.Struct, array_like=True, frozen=True, omit_defaults=Tru
     whitespace_pattern: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """The regular expression of the whitespace in JSON; empty: as `any_whitespace` says."""
     starts_after: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MAX_MARKER_TOKENS)] = ()
-    """Token ids of the text that ends the reasoning. The constraint holds for the output after their first occurrence
-    in the output; empty: for the whole output."""
+    """Token ids of the text that ends the reasoning. The constraint holds for the output after the first occurrence of
+    the token, or of the text of several; empty: for the whole output."""
     reasoning_start: int = -1
     """Token id that begins the reasoning. If the output begins with another token, there is no reasoning, and the
     constraint holds for the whole output. -1: the output begins inside the reasoning."""
@@ -52,7 +52,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     whitespace between the parts of JSON (None: the engine's choice, by default a space, or up to two line breaks with
     up to 32 spaces or tabs), and `disable_additional_properties` forbids properties that a schema does not name. For
     models that think, `reasoning_end` are the token ids that end the thought, after which the constraint begins, and
-    `reasoning_start` is the token id that begins it; None: the prompt has begun the thought already.
+    `reasoning_start` is the token id that begins it; None: the prompt has begun the thought already. An end of several
+    tokens is found by its text, whatever tokens the model writes it in.
 
     Raises ValueError, naming the field and its value, for a value that can be no constraint, and TypeError for a value
     of the wrong type. Whether a schema, regex or grammar can be compiled is found by the core: a request whose

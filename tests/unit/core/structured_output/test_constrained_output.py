@@ -15,6 +15,20 @@ from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.requests.structured_outputs import Constraint
 from vllm_mp.testing.random_models import CONFIGS, save_config
 
+TEXTS = {
+    60: b"</",
+    61: b"end",
+    62: b">",
+    63: b">\n\n",
+    64: b">{",
+    65: b"{",
+    66: b"</end> \n{{",
+    67: b"> 2",
+    68: b"\n",
+    69: b"",
+}
+"""The texts of tokens; the others have texts of their own."""
+
 
 class SequenceGrammar:
     """A grammar that no library compiles: it allows each of `sequences` of token ids, then the token `end` for ever."""
@@ -25,6 +39,12 @@ class SequenceGrammar:
 
     def matcher(self):
         return SequenceMatcher(self)
+
+    def bytes_of(self, tokens):
+        return b"".join(TEXTS.get(token, b"<%d>" % token) for token in tokens)
+
+    def tokens_of(self, text):
+        return [next(token for token, of_token in TEXTS.items() if of_token == bytes([byte])) for byte in text]
 
 
 class SequenceMatcher:
@@ -197,6 +217,45 @@ def test_the_constraint_begins_after_the_end_of_the_reasoning(make):
     engine.run()
     assert engine.tokens[0][: first + 1] == thought[: first + 1]
     assert matches(FORKED, engine.tokens[0][first + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("thought", "read"),
+    [
+        ([1, 60, 61, 62], []),
+        ([1, 60, 61, 63], []),
+        ([1, 60, 61, 64], [65]),
+        ([66], [65, 65]),
+        ([60, 60, 61, 62], []),
+        ([60, 1, 61, 62], None),
+        ([67], None),
+    ],
+)
+def test_reasoning_ends_with_its_text_whatever_tokens_it_has(thought, read):
+    grammar = SequenceGrammar([[65, 65, 9, 9], [9, 9]])
+    rest = [] if read is None else [9] if not read else [65, 9][len(read) - 1 :]
+    for cut in range(len(thought) + 1):
+        output = constrained(grammar, starts_after=[60, 61, 62])
+        output.matcher_after(np.array(thought[:cut], np.int32))
+        num_before = len(thought) if read is None else len(thought) - 1
+        if cut < len(thought):
+            assert output.num_allowed(np.array(thought[:cut], np.int32), [*thought[cut:]]) == num_before - cut
+        matcher = output.matcher_after(np.array([*thought, *rest], np.int32))
+        assert output.error is None
+        assert (None if matcher is None else matcher.read) == (None if read is None else [*read, *rest])
+
+
+@pytest.mark.parametrize(("end", "thought"), [([68, 68], [1, 68, 68]), ([69, 69], [1, 69])], ids=["blank", "no text"])
+def test_reasoning_may_end_with_whitespace_or_with_tokens_without_text(end, thought):
+    output = constrained(SequenceGrammar([[9]]), starts_after=end)
+    assert output.matcher_after(np.array(thought[:-1], np.int32)) is None
+    assert output.matcher_after(np.array([*thought, 9], np.int32)).read == [9]
+
+
+def test_text_after_the_end_of_the_reasoning_must_match_the_grammar():
+    output = constrained(SequenceGrammar([[9]]), starts_after=[60, 61, 62])
+    assert output.matcher_after(np.array([60, 61, 64], np.int32)) is None
+    assert "token 65 is forbidden" in output.error
 
 
 def test_reasoning_that_may_be_left_out_begins_with_its_token_or_not_at_all(make):

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from vllm_mp.core.structured_output.constrained_output import ConstrainedOutput
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.masks import fill_masks
 from vllm_mp.requests.structured_outputs import Constraint
@@ -54,6 +55,21 @@ PERSON = json.dumps(
 def test_a_text_is_allowed_if_it_matches_the_constraint(library, constraint, allowed, forbidden):
     assert [text for text in allowed if not library.allows(constraint, text)] == []
     assert [text for text in forbidden if library.allows(constraint, text)] == []
+
+
+def test_token_that_ends_the_reasoning_may_begin_the_constrained_text(library):
+    texts = ((token, library.tokenizer.decode_bytes([token])) for token in range(library.source.vocab_size))
+    last, rest = next((token, text[1:].decode()) for token, text in texts if re.fullmatch(rb">[!-~]+", text))
+    constraint = Constraint(
+        "choice", json.dumps([rest + "yes"]), starts_after=tuple(library.tokens("</think>")), reasoning_start=-1
+    )
+    output = ConstrainedOutput(constraint, may_force=False)
+    output.begin(library.compile(constraint))
+    matcher = output.matcher_after(np.array([*library.tokens("Well.</think"), last], np.int32))
+    assert output.error is None
+    [first, *_] = library.tokens("yes")
+    assert first in library.allowed(matcher)
+    assert library.tokens(rest)[0] not in library.allowed(matcher)
 
 
 def test_compact_json_has_no_whitespace(library):
