@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_mp.client.prompts.chat_images import content_form, with_images
 from vllm_mp.client.prompts.chat_messages import ChatMessageError, template_messages
@@ -17,6 +16,7 @@ from vllm_mp.client.prompts.model_tokenizer import LibraryNeeded, ModelTokenizer
 from vllm_mp.client.prompts.template_text import import_jinja
 from vllm_mp.client.prompts.tool_prompt import has_tool_turns, knows_tools, with_text_for_tools
 from vllm_mp.client.threads.background_call import call_in_thread
+from vllm_mp.client.threads.template_interrupt import raise_in_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +28,10 @@ TIME_LIMIT_S = 2.0
 _MAX_CHARACTERS = 2**26
 """Longest text that a template may make."""
 _NUM_THREADS = 4
+_STOP_INTERVAL_S = 0.005
+"""Time between two attempts to end a rendering."""
+
+_Result = TypeVar("_Result")
 
 
 class ChatTemplateError(ValueError):
@@ -63,8 +67,8 @@ class ChatTemplate:
         if tokenizer is not None:
             self._reserved = template_arguments(tokenizer) | {"messages"}
         self._executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="vllm-mp-chat-template")
-        if isinstance(tokenizer, ModelTokenizer):
-            self._executor.submit(import_jinja)  # neither on the event loop nor within the limit of a rendering
+        self._imports = self._executor.submit(import_jinja) if tokenizer is not None else None
+        """The import of Jinja: neither on the event loop nor within the limit of a rendering."""
         self._has_told_of_tools = False
 
     @property
@@ -150,12 +154,15 @@ class ChatTemplate:
 
     async def _run(self, rendering: _Rendering) -> str:
         """Return the text of `rendering`, and end it if this call ends before."""
+        if self._imports is not None and not self._imports.done():
+            # If it fails, the rendering does too and says why. `wait` does not cancel it, as other renderings need it.
+            await asyncio.wait([_future_of(self._imports)])
         future = self._executor.submit(rendering.run)
         try:
             return await self._within_limit(rendering, future)
         finally:
             # Also when the caller is cancelled: its thread must not go on.
-            if not future.cancel():
+            if not future.done() and not future.cancel():
                 rendering.stop()
 
     def _content(self, source: str, has_images: bool) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
@@ -170,9 +177,7 @@ class ChatTemplate:
 
     async def _within_limit(self, rendering: _Rendering, future: Future[str]) -> str:
         """Return the rendered text. The limit counts from the start of the rendering, not the time in the queue."""
-        waiting = asyncio.wrap_future(future)
-        # If this caller leaves before the end, nothing else takes the error.
-        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        waiting = _future_of(future)
         remaining = self._time_limit
         while remaining > 0:
             await asyncio.wait([waiting], timeout=remaining)
@@ -181,6 +186,13 @@ class ChatTemplate:
             started = rendering.started
             remaining = self._time_limit if started is None else started + self._time_limit - time.monotonic()
         raise ChatTemplateError(f"the chat template did not end within {self._time_limit:g} s; correct the template")
+
+
+def _future_of(future: Future[_Result]) -> asyncio.Future[_Result]:
+    """Return a future of the running loop for `future`; an error that no caller takes any more is not reported."""
+    waiting = asyncio.wrap_future(future)
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return waiting
 
 
 class _Rendering:
@@ -211,6 +223,7 @@ class _Rendering:
         self._lock = threading.Lock()
         self._thread: int | None = None
         """The thread of the rendering while it can be ended."""
+        self._is_stopped = False
 
     def run(self) -> str:
         """Return the rendered text. Raises ChatTemplateError if the template fails or is stopped.
@@ -220,6 +233,8 @@ class _Rendering:
         """
         try:
             with self._lock:
+                if self._is_stopped:
+                    raise _Stopped
                 self._thread, self.started = threading.get_ident(), time.monotonic()
             try:
                 messages = template_messages(self._messages, knows_developer=self._knows_developer)
@@ -255,8 +270,17 @@ class _Rendering:
             return self._apply(self._content(other), **arguments)
 
     def stop(self) -> None:
-        """End the rendering soon, if it runs."""
+        """End the rendering soon, whether it runs already or not; it cannot run again."""
         with self._lock:
-            if self._thread is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(_Stopped))
-                self._thread = None
+            self._is_stopped = True
+            is_running = self._thread is not None
+        if is_running:
+            threading.Thread(target=self._interrupt, name="vllm-mp-stop-rendering", daemon=True).start()
+
+    def _interrupt(self) -> None:
+        """End the rendering; return when it has ended."""
+        while self._thread is not None:
+            time.sleep(_STOP_INTERVAL_S)
+            with self._lock:
+                if self._thread is not None:
+                    raise_in_template(self._thread, _Stopped)

@@ -25,7 +25,8 @@ _FIRST_SAFE_JINJA: Final = (3, 1, 6)
 
 
 def import_jinja() -> None:
-    """Import what `template_text` needs, which it otherwise does when it is first called."""
+    """Import what `template_text` needs, which it otherwise does when it is first called, or when a template fails."""
+    import jinja2.debug
     import jinja2.ext
     import jinja2.sandbox  # noqa: F401
 

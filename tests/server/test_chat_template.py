@@ -1,6 +1,7 @@
 """Chat templates that refuse, fail, loop or grow: the request fails with the reason, and its thread is free again."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -75,6 +76,28 @@ def test_looping_templates_end_and_leave_their_threads_to_others(tokenizer, canc
         assert isinstance(error, asyncio.CancelledError if cancel else ChatTemplateError)
         if not cancel:
             assert "did not end within 0.2 s" in str(error)
+
+
+def test_rendering_waits_for_the_import_of_jinja_which_no_limit_or_cancellation_ends(tokenizer, monkeypatch):
+    is_importing, may_go_on = threading.Event(), threading.Event()
+
+    def slow_import():
+        is_importing.set()
+        may_go_on.wait(60)
+
+    async def run():
+        monkeypatch.setattr(chat_template, "import_jinja", slow_import)
+        template = ChatTemplate(tokenizer, 0.1)
+        cancelled, waiting = (asyncio.create_task(template.render(MESSAGES)) for _ in range(2))
+        await asyncio.to_thread(is_importing.wait, 60)
+        cancelled.cancel()
+        done, _ = await asyncio.wait([cancelled, waiting], timeout=0.3)
+        may_go_on.set()
+        return done == {cancelled}, await waiting
+
+    was_waiting, text = asyncio.run(run())
+    assert was_waiting
+    assert "hello" in text
 
 
 def test_event_loop_goes_on_while_a_template_loops(tokenizer):
