@@ -1,16 +1,19 @@
 """Flags in a YAML file: the option `--config` of commands, in the form that vLLM has."""
 
+import argparse
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 
-def flags_in(path: str, known: Collection[str], given: Collection[str]) -> list[str]:
+def flags_in(path: str, known: Mapping[str, argparse.Action], given: Collection[str]) -> list[str]:
     """Return the arguments that a file of options stands for; flags of the command line, `given`, replace its own.
 
-    `known` are the flags of the command. The file maps names of options to values: true and false for switches, lists
-    for options that may be repeated, mappings for options in JSON. Raises ValueError, naming the file and the option.
+    `known` are the flags of the command with their actions. The file maps names of options to values: true and false
+    for switches, lists for options that may be repeated, mappings for options in JSON. A value is part of the argument
+    of its flag, so that no flag takes the arguments after it for further values. Raises ValueError, naming the file and
+    the option.
     """
     arguments: list[str] = []
     for name, value in _read(path).items():
@@ -20,15 +23,15 @@ def flags_in(path: str, known: Collection[str], given: Collection[str]) -> list[
             raise ValueError(f"--config {path}: there is no option {str(name)!r:.100}; see --help-all")
         if value is None or flag in given or opposite in given:
             continue
-        if isinstance(value, bool):
-            if not value and opposite not in known:
-                continue  # a switch without an opposite is off by itself
+        is_switch = known[flag].nargs == 0
+        if is_switch != isinstance(value, bool):
+            needed = "true or false" if is_switch else "a value; put a word such as yes or off in quotes"
+            raise ValueError(f"--config {path}: {str(name)!r:.100} takes {needed}, got {_text(value):.100}")
+        if not is_switch:
+            values = value if isinstance(value, list) else [value]
+            arguments += [f"{flag}={_text(each)}" for each in values]
+        elif value or opposite in known:  # else it is off by itself
             arguments.append(flag if value else opposite)
-        elif isinstance(value, list):
-            for each in value:
-                arguments += [flag, _text(each)]
-        else:
-            arguments += [flag, _text(value)]
     return arguments
 
 
@@ -50,4 +53,4 @@ def _read(path: str) -> dict[Any, Any]:
 
 def _text(value: Any) -> str:
     """Return a value as it stands on the command line."""
-    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)

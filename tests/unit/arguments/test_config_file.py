@@ -63,12 +63,25 @@ def test_file_has_flags_which_the_command_line_replaces(parse):
     assert parse("api-key: a", "--api-key", "c").api_key == ["c"]
 
 
+@pytest.mark.parametrize("content", ["api-key: [a]", "api-key: [-a, -b]", "max-num-seqs: 5", "enforce-eager: true"])
+def test_file_leaves_the_model_of_the_command_line_to_it(tmp_path, content):
+    file = tmp_path / "options.yaml"
+    file.write_text(content)
+    args = cli.parser().parse_args(["serve", "m", "--config", str(file)])
+    name, _, value = content.partition(": ")
+    assert args.served_model == "m"
+    assert str(getattr(args, name.replace("-", "_"))).replace("'", "").lower() == value
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("max-modellen: 5", "there is no option 'max-modellen'"),
         ("- a", "it must map names of options to values, got list"),
         ("a: [", "it is not YAML"),
+        ("max-num-seqs: true", "'max-num-seqs' takes a value; put a word such as yes or off in quotes, got true"),
+        ("served-model-name: no", "'served-model-name' takes a value"),
+        ("enforce-eager: 1", "'enforce-eager' takes true or false, got 1"),
         ("port: x", "--port must be an integer, got 'x'"),
         ("kv-cache-memory-bytes: 1XB", "must be a size in bytes, such as 4GiB or 512MB, got '1XB'"),
     ],
@@ -81,4 +94,4 @@ def test_wrong_file_is_refused_with_its_name_and_the_option(parse, capsys, conte
 
 def test_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"nothing\.yaml: No such file or directory; name a file"):
-        flags_in(str(tmp_path / "nothing.yaml"), {"--port"}, set())
+        flags_in(str(tmp_path / "nothing.yaml"), {}, set())
