@@ -40,6 +40,9 @@ class BatchDeadError(EngineDeadError):
         super().__init__(message)
         self.outputs = outputs
 
+    def __reduce__(self) -> Any:  # so that it can be pickled
+        return type(self), (str(self), self.outputs), self.__dict__
+
 
 class EngineGenerateError(EngineError):
     """A request failed in the core, for example because it alone caused the deaths of two cores.

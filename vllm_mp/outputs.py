@@ -154,8 +154,10 @@ class RequestFailure(msgspec.Struct, gc=False):
 
     @property
     def outputs(self) -> NoReturn:
-        """Raise `error`, so that code which expects an output fails with the cause."""
+        """Raise `error`, as all further fields of an output do: code which expects an output fails with the cause."""
         raise self.error
+
+    prompt = prompt_token_ids = prompt_logprobs = metrics = num_cached_tokens = lora_request = outputs
 
 
 @dataclass(slots=True)

@@ -16,6 +16,9 @@ class ChatMessageError(ValueError):
         super().__init__(message)
         self.path = path
 
+    def __reduce__(self) -> Any:  # so that it can be pickled
+        return type(self), (str(self), self.path), self.__dict__
+
 
 def template_messages(messages: Sequence[Any], *, knows_developer: bool) -> list[dict[str, Any]]:
     """Return `messages`, dicts or structs, as chat templates expect them.

@@ -221,6 +221,9 @@ class _LostError(Exception):
         self.is_final = is_final
         """Another attempt would fail too."""
 
+    def __reduce__(self) -> Any:  # so that it can be pickled
+        return type(self), (str(self), self.is_final), self.__dict__
+
 
 class _Member(NamedTuple):
     """An actor that is the parent of a core, or of one of its rank hosts."""

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_mp.model_store.progress import Progress
 
@@ -129,6 +130,11 @@ class DiskFullError(OSError):
             f"no space left to prepare {folder.name}: {detail}. Free some space, or set {CACHE_VARIABLE} or "
             f"--download-dir to a folder on a larger disk (now {folder.parent})",
         )
+        self.folder = folder
+        self.detail = detail
+
+    def __reduce__(self) -> Any:  # so that it can be pickled
+        return type(self), (self.folder, self.detail), self.__dict__
 
 
 @contextlib.contextmanager

@@ -87,6 +87,9 @@ class ApiError(Exception):
         self.headers = headers
         self.anthropic_code = anthropic_code
 
+    def __reduce__(self) -> Any:  # so that it can be pickled
+        return type(self), (self.status, self.message), self.__dict__
+
     def data(self) -> ErrorBody:
         """Return the error as the body of a response, or as the data of an event."""
         # Half a surrogate pair, as a header or a path may hold it, has no UTF-8.
