@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 from vllm_mp.client.engine.input_processor import check_sampling_params
 from vllm_mp.client.outputs import output_path
-from vllm_mp.client.outputs.output_iterator import Abandon, OutputIterator
+from vllm_mp.client.outputs.output_iterator import Abandon, Attach, OutputIterator
 from vllm_mp.client.outputs.stream import ReadyStreams, RequestStream
 from vllm_mp.client.prompts.prompt import PromptType
 from vllm_mp.client.prompts.request import checked_request_id
@@ -39,13 +39,16 @@ class StreamGroup:
     `aclose` and dropping the group abort the requests that have not ended. At most one consumer may iterate at a time.
     """
 
-    def __init__(self, add: Callable[..., Awaitable[OutputIterator]], abandon: Abandon) -> None:
+    def __init__(self, add: Callable[..., Awaitable[OutputIterator]], attach: Attach, abandon: Abandon) -> None:
         """`add` is `AsyncLLM.add_request`."""
         self._add = add
+        self._attach = attach
         self._abandon = abandon
         self._streams: dict[str, RequestStream] = {}
         """By id: the streams whose last output has not been taken."""
         self._ready = ReadyStreams()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that receives the outputs."""
         self._num_being_added = 0
         self._has_logprobs = False
         """A stream has log-probabilities."""
@@ -97,6 +100,7 @@ class StreamGroup:
         """
         while not self._is_over():
             if not len(self._ready):
+                self._attach_to_loop()
                 await self._ready.arrival()
             streams = self._ready.take()
             if self._has_logprobs:
@@ -112,6 +116,7 @@ class StreamGroup:
         consumer, which saves waking a task for each output, so it must return soon and must not call this group.
         Cancelling the call loses no output. Raises what `pass_on` raises.
         """
+        self._attach_to_loop()
         relay = _Relay(self, pass_on)
         relay.set_result(None)
         try:
@@ -153,6 +158,13 @@ class StreamGroup:
                 for stream in streams:
                     self._ready.append(stream)
         return streams
+
+    def _attach_to_loop(self) -> None:
+        """Receive on the running loop, which may not be that in which the requests were added."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._attach()
+            self._loop = loop
 
     def _is_over(self) -> bool:
         """Return whether no request is left."""

@@ -1,5 +1,6 @@
 """What `AsyncLLM.generate` returns: the outputs of one request as an asynchronous generator."""
 
+import asyncio
 import types
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -13,6 +14,8 @@ consumers that `WakeUps` wakes in a turn may do so."""
 
 Start = Callable[[], Awaitable["OutputIterator"]]
 """Sends a request."""
+Attach = Callable[[], None]
+"""Receives from the cores on the running event loop."""
 Abandon = Callable[[RequestStream], None]
 """Aborts the request of a stream that has lost its consumer. May be called in any thread."""
 
@@ -20,25 +23,33 @@ Abandon = Callable[[RequestStream], None]
 class OutputIterator(AsyncGenerator[Any, None]):
     """The outputs of a request, which begins when the first output is awaited, unless it has begun already.
 
-    Closing the iterator, dropping it and cancelling a task that waits in it abort the request. It has the methods of an
-    asynchronous generator but is none, because a generator within a generator costs more than the output itself.
+    Closing the iterator, dropping it and cancelling a task that waits in it abort the request. Another event loop may
+    read on after the first has ended. It has the methods of an asynchronous generator but is none, because a generator
+    within a generator costs more than the output itself.
     """
 
-    __slots__ = ("__weakref__", "_abandon", "_start", "_stream")
+    __slots__ = ("__weakref__", "_abandon", "_attach", "_loop", "_start", "_stream")
 
-    def __init__(self, abandon: Abandon, start: Start | None, stream: RequestStream | None = None) -> None:
-        """Give either `start` or the `stream` of a request that has begun."""
+    def __init__(
+        self, attach: Attach, abandon: Abandon, start: Start | None, stream: RequestStream | None = None
+    ) -> None:
+        """Give either `start` or the `stream` of a request that has begun, on the running loop."""
+        self._attach = attach
         self._abandon = abandon
         self._start = start
         self._stream = stream
         """The stream, until its last output is taken or the iterator is closed."""
+        self._loop = asyncio._get_running_loop()
+        """The event loop that receives the outputs."""
 
     def __aiter__(self) -> "OutputIterator":
         return self
 
     def __anext__(self) -> Awaitable[Any]:  # type: ignore[override]
         stream = self._stream
-        return self._next() if stream is None else output_path.current.next_output(self, stream)
+        if stream is None or asyncio._get_running_loop() is not self._loop:
+            return self._next()
+        return output_path.current.next_output(self, stream)
 
     async def asend(self, value: None) -> Any:
         """Return the next output; `value` has no effect."""
@@ -82,6 +93,9 @@ class OutputIterator(AsyncGenerator[Any, None]):
             stream = self._stream = (await start()).detach()
         try:
             while not stream.has_news():
+                if (loop := asyncio.get_running_loop()) is not self._loop:
+                    self._attach()
+                    self._loop = loop
                 await stream.arrival()
             if stream.has_logprobs:
                 await stream.make_logprobs(_OBJECTS_PER_TURN, _OBJECTS_PER_TURN)

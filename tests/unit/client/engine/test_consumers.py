@@ -155,6 +155,33 @@ def test_iterator_that_is_dropped_after_its_event_loop_aborts_its_request(llm):
     asyncio.run(wait_until_empty())
 
 
+@pytest.mark.parametrize("kind", ["generate", "add_request", "group"])
+def test_outputs_are_read_on_in_another_event_loop_after_the_first(llm, path, kind):
+    params = delta(200)
+
+    async def begin():
+        if kind == "generate":
+            stream = llm.generate(prompts(1)[0], params)
+        elif kind == "add_request":
+            stream = await llm.add_request(None, prompts(1)[0], params)
+        else:
+            stream = llm.stream_group()
+            await stream.add(prompts(1)[0], params)
+        return stream, as_list(await anext(stream))
+
+    def as_list(outputs):
+        return outputs if kind == "group" else [outputs]
+
+    async def read_on(stream):
+        async with asyncio.timeout(60):
+            return [output async for outputs in stream for output in as_list(outputs)]
+
+    stream, outputs = asyncio.run(begin())
+    outputs += asyncio.run(read_on(stream))
+    assert outputs[-1].finished
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == 200
+
+
 def test_loop_that_is_left_aborts_its_request_although_a_traceback_keeps_its_frame(llm, path):
     async def fail():
         async for _ in llm.generate(prompts(1)[0], ENDLESS):

@@ -65,7 +65,7 @@ class Requests:
         assert not self.processor.process(wire.StepOutput(0, 1, *packed, finished=ends, logprobs=logprobs))
 
     def iterator(self, stream):
-        return OutputIterator(lambda stream: None, None, stream)
+        return OutputIterator(lambda: None, lambda stream: None, None, stream)
 
     async def group(self):
         waiting = iter(self.streams)
@@ -73,7 +73,7 @@ class Requests:
         async def add(*_):
             return self.iterator(next(waiting))
 
-        group = StreamGroup(add, lambda stream: None)
+        group = StreamGroup(add, lambda: None, lambda stream: None)
         for stream in self.streams:
             await group.add(None, None, stream.request_id)
         return group

@@ -62,7 +62,7 @@ def group_of(*streams):
         return Detached()
 
     async def make():
-        group = StreamGroup(add, lambda stream: None)
+        group = StreamGroup(add, lambda: None, lambda stream: None)
         for stream in streams:
             await group.add(None, None, stream.request_id)
         return group
@@ -256,7 +256,7 @@ def test_awaitable_of_an_output_is_an_iterator_over_futures(path):
     stream = stream_in(processor, "id", output_kind=RequestOutputKind.DELTA)
 
     async def run():
-        step = OutputIterator(lambda stream: None, None, stream).__anext__().__await__()
+        step = OutputIterator(lambda: None, lambda stream: None, None, stream).__anext__().__await__()
         for _ in range(2):
             future = next(step)
             assert not future.done()
