@@ -992,7 +992,8 @@ class AsyncLLM(EngineClient):
         however long it is, and NoRoomError if too many images wait.
         """
         self._engine.check_process()
-        return await self._inputs.prompt_tokens(prompt, options)
+        with self._engine.explaining_shutdown():
+            return await self._inputs.prompt_tokens(prompt, options)
 
     async def has_room(self, text: str, num_output_tokens: int, **options: Any) -> bool:
         """Return whether the context has room for `text`, tokenized with `options`, and for that many output tokens.

@@ -1,8 +1,9 @@
 """An engine: its cores, requests, statistics, loggers and tokenizer; its end; forks of its process."""
 
+import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_mp import wire
@@ -108,6 +109,19 @@ class Engine:
         self.check_process()
         self.cores.attach()
 
+    @contextlib.contextmanager
+    def explaining_shutdown(self) -> Iterator[None]:
+        """Raise EngineDeadError for a RuntimeError of the block, such as that of a closed tokenizer, after the end."""
+        try:
+            yield
+        except RuntimeError:
+            self._check_open()
+            raise
+
+    def _check_open(self) -> None:
+        if self._is_shut_down:
+            raise EngineDeadError("the engine was shut down: make a new AsyncLLM")
+
     def admit_request(self) -> None:
         """Do what `attach` does, and start the background loop if it is stopped.
 
@@ -152,8 +166,7 @@ class Engine:
     def start_background_loop(self) -> None:
         """Accept requests again; raises what `AsyncLLM.start_background_loop` raises."""
         self.check_process()
-        if self._is_shut_down:
-            raise EngineDeadError("the engine was shut down: make a new AsyncLLM")
+        self._check_open()
         if (error := self.cores.dead_error) is not None:
             raise error
         if self.accepts_requests:

@@ -10,7 +10,8 @@ from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 class EngineTokenizer:
     """Turns text into token ids, and back, without a request. Its calls are those of `AsyncLLM`, which documents them.
 
-    All raise ValueError if the engine has no tokenizer, and RuntimeError in a forked child.
+    All raise ValueError if the engine has no tokenizer, EngineDeadError if it was shut down, and RuntimeError in a
+    forked child.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -32,7 +33,8 @@ class EngineTokenizer:
         prompt_tokenizer = self.required()
         parsed = parse_prompt(text).text
         assert parsed is not None
-        return await prompt_tokenizer.ids(parsed, options, max_tokens)
+        with self._engine.explaining_shutdown():
+            return await prompt_tokenizer.ids(parsed, options, max_tokens)
 
     async def has_room(self, text: str, num_output_tokens: int, options: dict[str, Any]) -> bool:
         """Return whether the context has room for `text` and for that many output tokens."""
@@ -50,4 +52,5 @@ class EngineTokenizer:
         for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"token ids must be in [0, {vocab_size}), the tokenizer's vocabulary, got {token_id}")
-        return await prompt_tokenizer.decode(token_ids, options)
+        with self._engine.explaining_shutdown():
+            return await prompt_tokenizer.decode(token_ids, options)

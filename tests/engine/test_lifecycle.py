@@ -149,6 +149,14 @@ def test_shutdown_is_idempotent_and_ends_live_and_later_requests_with_an_error(m
                 pass
         with pytest.raises(EngineDeadError, match="shut down"):
             await answer(engine, "Hello", greedy(3))
+        for call in (
+            engine.tokenize("Hello"),
+            engine.detokenize([1]),
+            engine.prompt_tokens("Hello"),
+            engine.has_room("Hello", 3),
+        ):
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await call
         return pid
 
     pid = asyncio.run(run())
