@@ -1,6 +1,5 @@
 """The blocking client of an engine, for scripts and notebooks."""
 
-import copy
 import types
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
@@ -428,14 +427,17 @@ class LLM:
     __getattr__ = refuse_attributes(_REFUSED)
 
     def _sampling(self, params: Any) -> Any:
-        """Return `params`, or each of a list, with one output at the end. Raises TypeError for other types."""
+        """Return `params`, or each of a list, with one output at the end.
+
+        Raises TypeError for other types, and what their constructor raises if fields were changed since.
+        """
         if isinstance(params, Sequence):
             return [self._sampling(each) for each in params]
         if params is None:
             params = self.get_default_sampling_params()
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {type(params).__name__}")
-        final = copy.copy(params)  # which is not validated a second time
+        final = params.clone()
         final.output_kind = RequestOutputKind.FINAL_ONLY
         return final
 

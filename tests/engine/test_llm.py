@@ -159,6 +159,14 @@ def test_arguments_that_cannot_work_are_refused_before_anything_runs(small_llm, 
         small_llm.embed(PROMPTS[:2], pooling_params=PoolingParams(dimensions=10**6))
 
 
+@pytest.mark.parametrize("as_list", [False, True])
+def test_parameters_that_were_changed_to_wrong_values_are_refused(small_llm, as_list):
+    params = SamplingParams(max_tokens=2)
+    params.n = 0
+    with pytest.raises(ValueError, match=r"n must be in \[1, 1024\], got 0"):
+        small_llm.generate(PROMPTS[:1], [params] if as_list else params)
+
+
 def test_prompts_are_taken_from_an_iterator_while_a_limited_number_is_live(small_llm):
     live = []
 
