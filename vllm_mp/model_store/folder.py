@@ -30,6 +30,11 @@ _OTHER_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _POINTER_START = b"version https://git-lfs"
 
 
+def noun_of(load_format: str) -> str:
+    """Return what errors call the thing that is loaded: the option that names it."""
+    return "tokenizer" if load_format == "tokenizer" else "model"
+
+
 def folder_problem(folder: Path, load_format: str) -> str | None:
     """Return the reason why `folder` cannot be loaded, with the remedy, or None if it can.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_mp.model_store.cache import DiskFullError
-from vllm_mp.model_store.folder import PICKLED, SAFETENSORS, folder_problem, has_tokenizer, weight_files
+from vllm_mp.model_store.folder import PICKLED, SAFETENSORS, folder_problem, has_tokenizer, noun_of, weight_files
 from vllm_mp.model_store.package import DEFAULT_MODEL
 from vllm_mp.model_store.progress import Progress
 
@@ -50,7 +50,7 @@ def hub_model(
     """
     from huggingface_hub import constants
 
-    at = f"{model!r}" + (f" at revision {revision!r}" if revision else "")
+    at = f"{noun_of(load_format)} {model!r}" + (f" at revision {revision!r}" if revision else "")
     cached = _cached_snapshot(model, revision, cache)
     problem = folder_problem(cached, load_format) if cached else "the hub's cache lacks it"
     if cached and problem is None and has_tokenizer(cached):
@@ -59,7 +59,7 @@ def hub_model(
         if cached and problem is None:
             return cached
         raise ValueError(
-            f"model {at} is not on this machine and HF_HUB_OFFLINE is set: there is no such local folder, and "
+            f"{at} is not on this machine and HF_HUB_OFFLINE is set: there is no such local folder, and "
             f"{problem}. Unset HF_HUB_OFFLINE to download it, or {_OTHER_WAYS}"
         )
     try:
@@ -68,11 +68,11 @@ def hub_model(
         if cached and problem is None:
             return cached
         raise ValueError(
-            f"model {at} is not on this machine and {constants.ENDPOINT} could not deliver it ({error}): there is no "
+            f"{at} is not on this machine and {constants.ENDPOINT} could not deliver it ({error}): there is no "
             f"such local folder, and {problem}. Check the network, or {_OTHER_WAYS}"
         ) from error
     if problem := folder_problem(folder, load_format):
-        raise ValueError(f"model {at} of the hub cannot be used: {problem}")
+        raise ValueError(f"{at} of the hub cannot be used: {problem}")
     return folder
 
 
@@ -129,15 +129,15 @@ def _download(
         return folder
     except errors.GatedRepoError as error:
         raise ValueError(
-            f"model {at} is gated: ask for access on its hub page, then pass hf_token or set HF_TOKEN"
+            f"{at} is gated: ask for access on its hub page, then pass hf_token or set HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ValueError(
-            f"model {model!r} has no revision {revision!r} on the hub; name a branch, tag or commit"
+            f"{noun_of(load_format)} {model!r} has no revision {revision!r} on the hub; name a branch, tag or commit"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ValueError(
-            f"model {at} is neither a local folder nor on the hub; if it is private pass hf_token or set "
+            f"{at} is neither a local folder nor on the hub; if it is private pass hf_token or set "
             f"HF_TOKEN, else {_OTHER_WAYS}"
         ) from error
     except Exception as error:

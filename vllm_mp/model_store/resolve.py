@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm_mp.arguments.suggestions import did_you_mean
 from vllm_mp.model_store.cache import cache_root
-from vllm_mp.model_store.folder import folder_problem
+from vllm_mp.model_store.folder import folder_problem, noun_of
 from vllm_mp.model_store.gguf import gguf_model
 from vllm_mp.model_store.gguf_file.mmproj import is_mmproj
 from vllm_mp.model_store.gguf_file.parts import first_part
@@ -43,13 +43,14 @@ def resolve_model(
     prefers a folder's GGUF file to its safetensors. `progress` gets lines of text; without it a bar or lines go to
     stderr.
 
-    Raises ValueError naming the model, what is missing and the remedy; OSError if the cache cannot be written or is
-    full; RuntimeError if the system ended a conversion.
+    Raises ValueError naming the model, or the tokenizer, what is missing and the remedy; OSError if the cache cannot be
+    written or is full; RuntimeError if the system ended a conversion.
     """
     if load_format not in _LOAD_FORMATS:
         raise ValueError(f"load_format must be one of {', '.join(_LOAD_FORMATS)}, got {load_format!r}")
+    noun = noun_of(load_format)
     if not model.strip() or "\0" in model:
-        raise ValueError(f"model is {model!r}: name a folder, a .gguf file, a hub id or {DEFAULT_MODEL!r}")
+        raise ValueError(f"{noun} is {model!r}: name a folder, a .gguf file, a hub id or {DEFAULT_MODEL!r}")
     report = Progress(progress)
     cache = Path(download_dir).expanduser().absolute() if download_dir else None
     if model.lower() in PACKAGED_MODELS and mmproj is None:
@@ -66,10 +67,10 @@ def resolve_model(
     if local is not None:
         return local
     if _looks_like_path(model):
-        raise ValueError(f"model {model!r}: no such file or folder; correct the path{_similar_path(path)}")
+        raise ValueError(f"{noun} {model!r}: no such file or folder; correct the path{_similar_path(path)}")
     if not is_hub_id(model):
         raise ValueError(
-            f"model {model!r} is neither a file nor a folder nor a hub id (organisation/name): correct it, or give an "
+            f"{noun} {model!r} is neither a file nor a folder nor a hub id (organisation/name): correct it, or give an "
             f"alias: {', '.join(PACKAGED_MODELS)}{_similar_alias(model)}"
         )
     try:
@@ -90,7 +91,7 @@ def local_model(model: str, path: Path, load_format: str = "auto") -> Path | Non
         if gguf is not None:
             return gguf
         if problem := folder_problem(path, load_format):
-            raise ValueError(f"model {model!r}: {problem}")
+            raise ValueError(f"{noun_of(load_format)} {model!r}: {problem}")
         return path.absolute()
     if path.is_file():
         if path.suffix.lower() != ".gguf":

@@ -756,8 +756,10 @@ def test_tokenizer_may_be_in_another_folder_and_must_exist(model, tmp_path):
     folder = model()
     other = tmp_path / "tokenizer"
     other.mkdir()
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with pytest.raises(ValueError, match=r"^tokenizer '.*tokenizer'.*no tokenizer"):
         config_of(folder, tokenizer=str(other))
+    with pytest.raises(ValueError, match=r"^tokenizer '/nothing': no such file or folder; correct the path"):
+        config_of(folder, tokenizer="/nothing")
     (other / "tokenizer.json").write_text("{}")
     assert config_of(folder, tokenizer=str(other)).model_config.tokenizer == str(other)
 
