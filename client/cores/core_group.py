@@ -389,7 +389,7 @@ class CoreGroup:
 
     def _routed(self, stream: RequestStream) -> RoutedRequest:
         """Return what the router must know of a stream."""
-        num_tokens = len(stream.prompt_token_ids) + max(awaited.num_tokens for awaited in stream.awaited)
+        num_tokens = stream.num_prompt_tokens + max(awaited.num_tokens for awaited in stream.awaited)
         prompt, root = stream.prefix()
         caches = self._clients[0].supervisor.core.config.cache_config.enable_prefix_caching
         return RoutedRequest(num_tokens, len(stream.awaited), prefix_hashes(prompt, root) if caches else ())

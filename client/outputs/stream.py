@@ -51,6 +51,7 @@ class RequestStream(ABC):
         "is_ready",
         "is_replay",
         "num_cached_tokens",
+        "num_prompt_tokens",
         "number",
         "params",
         "prompt",
@@ -64,6 +65,8 @@ class RequestStream(ABC):
         self.params: SamplingParams | PoolingParams = request.params
         self.prompt = request.prompt
         self.prompt_token_ids = request.prompt_token_ids
+        """The list that outputs show, which a consumer may change."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.after_pause = False
         """The client knew of a pause, which has not ended, when it sent the request."""
         self.is_replay = False
@@ -345,7 +348,7 @@ class GenerationStream(RequestStream):
         if self.params.output_kind == RequestOutputKind.FINAL_ONLY:
             return self.is_over
         known = self._prompt_logprobs
-        if known is not None and len(known) < len(self.prompt_token_ids) and not self.is_over:
+        if known is not None and len(known) < self.num_prompt_tokens and not self.is_over:
             # Only the first completion brings these, and another may be ahead of it; the first output has all of them.
             return False
         if self.error is not None:

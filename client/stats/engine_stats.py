@@ -331,11 +331,11 @@ class EngineStats(EngineCounters):
                     if record is not None:
                         record.time_to_first_tokens_iter.append(now - live.arrival)
             if is_first:
-                live.num_cached_tokens = min(max(0, cached.get(slot, 0)), len(stream.prompt_token_ids))
-                num_prompt_tokens += len(stream.prompt_token_ids)
+                live.num_cached_tokens = min(max(0, cached.get(slot, 0)), stream.num_prompt_tokens)
+                num_prompt_tokens += stream.num_prompt_tokens
                 self.prefix_cache_hits.add(live.num_cached_tokens)
                 if record is not None:
-                    record.add_prompt(len(stream.prompt_token_ids), live.num_cached_tokens, self._has_prefix_cache)
+                    record.add_prompt(stream.num_prompt_tokens, live.num_cached_tokens, self._has_prefix_cache)
         self.prompt_tokens.add(num_prompt_tokens)
         if self._has_prefix_cache:
             self.prefix_cache_queries.add(num_prompt_tokens)
@@ -410,7 +410,7 @@ class EngineStats(EngineCounters):
         """Count a request that ended `now` with "stop" or "length"; `lengths` are the tokens of its completions."""
         self.e2e_s.observe(now - live.arrival)
         self.tokenize_s.observe(live.sent - live.arrival)
-        self.request_prompt_tokens.observe(len(stream.prompt_token_ids))
+        self.request_prompt_tokens.observe(stream.num_prompt_tokens)
         first, queue_s = live.first_token, live.queue_s
         if first is None or queue_s is None:
             return

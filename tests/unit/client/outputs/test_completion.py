@@ -424,6 +424,19 @@ def test_first_output_has_all_prompt_log_probabilities_whichever_completion_is_a
     assert (output.prompt_logprobs is None) == (kind == DELTA)
 
 
+def test_consumer_may_change_the_token_ids_of_the_prompt_in_an_output():
+    processor = OutputProcessor()
+    stream = make_stream(processor, prompt=[1, 2], prompt_logprobs=1)
+    (completion,) = stream.completions
+    logprobs = [logprobs_message(completion.slot, 1, [2])]
+    processor.process(wire.StepOutput(0, 1, b"", b"", b"", prompt_logprobs=logprobs))
+    for token in (97, 98):
+        deliver(processor, completion, [token])
+        output = taken(stream)
+        assert output.outputs[0].text.endswith(chr(token))
+        output.prompt_token_ids += output.outputs[0].token_ids
+
+
 def test_cumulative_outputs_repeat_all_completions_and_final_only_waits_for_all_ends():
     for kind in (CUMULATIVE, FINAL_ONLY):
         processor = OutputProcessor()
