@@ -347,7 +347,7 @@ class AsyncLLM(EngineClient):
                 prompt_adapter_request=prompt_adapter_request,
             )
 
-        return OutputIterator(self._engine.attach, self._abandon, start)
+        return OutputIterator(self._attach, self._abandon, start)
 
     @accepts_unserved("AsyncLLM.encode", CALL_ARGUMENTS)
     def encode(
@@ -391,7 +391,7 @@ class AsyncLLM(EngineClient):
                 prompt_token_ids=prompt_token_ids,
             )
 
-        return OutputIterator(self._engine.attach, self._abandon, start)
+        return OutputIterator(self._attach, self._abandon, start)
 
     @accepts_unserved("AsyncLLM.chat", CALL_ARGUMENTS)
     def chat(
@@ -454,7 +454,7 @@ class AsyncLLM(EngineClient):
                 tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
             )
 
-        return OutputIterator(self._engine.attach, self._abandon, start)
+        return OutputIterator(self._attach, self._abandon, start)
 
     async def take_images(
         self, messages: Sequence[Any], fields: Sequence[str] | None = None
@@ -559,12 +559,12 @@ class AsyncLLM(EngineClient):
             log_request(self.vllm_config.observability_config, stream)
         else:
             self.stats.note_unsent()
-        return OutputIterator(self._engine.attach, self._abandon, None, stream)
+        return OutputIterator(self._attach, self._abandon, None, stream)
 
     def stream_group(self) -> StreamGroup:
         """Return an empty group of requests, which one consumer reads with less work per token than `generate`."""
         self._engine.check_process()
-        return StreamGroup(self.add_request, self._engine.attach, self._abandon)
+        return StreamGroup(self.add_request, self._attach, self._abandon)
 
     async def abort(self, request_id: str | int | Iterable[str | int]) -> None:
         """End these requests; unknown ids are ignored.
@@ -1053,6 +1053,10 @@ class AsyncLLM(EngineClient):
         await self.aclose()
 
     __getattr__ = refuse_attributes(_NAMES_OF_V0)
+
+    def _attach(self) -> None:
+        """Receive the outputs of requests on the running loop."""
+        self._engine.attach()
 
     def _abandon(self, stream: RequestStream) -> None:
         """Abort the request of a stream that has lost its consumer; from any thread."""
