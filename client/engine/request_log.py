@@ -16,7 +16,7 @@ def log_request(config: ObservabilityConfig, stream: RequestStream) -> None:
     """
     if config.disable_log_requests or not logger.isEnabledFor(logging.INFO):
         return
-    length, num_tokens = config.max_log_len, stream.num_prompt_tokens
+    length, num_tokens = config.max_log_len, len(stream.prompt_token_ids)
     if length is None:
         logger.info("Added request %s: %d tokens", stream.request_id, num_tokens)
     else:
