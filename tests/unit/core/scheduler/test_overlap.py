@@ -282,6 +282,9 @@ class StandInHandler:
     def tell_model(self, model):
         pass
 
+    def drop_embeddings(self):
+        pass
+
     def tell_pause(self, is_paused):
         self.is_paused = is_paused
 
