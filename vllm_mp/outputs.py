@@ -158,6 +158,7 @@ class RequestFailure(msgspec.Struct, gc=False):
         raise self.error
 
     prompt = prompt_token_ids = prompt_logprobs = metrics = num_cached_tokens = lora_request = outputs
+    encoder_prompt = encoder_prompt_token_ids = kv_transfer_params = outputs
 
 
 @dataclass(slots=True)

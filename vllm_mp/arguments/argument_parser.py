@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_mp.arguments.config_file import flags_in
-from vllm_mp.arguments.vllm_flags import UNSERVED_FLAGS, add_unserved, long_flags
+from vllm_mp.arguments.vllm_flags import UNSERVED_FLAGS, add_unserved, is_unserved_switch, long_flags
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -40,7 +40,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             if path is None:
                 return arguments
             flags = {argument.partition("=")[0] for argument in arguments}
-            return [*flags_in(path, {*self._option_string_actions, *UNSERVED_FLAGS}, flags), *arguments]
+            known = {flag: is_unserved_switch(flag) for flag in UNSERVED_FLAGS}
+            known |= {flag: action.nargs == 0 for flag, action in self._option_string_actions.items()}
+            return [*flags_in(path, known, flags), *arguments]
         except (ValueError, argparse.ArgumentError) as error:
             self.error(str(error))
 

@@ -1,19 +1,18 @@
 """Flags in a YAML file: the option `--config` of commands, in the form that vLLM has."""
 
-import argparse
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 
-def flags_in(path: str, known: Mapping[str, argparse.Action], given: Collection[str]) -> list[str]:
+def flags_in(path: str, known: Mapping[str, bool], given: Collection[str]) -> list[str]:
     """Return the arguments that a file of options stands for; flags of the command line, `given`, replace its own.
 
-    `known` are the flags of the command with their actions. The file maps names of options to values: true and false
-    for switches, lists for options that may be repeated, mappings for options in JSON. A value is part of the argument
-    of its flag, so that no flag takes the arguments after it for further values. Raises ValueError, naming the file and
-    the option.
+    `known` has the flags of the command, each with whether it is a switch. The file maps names of options to values:
+    true and false for switches, lists for options that may be repeated, mappings for options in JSON. A value is part
+    of the argument of its flag, so that no flag takes the arguments after it for further values. Raises ValueError,
+    naming the file and the option.
     """
     arguments: list[str] = []
     for name, value in _read(path).items():
@@ -23,7 +22,7 @@ def flags_in(path: str, known: Mapping[str, argparse.Action], given: Collection[
             raise ValueError(f"--config {path}: there is no option {str(name)!r:.100}; see --help-all")
         if value is None or flag in given or opposite in given:
             continue
-        is_switch = known[flag].nargs == 0
+        is_switch = known[flag]
         if is_switch != isinstance(value, bool):
             needed = "true or false" if is_switch else "a value; put a word such as yes or off in quotes"
             raise ValueError(f"--config {path}: {str(name)!r:.100} takes {needed}, got {_text(value):.100}")

@@ -75,10 +75,8 @@ def add_unserved(parser: argparse.ArgumentParser, arguments: Sequence[str], know
         flag = argument.partition("=")[0].replace("_", "-")
         if flag not in UNSERVED_FLAGS or flag in known:
             continue
-        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        name, is_switch = _name_of(flag), is_unserved_switch(flag)
         dashed = name.replace("_", "-")
-        default = (*ENGINE_ARGUMENTS[name].accepted, None)[0]
-        is_switch = isinstance(default, bool) or (default is None and _SWITCH.fullmatch(name) is not None)
         parser.add_argument(
             *((f"--{dashed}", f"--no-{dashed}") if is_switch else (f"--{dashed}",)),
             action=_Unserved,
@@ -87,6 +85,17 @@ def add_unserved(parser: argparse.ArgumentParser, arguments: Sequence[str], know
             default=argparse.SUPPRESS,
             help=argparse.SUPPRESS,
         )
+
+
+def is_unserved_switch(flag: str) -> bool:
+    """Return whether one of `UNSERVED_FLAGS` takes no value."""
+    name = _name_of(flag)
+    default = (*ENGINE_ARGUMENTS[name].accepted, None)[0]
+    return isinstance(default, bool) or (default is None and _SWITCH.fullmatch(name) is not None)
+
+
+def _name_of(flag: str) -> str:
+    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
 class _Unserved(argparse.Action):
