@@ -291,7 +291,7 @@ class EngineCore:
     def _note_sleep(self, state: SleepState) -> None:
         """Publish the memory that the core has released, and which weights it has if a wake-up has read them again.
 
-        What dropped weights have made of images is dropped too.
+        Embeddings that the dropped weights have computed are dropped too.
         """
         if _has_dropped_weights(state):
             self._note_model(NO_DIGEST)

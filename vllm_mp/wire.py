@@ -421,7 +421,7 @@ class MissingImages(_Message, tag=22):
 
 
 class ModelChanged(_Message, tag=23):
-    """Core to client: a sleep has dropped the weights, or a wake-up has read them again, maybe others.
+    """Core to client: a sleep has dropped the weights, or a wake-up has read them again, or others.
 
     `Welcome` says what was loaded at that time.
     """

@@ -117,8 +117,10 @@ class EngineCoreClient:
         """What the statistics keep of the latest death."""
         self._waits_since: WeakKeyDictionary[RequestStream, float] = WeakKeyDictionary()
         """When each request was made that found no core, in seconds of `time.monotonic()`."""
+        self.is_missed = False
+        """No core has been found for so long that requests fail; it may come back."""
         self._held_back: list[Entry] = []
-        """What the core has not been asked for, because a group of suspects is tested, or because it is new and older
+        """Requests that are not sent yet, because a group of suspects is tested, or because they are new and older
         requests wait for room."""
         self._waiting = WaitingReplays(weakref.WeakMethod(self._send_waiting))
         """What the core has no room for yet."""
@@ -359,6 +361,7 @@ class EngineCoreClient:
         """Ask the core, if there is one, for the rest of `awaited`; raises ValueError if the message is too large."""
         message = stream.add_message(awaited.index, self.incarnation, self._suspects.isolation(awaited))
         if self.has_core and self._is_held_back((stream, awaited), self._waiting.lacks_room()):
+            wire.encode_bounded(message)  # so that the caller hears of its size now
             self._held_back.append((stream, awaited))
         elif self.has_core:
             if stream.is_replay and not self._waiting.begin(stream, awaited):
@@ -367,7 +370,7 @@ class EngineCoreClient:
                 self._core.connection.send(wire.PutImage(self.incarnation, image))
             self._core.connection.send(message)
         else:
-            wire.encode_bounded(message)  # so that the caller hears of its size now
+            wire.encode_bounded(message)
 
     def _is_held_back(self, entry: Entry, lacks_room: bool) -> bool:
         """Return whether `entry` must not be sent yet; `lacks_room`: older requests wait for room in the core."""
@@ -539,6 +542,7 @@ class EngineCoreClient:
         if changes:
             self._group.note_next_core(self, core.model)
         old, self._core, self._num_drops_counted = self._core, core, 0
+        self.is_missed = False
         old.connection.detach()
         if changes:
             num_failed = self._fail_begun(self.requests.streams(), changes)
@@ -600,6 +604,8 @@ class EngineCoreClient:
 
     def _on_absence(self, absence: Absence) -> None:
         """Fail what has waited too long for a shared core; the supervisor goes on trying to reach one."""
+        self.is_missed = True
+        self._group.note_change()
         waits_since = time.monotonic() - absence.limit_s
         error = EngineDeadError(absence.cause)
         late = [stream for stream in self.requests.streams() if self._waits_since.get(stream, 0.0) <= waits_since]

@@ -351,11 +351,17 @@ class CoreGroup:
     def _choose_model(self, next_models: dict[EngineCoreClient, ServedModel] | None = None) -> None:
         """Choose the engine's model, and the cores to leave out, which have another one.
 
-        It is the former model as long as a core has it that is not gone for good. `next_models` are those of cores that
-        their clients do not have yet. A core without weights is not left out: nothing says which ones it will load.
+        It is the former model as long as a core has it that is neither gone for good nor missed for too long.
+        `next_models` are those of cores that their clients do not have yet. A core without weights is not left out:
+        nothing says which ones it will load.
         """
-        models = {client: client.model for client in self._clients if client.dead_error is None} | (next_models or {})
-        known = [model for model in models.values() if model.digest != wire.NO_DIGEST]
+        current = {
+            client: client.model for client in self._clients if client.dead_error is None and not client.is_missed
+        }
+        models = {
+            client: model for client, model in (current | (next_models or {})).items() if model.digest != wire.NO_DIGEST
+        }
+        known = list(models.values())
         former = self._model
         if known and (former is None or all(former.changes(model, with_tokenizer=False) for model in known)):
             self._model = known[0]
@@ -367,8 +373,8 @@ class CoreGroup:
                 self._left_out[client.rank] = ", ".join(changes)
         for rank in self._left_out.keys() - before.keys():
             logger.error(
-                "the core with rank %d has %s, because the model's files have changed: it gets no requests while other "
-                "cores have the former model; to load the new weights in all cores, call sleep(level=2) and wake_up()",
+                "the core with rank %d differs from the other cores (%s): it gets no requests while another core has "
+                "the engine's model; to load the new weights in all cores, call sleep(level=2) and wake_up()",
                 rank,
                 self._left_out[rank],
             )

@@ -112,7 +112,7 @@ class EngineStatus:
         elif (cause := client.recovers_from) is not None:
             status |= {"state": "RECOVERING", "reason": cause}
         elif (changes := self._cores.why_left_out(client.rank)) is not None:
-            status |= {"state": "LEFT_OUT", "reason": f"it has {changes} than the other cores"}
+            status |= {"state": "LEFT_OUT", "reason": f"it differs from the other cores: {changes}"}
         elif self._cores.is_draining(client.rank):
             status["state"] = "DRAINING"
         return status

@@ -29,7 +29,10 @@ class StopStrings:
         return text[: end if self._include else end - len(self.found)]
 
     def skip(self, piece: str) -> str:
-        """Return the text that is certain after `piece`, in which a stop string may begin but none counts that ends."""
+        """Return the text that `piece` makes certain. A stop string that ends in it does not count.
+
+        One that begins in it counts if it ends in a later piece.
+        """
         return self._hold_back(self._held + piece)
 
     def flush(self) -> str:

@@ -53,7 +53,7 @@ def _is_template(top: FrameType) -> bool:
         if frame.f_code.co_filename.startswith(_IMPORT):
             return False
         if not is_template:
-            name = frame.f_globals.get("__name__")  # which the code of a compiled template has not
+            name = frame.f_globals.get("__name__")  # compiled templates have no module name
             is_template = name is None or name.partition(".")[0] == _LIBRARY
             if not is_template and name not in _FILTERS:
                 return False

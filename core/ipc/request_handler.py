@@ -211,7 +211,7 @@ class RequestHandler:
             self._send_to(client, wire.ModelChanged(self._incarnation, model))
 
     def drop_embeddings(self) -> None:
-        """Forget the embeddings of images, because the next weights may make others, and the images with them.
+        """Forget all images and their embeddings, because the next weights may compute others.
 
         A live request that needs an image whose arrays are gone is removed; its client sends both again.
         """
@@ -373,9 +373,16 @@ class RequestHandler:
                 return
         token = self._clients.token_of(client)
         isolate_until = self._suspects.isolate_until(token, message.slot, message.isolate_until_num_tokens)
-        with self._alone() if isolate_until else contextlib.nullcontext(), self._handling(client, message):
-            self._admit(client, message, num_bytes, scheduler, isolate_until, images)
-        self._suspects.note_added(token, message.slot)
+        may_come_again = False
+        try:
+            with self._alone() if isolate_until else contextlib.nullcontext(), self._handling(client, message):
+                self._admit(client, message, num_bytes, scheduler, isolate_until, images)
+        except NoRoomError:
+            may_come_again = True
+            raise
+        finally:
+            if not may_come_again:
+                self._suspects.forget(token, message.slot)
 
     def _admit(
         self,

@@ -29,11 +29,8 @@ class Suspects:
         progress = self._progress.get((token, slot))
         return 0 if progress is None else max(1, min(wanted, progress + 1))
 
-    def note_added(self, token: bytes, slot: int) -> None:
-        """Note that a request was added, so that a later one in its slot gets no steps to itself.
-
-        A request that was refused for lack of room comes again.
-        """
+    def forget(self, token: bytes, slot: int) -> None:
+        """Forget a request that was added, or refused for good: a later one in its slot gets no steps to itself."""
         self._progress.pop((token, slot), None)
 
     def may_be_alone(self, token: bytes, call_id: int) -> bool:

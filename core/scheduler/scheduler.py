@@ -224,10 +224,14 @@ class Scheduler:
         ]
 
     def fail_image(self, image: StoredImage, why: str) -> list[tuple[int, Finished]]:
-        """End the requests that wait for an image that cannot be encoded, as `fail_adapter` does."""
+        """End the requests that wait for an image that cannot be encoded, as `fail_adapter` does.
+
+        Those that have begun may be sent again: the image has been encoded before.
+        """
         return [
-            (request.client, self._end(request, Ending(request.num_output_tokens, "error", error=why)))
+            (request.client, self._end(request, Ending(begun, "error", error=why, interrupted=begun > 0)))
             for request in self.waiting.images.requests_with(image)
+            for begun in (request.num_output_tokens,)
         ]
 
     def note_compiled(self, keys: Iterable[RequestKey], grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:

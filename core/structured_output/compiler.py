@@ -287,7 +287,9 @@ class GrammarCompiler:
         self._note_end(job, result)
 
     def _refuse(self, job: Job, error: Exception) -> None:
-        self._note_end(job, NotCompiledError(f"the constraint cannot be compiled now: {error}"))
+        self._note_end(
+            job, NotCompiledError(f"the constraint cannot be compiled now: {error}; send the request again later")
+        )
 
     def _note_end(self, job: Job, result: Grammar | GrammarError) -> None:
         """Make the result of a compilation known; any thread may call this."""

@@ -99,6 +99,8 @@ def _without_first_space(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any]
     changed = dict(pre_tokenizer)
     if "add_prefix_space" in changed:
         changed["add_prefix_space"] = False
+    if "prepend_scheme" in changed:
+        changed["prepend_scheme"] = "never"
     if "pretokenizers" in changed:
         changed["pretokenizers"] = [_without_first_space(part) for part in changed["pretokenizers"]]
     return changed

@@ -83,7 +83,7 @@ class _Parser:
             rules[name.text] = f"{self._lark_name(name)}: {self._alternatives()}"
         for used, token in self._first_uses.items():
             if used not in rules:
-                raise _error(token, f"the rule {used!r} is not defined")
+                raise _error(token, f"the rule {used!r} is not defined; define it, or correct the name")
         if "root" not in rules:
             raise GrammarError("the grammar has no rule 'root', with which an output begins; add `root ::= …`")
         terminals = [f"{name}: {regex}" for regex, name in self._terminals.items()]
@@ -134,7 +134,7 @@ class _Parser:
     def _group(self, start: _Token) -> str:
         self._depth += 1
         if self._depth > MAX_NESTING:
-            raise _error(start, f"groups are nested deeper than {MAX_NESTING} levels")
+            raise _error(start, f"groups are nested deeper than {MAX_NESTING} levels; make rules of some")
         text = self._alternatives()
         if not self._takes(")"):
             raise self._unexpected("an expression, | or )")
@@ -164,7 +164,9 @@ class _Parser:
             if index + 2 < len(matches) and matches[index + 1][0] == "-":
                 high = self._code(matches[index + 2], token)
                 if high < low:
-                    raise _error(token, f"the range {matches[index][0]}-{matches[index + 2][0]} is reversed")
+                    raise _error(
+                        token, f"the range {matches[index][0]}-{matches[index + 2][0]} is reversed; swap its ends"
+                    )
                 index += 2
             index += 1
             ranges.append(rf"\x{{{low:x}}}-\x{{{high:x}}}")

@@ -13,7 +13,7 @@ Tile = tuple[StoredImage, int]
 """An image, and the index of one of its tiles."""
 
 
-_LACKS = ("can't allocate memory", "can't start new thread")
+_NO_MEMORY_MESSAGES = ("can't allocate memory", "can't start new thread")
 """Parts of the messages of plain RuntimeErrors that say that the host lacks memory."""
 
 
@@ -83,4 +83,4 @@ def _lacks_memory(error: Exception) -> bool:
     """Return whether `error` says that memory is missing, and not that a device has failed."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return any(part in str(error) for part in _LACKS)
+    return any(part in str(error) for part in _NO_MEMORY_MESSAGES)

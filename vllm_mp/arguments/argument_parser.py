@@ -23,7 +23,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         known = self._option_string_actions
         has_engine_options = "--max-model-len" in known
         if has_engine_options:
-            given = long_flags(given, known)
+            try:
+                given = long_flags(given, known)
+            except ValueError as error:
+                self.error(str(error))
         given = self._with_file([self._spelled(arg) for arg in given])
         if has_engine_options:
             add_unserved(self, given, known)

@@ -24,20 +24,37 @@ _SHORT: Final = {
     "-sc": "--speculative-config",
     "-tp": "--tensor-parallel-size",
 }
-_LEVEL: Final = re.compile(r"-O=?(\w+)")
+_LEVEL: Final = re.compile(r"-O(\w+)")
 _DOTTED: Final = re.compile(r"(--[a-zA-Z][\w-]*)\.([\w.-]+)")
 _LISTS: Final = ("cudagraph_capture_sizes", "cuda_graph_sizes", "ignore_patterns", "device_ids")
 """Options that take several values at once."""
 _SWITCH: Final = re.compile("(enable|disable|use)_.*")
+
+
+def is_unserved_switch(flag: str) -> bool:
+    """Return whether an option of vLLM that is not served takes no value."""
+    name = _name_of(flag)
+    default = (*ENGINE_ARGUMENTS[name].accepted, None)[0]
+    return isinstance(default, bool) or (default is None and _SWITCH.fullmatch(name) is not None)
+
+
+def _name_of(flag: str) -> str:
+    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+
+
 UNSERVED_FLAGS: Final = frozenset(
-    prefix + name.replace("_", "-") for name in ENGINE_ARGUMENTS for prefix in ("--", "--no-")
+    f"{prefix}{dashed}"
+    for dashed in (name.replace("_", "-") for name in ENGINE_ARGUMENTS)
+    for prefix in ("--", "--no-")
+    if prefix == "--" or is_unserved_switch(f"--{dashed}")
 )
 
 
 def long_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
     """Return `arguments` with flags of the parser, `known`, or of vLLM in place of short names and names with dots.
 
-    `--speculative-config.method ngram` becomes a `--speculative-config` in JSON, at the end.
+    `--speculative-config.method ngram` becomes a `--speculative-config` in JSON, at the end. Raises ValueError for
+    names with dots that contradict each other.
     """
     result: list[str] = []
     sections: dict[str, dict[str, Any]] = {}
@@ -58,6 +75,8 @@ def long_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
             *parents, last = dotted[2].replace("-", "_").split(".")
             for parent in parents:
                 section = section.setdefault(parent, {})
+                if not isinstance(section, dict):
+                    raise ValueError(f"{flag}: a flag before has given {parent!r} a value; leave out one of the two")
             section[last] = _plain(value if equals else next(rest, "true"))
         else:
             result.append(argument)
@@ -73,7 +92,7 @@ def add_unserved(parser: argparse.ArgumentParser, arguments: Sequence[str], know
     """
     for argument in arguments:
         flag = argument.partition("=")[0].replace("_", "-")
-        if flag not in UNSERVED_FLAGS or flag in known:
+        if flag not in UNSERVED_FLAGS or flag in known:  # `known` also has what was added for an argument before
             continue
         name, is_switch = _name_of(flag), is_unserved_switch(flag)
         dashed = name.replace("_", "-")
@@ -85,17 +104,6 @@ def add_unserved(parser: argparse.ArgumentParser, arguments: Sequence[str], know
             default=argparse.SUPPRESS,
             help=argparse.SUPPRESS,
         )
-
-
-def is_unserved_switch(flag: str) -> bool:
-    """Return whether one of `UNSERVED_FLAGS` takes no value."""
-    name = _name_of(flag)
-    default = (*ENGINE_ARGUMENTS[name].accepted, None)[0]
-    return isinstance(default, bool) or (default is None and _SWITCH.fullmatch(name) is not None)
-
-
-def _name_of(flag: str) -> str:
-    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
 class _Unserved(argparse.Action):

@@ -135,14 +135,10 @@ class Suspects:
         """Return whether `awaited` must not be sent yet, because a group of suspects is tested."""
         return self._holds_back and self._sent_group not in (0, self._group(awaited))
 
-    def choose_sent_group(self, live: Iterable[Entry]) -> bool:
-        """Choose the group to send if requests are held back: the first with a `live` request that is not cleared.
-
-        Return whether it is another group than before.
-        """
-        before = self._sent_group
-        self._sent_group = min(filter(None, (self._group(awaited) for _, awaited in live)), default=0)
-        return self._sent_group != before
+    def choose_sent_group(self, live: Iterable[Entry]) -> None:
+        """Choose the group to send if requests are held back: the first with a `live` request that is not cleared."""
+        groups = (self._group(awaited) for _, awaited in live) if self._ledger.suspects else ()
+        self._sent_group = min(filter(None, groups), default=0)
 
     def record(self, death: Death, live: list[Entry]) -> list[Conviction]:
         """Record a death for each `live` request in its step; return the requests to blame, usually none or one.

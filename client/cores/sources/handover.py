@@ -45,7 +45,7 @@ class Offer(msgspec.Struct, kw_only=True):
     incarnation: int
     """Of the core."""
     core_pid: int
-    limits: dict[str, str]
+    limits: dict[str, str] = {}
     """What both cores must have in common beside the files of the model: `model_limits` as text."""
     num_held: int
     """Number of descriptors of the address, which come first."""

@@ -82,7 +82,7 @@ def test_file_leaves_the_model_of_the_command_line_to_it(tmp_path, content):
         ("max-num-seqs: true", "'max-num-seqs' takes a value; put a word such as yes or off in quotes, got true"),
         ("served-model-name: no", "'served-model-name' takes a value"),
         ("enforce-eager: 1", "'enforce-eager' takes true or false, got 1"),
-        ("port: x", "--port must be an integer, got 'x'"),
+        ("port: x", "--port must be an integer, such as 4096, 32k or 32K, got 'x'"),
         ("kv-cache-memory-bytes: 1XB", "must be a size in bytes, such as 4GiB or 512MB, got '1XB'"),
     ],
 )

@@ -14,7 +14,7 @@ from vllm_mp.arguments.unserved_table import COMMANDS, SERVER_FLAGS
 
 _NOUNS: dict[Any, str] = {
     int: "an integer",
-    readable_int: "an integer",
+    readable_int: "an integer, such as 4096, 32k or 32K",
     float: "a number",
     json.loads: "a JSON object",
     byte_size: "a size in bytes, such as 4GiB or 512MB",

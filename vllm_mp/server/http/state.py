@@ -37,7 +37,7 @@ class ServerState:
     adapters: dict[str, LoRARequest] = field(init=False)
     """The adapters that requests may name as their model, by name."""
     last_adapter_id: int = field(init=False, default=0)
-    """The id that an adapter got last for which a request asked."""
+    """The latest id that was given to an adapter which a request loads."""
     _adapter_locks: WeakValueDictionary[str, asyncio.Lock] = field(init=False, default_factory=WeakValueDictionary)
     live_ids: Counter[str] = field(default_factory=Counter)
     """The ids of the live requests to this server process, with the number of requests that have each."""

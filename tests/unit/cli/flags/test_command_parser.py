@@ -45,7 +45,10 @@ def parsers(parser):
             "unknown option --xyzzy; see vllm-mp bench latency --help-all",
         ),
         ("env --xyzzy", "vllm-mp env: unknown option --xyzzy; see vllm-mp env --help"),
-        ("engine --listen a --max-model-len x", "vllm-mp engine: --max-model-len must be an integer, got 'x'"),
+        (
+            "engine --listen a --max-model-len x",
+            "vllm-mp engine: --max-model-len must be an integer, such as 4096, 32k or 32K, got 'x'",
+        ),
         ("chat --temperature hot", "vllm-mp chat: --temperature must be a number, got 'hot'"),
         ("chat --override-generation-config x", "--override-generation-config must be a JSON object, got 'x'"),
         ("chat --max-model-len", "vllm-mp chat: --max-model-len N: expected one argument; see vllm-mp chat --help"),
@@ -177,6 +180,19 @@ def test_option_of_vllm_that_changes_nothing_is_accepted_with_the_line_that_pyth
         monkeypatch.setattr(unserved_arguments, "_told", set())
         assert vars(parse(given)).keys() <= plain.keys()
         assert [record.message.startswith(told) for record in caplog.records] == ([True] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("command_line", "message"),
+    [
+        ("--task embed --no-task", "--no-task"),
+        ("-O.a 1 -O.a.b 2", "--compilation-config.a.b: a flag before has given 'a' a value; leave out one of the two"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused_by_name(command_line, message, capsys):
+    code, _, error = output_of(capsys, "serve", "m", *command_line.split())
+    assert code == 2
+    assert message in error
 
 
 def test_parser_of_a_program_says_why_an_option_of_vllm_is_not_served(capsys):

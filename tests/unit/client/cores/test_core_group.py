@@ -7,7 +7,7 @@ from support.stand_in_core import StandInSupervisor
 
 from vllm_mp import EngineDeadError, EngineError, EngineGenerateError, EngineStartError, SamplingParams, wire
 from vllm_mp.client.cores.core_group import CoreGroup
-from vllm_mp.client.cores.recovery.news import Death, End
+from vllm_mp.client.cores.recovery.news import Absence, Death, End
 from vllm_mp.client.outputs.completion import Completion
 from vllm_mp.client.outputs.live_requests import LiveRequests
 from vllm_mp.client.outputs.output_processor import OutputProcessor
@@ -326,7 +326,7 @@ def test_core_that_comes_back_with_other_weights_gets_no_requests_while_another_
     def test():
         engine = engine_with_a_core_left_out()
         assert engine.group.why_left_out(1) == "other weights"
-        assert caplog.text.count("the core with rank 1 has other weights") == 1
+        assert caplog.text.count("the core with rank 1 differs from the other cores (other weights)") == 1
         for name in "abc":
             engine.add(name, rank=1)
         assert (names(engine.sent(0)), engine.sent(1)) == (["a", "b", "c"], [])
@@ -353,6 +353,25 @@ def test_engine_goes_on_with_other_weights_once_no_core_has_the_former_ones():
         engine.add("c", rank=0)
         engine.add("d", rank=1)
         assert [names(engine.sent(rank)) for rank in (0, 1)] == [["b", "c"], ["d"]]
+
+    run(test)
+
+
+def test_core_with_other_weights_serves_once_the_core_with_the_former_ones_is_missed_for_too_long():
+    def test():
+        engine = engine_with_a_core_left_out()
+        engine.die(0)
+        waiting = engine.add("a")
+        assert engine.sent(1) == []
+        engine.group.client(0)._on_absence(Absence("no core answers there", 60.0))
+        assert names(engine.sent(1)) == ["a"]
+        assert waiting.error is None
+        engine.rejoin(0)
+        assert engine.group.why_left_out(0) == "other weights"
+        engine.cores[0].model = NEW
+        engine.die(0)
+        engine.rejoin(0)
+        assert engine.group.why_left_out(0) is None
 
     run(test)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,9 +42,10 @@ def _attempts(call: Callable[[Callable[[], None], Callable[[], bool]], None], nu
     assert thread.ident is not None
     was_raised = False
     for _ in range(num_attempts):
-        if was_raised := raise_in_template(thread.ident, _Ended):
+        was_raised |= raise_in_template(thread.ident, _Ended)
+        thread.join(0.001)
+        if not thread.is_alive():
             break
-        time.sleep(0.001)
     if not was_raised:
         is_over.set()
     thread.join(60)

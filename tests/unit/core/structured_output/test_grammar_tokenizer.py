@@ -5,9 +5,9 @@ import json
 import pytest
 from support.grammar_library import Library
 from support.tiny_tokenizers import byte_fallback, byte_level
-from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 
-from vllm_mp.core.structured_output.exact_tokenizer import SpecialTokens
+from vllm_mp.core.structured_output.exact_tokenizer import SpecialTokens, exact_tokenizer
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.grammar_tokenizer import GrammarTokenizer, TokenizerSource
 from vllm_mp.requests.structured_outputs import Constraint
@@ -133,6 +133,15 @@ def truncating():
     backend = byte_level()
     backend.enable_truncation(2)
     return backend
+
+
+def test_tokenizer_that_says_twice_whether_a_first_space_is_added_can_be_used():
+    backend = metaspace()
+    backend.add_special_tokens(["</s>"])
+    content = json.loads(backend.to_str())
+    content["pre_tokenizer"] |= {"add_prefix_space": True, "prepend_scheme": "always"}
+    text, _ = exact_tokenizer(content, [backend.token_to_id("</s>")])
+    assert Tokenizer.from_str(text).encode("the").tokens == ["the"]
 
 
 @pytest.mark.parametrize("backend", [prefix_space, metaspace, replaced_spaces, truncating])
