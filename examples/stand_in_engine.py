@@ -32,7 +32,7 @@ def engine_that_answers(text: str) -> Any:
             completion = CompletionOutput(
                 0, " ".join(words[:count]), list(range(count)), finish_reason="stop" if is_last else None
             )
-            yield RequestOutput(request_id, prompt, [], [completion], is_last)
+            yield RequestOutput(request_id, prompt, [], None, [completion], is_last)
 
     engine = create_autospec(EngineClient, instance=True)
     engine.generate.side_effect = generate

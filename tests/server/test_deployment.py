@@ -35,7 +35,7 @@ def deployed_texts() -> dict[str, str]:
 def known_options() -> set[str]:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    return {flag for action in parser._actions for flag in action.option_strings}
+    return {"--help-all", *(flag for action in parser._actions for flag in action.option_strings)}
 
 
 def services() -> dict:
