@@ -218,21 +218,25 @@ class Scheduler:
 
     def fail_adapter(self, adapter: CachedAdapter, why: str) -> list[tuple[int, Finished]]:
         """End the requests whose adapter cannot be loaded, with an error; return (client, end) of each."""
-        return [
-            (request.client, self._end(request, Ending(request.num_output_tokens, "error", error=why)))
-            for request in [self._requests[key] for key in adapter.requests]
-        ]
+        return self._fail([self._requests[key] for key in adapter.requests], why)
 
     def fail_image(self, image: StoredImage, why: str) -> list[tuple[int, Finished]]:
         """End the requests that wait for an image that cannot be encoded, as `fail_adapter` does.
 
         Those that have begun may be sent again: the image has been encoded before.
         """
-        return [
-            (request.client, self._end(request, Ending(begun, "error", error=why, interrupted=begun > 0)))
-            for request in self.waiting.images.requests_with(image)
-            for begun in (request.num_output_tokens,)
-        ]
+        return self._fail(self.waiting.images.requests_with(image), why, interrupts_begun=True)
+
+    def _fail(
+        self, requests: Iterable[Request], why: str, *, interrupts_begun: bool = False
+    ) -> list[tuple[int, Finished]]:
+        """End `requests` with an error; `interrupts_begun`: those that have output may be sent again."""
+        ends = []
+        for request in requests:
+            num_tokens = request.num_output_tokens
+            ending = Ending(num_tokens, "error", error=why, interrupted=interrupts_begun and num_tokens > 0)
+            ends.append((request.client, self._end(request, ending)))
+        return ends
 
     def note_compiled(self, keys: Iterable[RequestKey], grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
         """Let the requests run that wait for `grammar`, or end them if it could not be compiled.

@@ -133,7 +133,7 @@ class CoreLauncher:
         is not that of the core.
         """
         offer, descriptors = inheritance.offer, inheritance.descriptors
-        own = {name: str(value) for name, value in model_limits(self._config).items() if value != "auto"}
+        own = {name: value for name, value in _as_text(self._config).items() if value != "auto"}
         if different := limit_changes({name: offer.limits[name] for name in own}, own):
             raise ValueError(f"cannot take over {offer.address} with {', '.join(different)}: give the same options")
         self._public = HeldAddress.inherited(offer.address, key_file, descriptors[: offer.num_held])

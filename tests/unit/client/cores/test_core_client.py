@@ -392,29 +392,18 @@ def test_next_core_with_other_weights_continues_no_request_that_has_tokens():
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_next_core_with_the_weights_that_a_wake_up_has_read_continues_all_requests(cores, is_told):
+@pytest.mark.parametrize("woke_up", [True, False])
+def test_core_after_a_sleep_without_weights_continues_all_requests_with_others(cores, woke_up, is_told):
     cores.model = wire.ModelDigest("weights", "config", "tokenizer")
     cores.die()
     begun = cores.add("a")
     cores.give_token(0)
     cores.model = wire.ModelDigest("other weights", "config", "tokenizer")
+    loaded = [wire.NO_DIGEST, cores.model] if woke_up else [wire.NO_DIGEST]
     if is_told:
-        cores.on_message(wire.ModelChanged(1, wire.NO_DIGEST))
-        cores.on_message(wire.ModelChanged(1, cores.model))
-    assert cores.die(loaded=cores.model) == [(0, 0)]
-    assert begun.error is None
-
-
-@pytest.mark.parametrize("is_told", [True, False])
-def test_next_core_of_a_core_that_slept_without_weights_may_have_others(cores, is_told):
-    cores.model = wire.ModelDigest("weights", "config", "tokenizer")
-    cores.die()
-    begun = cores.add("a")
-    cores.give_token(0)
-    cores.model = wire.ModelDigest("other weights", "config", "tokenizer")
-    if is_told:
-        cores.on_message(wire.ModelChanged(1, wire.NO_DIGEST))
-    assert cores.die(loaded=wire.NO_DIGEST) == [(0, 0)]
+        for model in loaded:
+            cores.on_message(wire.ModelChanged(1, model))
+    assert cores.die(loaded=loaded[-1]) == [(0, 0)]
     assert begun.error is None
 
 
