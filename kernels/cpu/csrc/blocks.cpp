@@ -177,24 +177,27 @@ struct Strip {
     }
 };
 
-// Multiplies ROWS rows with W rows of a matrix: `Source` is Rows or Strip, and made of the arguments from `at` on.
+// Multiplies ROWS rows with `count` times W rows of a matrix, which lie one after another, and writes [count, ROWS]:
+// `Source` is Rows or Strip, and made of the arguments from `at` on.
 template <class Source, int ROWS>
-void multiply_blocks(const RowBlock* x, int64_t x_stride, vf* out, const uint8_t* at, int64_t stride, int64_t inputs,
-                     const uint8_t* next) {
+void multiply_blocks(const RowBlock* x, int64_t x_stride, vf* out, int64_t count, const uint8_t* at, int64_t stride,
+                     int64_t inputs, const uint8_t* next) {
     using Type = typename Source::Type;
-    const Source source(at, stride, inputs, next);
-    vf totals[ROWS] = {};
-    for (int64_t k = 0; k < inputs / 32; k += Type::WEIGHTS / 32) {
-        int index = 0;
-        Type::unpack(source.block(k), [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
-            source.ask(k, index);
-            const int group = int(group_at<Type::GROUP>(index++));
-            const int64_t block = k + group * Type::GROUP / 32;
-            add_group_to_rows<KindOf<Type>, ROWS>(totals, words, scale, minimum, Type::OFFSET, x + block, x_stride,
-                                                  Type::GROUP == 32 ? 2 : group % 2);
-        });
+    for (; count > 0; --count, out += ROWS, at += inputs / Type::WEIGHTS * Type::BYTES * W) {
+        const Source source(at, stride, inputs, next);
+        vf totals[ROWS] = {};
+        for (int64_t k = 0; k < inputs / 32; k += Type::WEIGHTS / 32) {
+            int index = 0;
+            Type::unpack(source.block(k), [&](const auto& words, vf scale, vf minimum) __attribute__((always_inline)) {
+                source.ask(k, index);
+                const int group = int(group_at<Type::GROUP>(index++));
+                const int64_t block = k + group * Type::GROUP / 32;
+                add_group_to_rows<KindOf<Type>, ROWS>(totals, words, scale, minimum, Type::OFFSET, x + block, x_stride,
+                                                      Type::GROUP == 32 ? 2 : group % 2);
+            });
+        }
+        std::memcpy(out, totals, sizeof totals);
     }
-    std::memcpy(out, totals, sizeof totals);
 }
 
 // Subtracts 2^OFFSET from each byte, or nothing if OFFSET is negative.
@@ -350,7 +353,7 @@ struct BlockFunctions {
     int weights, bytes;  // of a block
     int group, offset;
     void (*unpack)(vf*, const uint8_t*, int64_t, int64_t, const uint8_t*);
-    void (*multiply[FEW_ROWS])(const RowBlock*, int64_t, vf*, const uint8_t*, int64_t, int64_t, const uint8_t*);
+    void (*multiply[FEW_ROWS])(const RowBlock*, int64_t, vf*, int64_t, const uint8_t*, int64_t, int64_t, const uint8_t*);
     MultiplyUnpacked* multiply_unpacked[2];
     void (*dequantize)(vi*, const vi*, const uint8_t*, int64_t, int64_t, const uint8_t*);  // null without tiles
 };
@@ -383,10 +386,10 @@ inline const BlockFunctions& block_functions(int64_t number, bool is_strip) {
 
 // W rows of a matrix, or fewer for some elements of a vector: `first` up to `end`.
 struct BlockSlice {
-    const uint8_t* at = nullptr;
-    int64_t type = 0;
-    int64_t row_bytes = 0;
-    int first = 0, end = 0;
+    const uint8_t* at;
+    int64_t type;
+    int64_t row_bytes;
+    int first, end;
 
     bool is_whole() const { return end - first == W; }
 };
@@ -507,10 +510,31 @@ void multiply_tiles(const BlockFunctions& functions, const vf* const (&panels)[C
     }
 }
 
+// Does what `multiply_panel` does with strips for a few rows. With few inputs a panel takes a fraction of a microsecond, so
+// it must be found fast.
+inline void multiply_strips(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next, const RowBlock* x,
+                            int64_t stride, int64_t rows, TakeSums take) {
+    const BlockStrip &strip0 = w.strips[2 * i], &strip1 = w.strips[2 * i + 1];
+    vf got[2 * FEW_ROWS] = {}, sums[FEW_ROWS][2];
+    auto multiply = [&](const BlockStrip& strip, int64_t count, vf* out) {
+        block_functions(strip.type, true).multiply[rows - 1](x, stride, out, count, strip.at, 0, w.inputs, nullptr);
+    };
+    const bool are_alike = strip1.at && strip1.type == strip0.type;
+    multiply(strip0, are_alike ? 2 : 1, got);
+    if (strip1.at && !are_alike) multiply(strip1, 1, got + rows);
+    for (int half = 0; half < 2; ++half) {
+        const vf bias = w.bias ? load(w.bias + i * NR + half * W) : vf{};
+        for (int64_t r = 0; r < rows; ++r) sums[r][half] = got[half * rows + r] + bias;
+    }
+    if (next.matrix != &w) prefetch_all(address_of_panel(*next.matrix, next.panel), STRIP_BYTES_AHEAD);
+    take(0, rows, sums[0]);
+}
+
 }  // namespace
 
 void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& next, const RowBlock* x, int64_t stride,
                     int64_t rows, TakeSums take) {
+    if (w.strips && rows <= FEW_ROWS) return multiply_strips(w, i, next, x, stride, rows, take);
     const PanelSlices panel(w, i, next);
     const BlockSlices(&slices)[2] = panel.halves;
     vf bias[2] = {};
@@ -524,14 +548,13 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
             for (int64_t r = 0; r < rows; ++r) sums[2 * r + 1] = vf{};
         return sums.data();
     };
-    if (rows <= (w.strips ? FEW_ROWS : FEW_ROWS_IN_PLACE)) {
+    if (rows <= FEW_ROWS_IN_PLACE && !w.strips) {
         vf* const sums = all_sums();
         panel.each([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
             vf got[FEW_ROWS];
-            functions.multiply[rows - 1](x, stride, got, whole_rows(slice), slice.row_bytes, w.inputs, next);
+            functions.multiply[rows - 1](x, stride, got, 1, whole_rows(slice), slice.row_bytes, w.inputs, next);
             for (int64_t r = 0; r < rows; ++r) put_slice(slice, got[r] + bias[half], sums[2 * r + half]);
         });
-        if (next.matrix != &w && w.strips) prefetch_all(panel.after, STRIP_BYTES_AHEAD);
         return take(0, rows, sums);
     }
     thread_local std::vector<vf> unpacked;
@@ -578,7 +601,9 @@ const bf16* dequantized_panel(const BlockMatrix& w, int64_t i, const Next<BlockM
     return (const bf16*)panel.data();
 }
 
-const uint8_t* address_of_panel(const BlockMatrix& w, int64_t i) { return block_slices(w, i, 0).begin(); }
+const uint8_t* address_of_panel(const BlockMatrix& w, int64_t i) {
+    return w.strips ? w.strips[2 * i].at : slices_of_parts(w, i, 0).begin();
+}
 
 int64_t strip_bytes(const BlockMatrix& w) {
     int64_t bytes = 0;
@@ -595,8 +620,10 @@ void write_strips(const BlockMatrix& w, uint8_t* out, BlockStrip* strips, int th
     const int64_t count = 2 * w.panels();
     for (int64_t i = 0; i < count; ++i) {
         const BlockSlices slices = slices_of_parts(w, i / 2, int(i % 2));
-        strips[i] = {slices.count ? out : nullptr, slices.some[0].type};
-        if (slices.count) out += W * slices.some[0].row_bytes;
+        strips[i] = {};
+        if (!slices.count) continue;
+        strips[i] = {out, slices.some[0].type};
+        out += W * slices.some[0].row_bytes;
     }
     team().run(threads, [&](Member& member) {
         std::vector<uint8_t> copy;

@@ -135,16 +135,21 @@ class Team {
         // Returns what `thread`, which has this word, has left in this loop. The word is of an earlier loop until a thread
         // takes an index of the stretch; if it is of a later one, this loop is finished.
         Stretch left(uint64_t word, int thread, int64_t count) const {
-            const Stretch known = Stretch::of(word);
+            Stretch known = Stretch::of(word);
             const uint64_t loop = uint64_t(loop_) + 1;
-            if (known.loop >= loop) return known.loop == loop ? known : Stretch{};
-            return {loop, begin_of_stretch(count, thread), begin_of_stretch(count, thread + 1)};
+            if (known.loop > loop) known.end = known.begin;
+            if (known.loop < loop) {
+                known.begin = begin_of_stretch(count, thread);
+                known.end = begin_of_stretch(count, thread + 1);
+            }
+            known.loop = loop;
+            return known;
         }
 
         // Takes the first index of this thread's stretch; returns -1 if there is none.
         int64_t take_one(int64_t count) {
             std::atomic<uint64_t>& own = team_.stretches_[number_].word;
-            for (uint64_t word = own.load();;) {
+            for (uint64_t word = own.load(std::memory_order_relaxed);;) {
                 const Stretch some = left(word, number_, count);
                 if (some.is_empty()) return -1;
                 if (own.compare_exchange_weak(word, Stretch{some.loop, some.begin + 1, some.end}.word())) return some.begin;
