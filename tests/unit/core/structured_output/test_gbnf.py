@@ -67,6 +67,13 @@ LIST = r'root ::= ("- " [^\r\n\x0b\x0c\x85\u2028\u2029]+ "\n")+'
         ('root ::= "a"{2} "b"{ 1, } "c"{1,2} "d"? ()', ["aabbcc", "aabcd"], ["aab", "abc", "aabccc"]),
         ('root ::= "(" root ")" | ("a"* )*', ["((aa))", "()"], ["(a", "a)"]),
         ("root ::= ", [""], ["a"]),
+        ("root ::= ([a-z]+ | [0-9]+)* [.]", [".", "a1bc2."], ["", "a", "a..", "A."]),
+        ('root ::= "(" root ")" | word* word?\nword ::= [a-z]+ "-"*', ["", "(ab-c--)", "((a))"], ["-a", "(a", "a)"]),
+        ('root ::= item root | item\nitem ::= [a-z] item | ";"', ["a;", ";ab;"], ["", "a", ";a"]),
+        ('root ::= a\na ::= "x" b | "."\nb ::= "y" a', [".", "xy.", "xyxy."], ["x.", "xyx."]),
+        ('root ::= a\na ::= "x" a "y" | "z"* "z"*', ["", "zz", "xzy", "xxyy"], ["xzz", "xyy"]),
+        ('root ::= [ab]* "a" [ab]{70} [ab]*', ["a" * 71, "bab" * 30], ["a" * 70, "b" * 80]),
+        (r'root ::= [^\U00010000-\U0010ffff"]* [^"]* "é"', ["é", "日😀😀é"], ['"é', "日"]),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
@@ -74,6 +81,31 @@ def test_a_text_is_allowed_if_the_grammar_derives_it(library, grammar, allowed, 
     constraint = Constraint("grammar", grammar)
     assert [text for text in allowed if not library.allows(constraint, text)] == []
     assert [text for text in forbidden if library.allows(constraint, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ("root ::= word+\nword ::= [a-z]+", "abcdefgh" * 500),
+        ("root ::= [a-z]* [a-z]* [a-z ]*", "abcdefgh" * 500 + " a"),
+        ("root ::= ((([a-z]*)* | [ ]+)*)+", "abc defgh " * 400),
+        ("root ::= [a-z] root | [a-z]", "abcdefgh" * 500),
+        (
+            'root ::= "(" root ")" | text\ntext ::= (word | space)+\nword ::= [a-z]+\nspace ::= " "*',
+            "((abc  de " + "x" * 4000 + "))",
+        ),
+        (r'root ::= "\"" (char+ | "\\" .)* "\"" ws' + '\nchar ::= [^"\\\\]\nws ::= [ ]*', '"' + "ab\\n" * 1000 + '" '),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_long_text_may_be_split_in_many_ways(library, grammar, text):
+    matcher = library.compile(Constraint("grammar", grammar)).matcher()
+    tokens = library.tokens(text)
+    for begin in range(0, len(tokens), 200):
+        matcher.accept(tokens[begin : begin + 200])
+        allowed = library.allowed(matcher)
+    assert len(text) > 3000
+    assert library.eos in allowed
 
 
 @pytest.mark.parametrize(

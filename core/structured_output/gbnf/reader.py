@@ -1,12 +1,20 @@
-"""Grammars in GBNF, the notation of llama.cpp, as grammars in Lark's notation.
-
-llguidance's lexer takes the longest text that a terminal matches, so the terminals of the result match one character
-each. Otherwise the expression `[a-z]+ "end"` would match nothing: its first part would consume the end, too.
-"""
+"""Reads grammars in GBNF."""
 
 import re
 from typing import NamedTuple
 
+from vllm_mp.core.structured_output.gbnf.expressions import (
+    ANY_CHARACTER,
+    Alternatives,
+    Characters,
+    CodeRange,
+    Expression,
+    Literal,
+    Reference,
+    Repetition,
+    Rules,
+    sequence,
+)
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.requests.structured_outputs import MAX_NESTING
 
@@ -30,20 +38,12 @@ _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "a": "\a", "b": "\b", "f": "\f", "
 _SURROGATES = range(0xD800, 0xE000)
 _MAX_CHARACTERS = 60_000
 """llguidance takes 65,525 symbols in a grammar; each alternative takes one, too."""
-_ANY_CHARACTER = "/(?s:.)/"
+_REPETITIONS = {"?": (0, 1), "*": (0, None), "+": (1, None)}
 
 
-def is_gbnf(text: str) -> bool:
-    """Return whether a grammar defines a rule as GBNF does."""
-    return re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE) is not None
-
-
-def gbnf_to_lark(text: str) -> str:
-    """Return a grammar in GBNF in Lark's notation.
-
-    Raises GrammarError, which names the rule and the line, if the grammar cannot be read.
-    """
-    return _Parser(text).lark()
+def read_rules(text: str) -> Rules:
+    """Return the rules of a grammar. Raises GrammarError, which names the rule and the line, if it cannot be read."""
+    return _Parser(text).rules()
 
 
 class _Token(NamedTuple):
@@ -56,23 +56,19 @@ class _Token(NamedTuple):
 
 
 class _Parser:
-    """Reads the rules of a grammar one after the other, and writes each in Lark's notation."""
+    """Reads the rules of a grammar one after the other."""
 
     def __init__(self, text: str) -> None:
         self._tokens = _split(text)
         self._next = 0
         self._depth = 0
-        self._names = {"root": "start"}
-        """The names of rules in Lark's notation, which has other names than GBNF."""
         self._num_characters = 0
         """Number of characters in literals, with one for each class."""
-        self._terminals: dict[str, str] = {}
-        """The names of terminals by their regular expressions."""
         self._first_uses: dict[str, _Token] = {}
         """The first reference to each rule."""
 
-    def lark(self) -> str:
-        rules: dict[str, str] = {}
+    def rules(self) -> Rules:
+        rules: Rules = {}
         while self._token.kind != "end":
             name = self._token
             if name.kind != "define":
@@ -80,14 +76,13 @@ class _Parser:
             if name.text in rules:
                 raise _error(name, "the rule is defined twice; rename or join the definitions")
             self._next += 1
-            rules[name.text] = f"{self._lark_name(name)}: {self._alternatives()}"
+            rules[name.text] = self._alternatives()
         for used, token in self._first_uses.items():
             if used not in rules:
                 raise _error(token, f"the rule {used!r} is not defined; define it, or correct the name")
         if "root" not in rules:
             raise GrammarError("the grammar has no rule 'root', with which an output begins; add `root ::= …`")
-        terminals = [f"{name}: {regex}" for regex, name in self._terminals.items()]
-        return "\n".join([*rules.values(), *terminals])
+        return rules
 
     @property
     def _token(self) -> _Token:
@@ -99,65 +94,66 @@ class _Parser:
         self._next += is_next
         return is_next
 
-    def _alternatives(self) -> str:
-        sequences = [self._sequence()]
+    def _alternatives(self) -> Expression:
+        options = [self._sequence()]
         while self._takes("|"):
-            sequences.append(self._sequence())
-        return " | ".join(sequences)
+            options.append(self._sequence())
+        return options[0] if len(options) == 1 else Alternatives(tuple(options))
 
-    def _sequence(self) -> str:
+    def _sequence(self) -> Expression:
         items = []
         while (item := self._item()) is not None:
-            if self._token.kind == "repeat":
-                item = f"({item}){self._repetition()}"
-            items.append(item)
-        return " ".join(items) or '""'
+            items.append(self._repetition(item) if self._token.kind == "repeat" else item)
+        return sequence(items)
 
-    def _item(self) -> str | None:
+    def _item(self) -> Expression | None:
         """Return the next part of a sequence; None at its end."""
         token = self._token
         if self._takes("("):
             return self._group(token)
         if self._takes("."):
-            return self._terminals_of(token, [_ANY_CHARACTER])
+            self._count(1, token)
+            return ANY_CHARACTER
         if token.kind not in ("name", "literal", "class"):
             return None
         self._next += 1
         if token.kind == "name":
             self._first_uses.setdefault(token.text, token)
-            return self._lark_name(token)
+            return Reference(token.text)
         if token.kind == "literal":
-            codes = [self._code(match, token) for match in _CHARACTER.finditer(token.text)]
-            return self._terminals_of(token, [rf"/\x{{{code:x}}}/" for code in codes])
-        return self._terminals_of(token, [self._class(token)])
+            text = "".join(chr(self._code(match, token)) for match in _CHARACTER.finditer(token.text))
+            self._count(len(text), token)
+            return Literal(text)
+        self._count(1, token)
+        return self._class(token)
 
-    def _group(self, start: _Token) -> str:
+    def _group(self, start: _Token) -> Expression:
         self._depth += 1
         if self._depth > MAX_NESTING:
             raise _error(start, f"groups are nested deeper than {MAX_NESTING} levels; make rules of some")
-        text = self._alternatives()
+        expression = self._alternatives()
         if not self._takes(")"):
             raise self._unexpected("an expression, | or )")
         self._depth -= 1
-        return f"({text})"
+        return expression
 
-    def _repetition(self) -> str:
+    def _repetition(self, item: Expression) -> Repetition:
         token = self._token
         self._next += 1
+        if token.text in _REPETITIONS:
+            return Repetition(item, *_REPETITIONS[token.text])
         counts = [int(number) for number in re.findall(r"\d+", token.text)]
         if counts != sorted(counts):
             raise _error(token, f"the first number of {token.text} must not exceed the second")
-        return "".join(token.text.split())
+        is_open = len(counts) == 1 and "," in token.text
+        return Repetition(item, counts[0], None if is_open else counts[-1])
 
-    def _class(self, token: _Token) -> str:
-        """Return the regular expression of a class of characters."""
+    def _class(self, token: _Token) -> Characters:
         is_negated = token.text.startswith("^")
         matches = list(_CHARACTER.finditer(token.text, int(is_negated)))
-        if not matches:
-            if is_negated:
-                return _ANY_CHARACTER
+        if not matches and not is_negated:
             raise _error(token, "the class [] contains no character; add some")
-        ranges = []
+        ranges: list[CodeRange] = []
         index = 0
         while index < len(matches):
             low = high = self._code(matches[index], token)
@@ -169,8 +165,9 @@ class _Parser:
                     )
                 index += 2
             index += 1
-            ranges.append(rf"\x{{{low:x}}}-\x{{{high:x}}}")
-        return f"/[{'^' * is_negated}{''.join(ranges)}]/"
+            ranges.append((low, high))
+        characters = Characters(tuple(ranges))
+        return characters.complement() if is_negated else characters
 
     def _code(self, match: re.Match[str], token: _Token) -> int:
         """Return the code point of a character, which may be escaped."""
@@ -189,18 +186,14 @@ class _Parser:
             return ord(_CONTROLS[character])
         return ord(character)
 
-    def _lark_name(self, name: _Token) -> str:
-        return self._names.setdefault(name.text, f"rule{len(self._names)}")
-
-    def _terminals_of(self, token: _Token, regexes: list[str]) -> str:
-        """Return the sequence of terminals that match the characters of a token. Equal ones are defined once."""
-        self._num_characters += len(regexes)
+    def _count(self, num_characters: int, token: _Token) -> None:
+        """Add to the number of characters. Raises GrammarError if they are too many."""
+        self._num_characters += num_characters
         if self._num_characters > _MAX_CHARACTERS:
             raise _error(
                 token,
                 f"the grammar has more than {_MAX_CHARACTERS} characters in literals; use `choice` for a long list",
             )
-        return " ".join(self._terminals.setdefault(regex, f"T{len(self._terminals)}") for regex in regexes) or '""'
 
     def _unexpected(self, expected: str) -> GrammarError:
         return _error(self._token, f"expected {expected}, got {self._token.text[:40]!r}")
