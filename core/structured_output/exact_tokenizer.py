@@ -64,20 +64,44 @@ def exact_tokenizer(tokenizer: dict[str, Any], eos_token_ids: Collection[int]) -
     `tokenizer` is the content of a tokenizer.json; it is changed. The end-of-sequence tokens count as special, and so
     do added tokens such as <tool_call>: models are trained to mark parts of an answer with these, whole.
     """
-    names = {}
     ids = {}
-    for token in tokenizer.get("added_tokens") or []:
+    mark = _space_mark(tokenizer)
+    added = tokenizer["added_tokens"] = tokenizer.get("added_tokens") or []
+    numbers = _unused(tokenizer["model"], mark, {token["content"] for token in added})
+    """The ids of the tokens that stand for no text."""
+    for token in added:
         token |= {"lstrip": False, "rstrip": False}
         if _is_special(token) or token["id"] in eos_token_ids:
-            # Unicode reserves this character for use within a program.
-            name = f"\U0010ffff{token['id']}\U0010ffff"
             ids[token["content"]] = token["id"]
-            names[token["content"]] = name
-            token |= {"content": name, "special": True, "normalized": False}
-    _rename(tokenizer["model"], names)
-    tokenizer["normalizer"] = _spaces_only(tokenizer.get("normalizer"))
-    tokenizer["pre_tokenizer"] = _without_first_space(tokenizer.get("pre_tokenizer"))
+            numbers[token["content"]] = token["id"]
+            token |= _special(token["id"])
+        else:
+            token["content"] = token["content"].replace(mark, " ")
+    added += [{"id": number, **_special(number)} for number in {*numbers.values()} - {*ids.values()}]
+    _rename(tokenizer["model"], {piece: _name(number) for piece, number in numbers.items()}, mark)
+    tokenizer["normalizer"] = None
+    tokenizer["pre_tokenizer"] = _without_marks(tokenizer.get("pre_tokenizer"))
     return msgspec.json.encode(tokenizer).decode(), SpecialTokens(ids)
+
+
+def _name(number: int) -> str:
+    """Return the name of a token that no text has. Unicode reserves its character for use within a program."""
+    return f"\U0010ffff{number}\U0010ffff"
+
+
+def _special(number: int) -> dict[str, Any]:
+    """Return the fields of an added token that stands for no text."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {**plain, "content": _name(number), "special": True}
+
+
+def _unused(model: dict[str, Any], mark: str, added: Collection[str]) -> dict[str, int]:
+    """Return the ids of pieces that have a space although `mark` stands for it: no text is split into them."""
+    if mark == " ":
+        return {}
+    vocab = model.get("vocab")
+    pieces = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab or ()))
+    return {piece: number for piece, number in pieces if " " in piece and piece not in added}
 
 
 def _is_special(token: dict[str, Any]) -> bool:
@@ -85,41 +109,62 @@ def _is_special(token: dict[str, Any]) -> bool:
     return bool(token.get("special")) or (text.startswith("<") and text.endswith(">"))
 
 
-def _spaces_only(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the parts of a normalizer that write a space as the vocabulary has it, as in SentencePiece's."""
-    parts = [normalizer, *normalizer.get("normalizers", [])] if normalizer else []
-    kept = [part for part in parts if part["type"] == "Replace" and part["pattern"].get("String") == " "]
-    return {"type": "Sequence", "normalizers": kept} if kept else None
+def _space_mark(tokenizer: dict[str, Any]) -> str:
+    """Return the character that stands for a space in the vocabulary, as in SentencePiece's; a space if none does."""
+    for part in _parts(tokenizer.get("normalizer"), "normalizers"):
+        if part["type"] == "Replace" and part["pattern"].get("String") == " ":
+            return str(part["content"])
+    for part in _parts(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+        if part["type"] == "Metaspace":
+            return str(part["replacement"])
+    return " "
 
 
-def _without_first_space(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a pre-tokenizer that adds no space before a text."""
-    if pre_tokenizer is None:
-        return None
-    changed = dict(pre_tokenizer)
-    if "add_prefix_space" in changed:
-        changed["add_prefix_space"] = False
-    if "prepend_scheme" in changed:
-        changed["prepend_scheme"] = "never"
-    if "pretokenizers" in changed:
-        changed["pretokenizers"] = [_without_first_space(part) for part in changed["pretokenizers"]]
-    return changed
+def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """Return a component of a tokenizer, or the parts of a sequence, which are in its field `name`."""
+    if component is None:
+        return []
+    return [component] if name not in component else [each for part in component[name] for each in _parts(part, name)]
 
 
-def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Rename tokens in the vocabulary of a tokenizer's model."""
+def _without_marks(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a pre-tokenizer that adds no space before a text, and leaves the spaces in it."""
+    kept = []
+    for part in _parts(pre_tokenizer, "pretokenizers"):
+        changed = dict(part)
+        if part["type"] == "Metaspace":
+            if not part.get("split", True):
+                continue
+            changed = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithNext", "invert": False}
+        if "add_prefix_space" in changed:
+            changed["add_prefix_space"] = False
+        kept.append(changed)
+    return {"type": "Sequence", "pretokenizers": kept} if kept else None
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str], mark: str) -> None:
+    """Rename tokens in the vocabulary of a tokenizer's model, and write spaces in place of `mark`."""
+
+    def renamed(piece: str) -> str:
+        return names.get(piece) or piece.replace(mark, " ")
+
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
-        model["vocab"] = {names.get(piece, piece): number for piece, number in vocab.items()}
+        model["vocab"] = {renamed(piece): number for piece, number in vocab.items()}
     elif isinstance(vocab, list):
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+        model["vocab"] = [[renamed(piece), score] for piece, score in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     if merges := model.get("merges"):
-        model["merges"] = [merge for merge in merges if names.keys().isdisjoint(_pieces(merge))]
+        pairs = map(_pair, merges)
+        model["merges"] = [
+            [renamed(left), renamed(right)]
+            for left, right in pairs
+            if names.keys().isdisjoint((left, right, left + right))
+        ]
 
 
-def _pieces(merge: str | list[str]) -> tuple[str, str, str]:
-    """Return the two pieces that a merge joins, and the joined piece."""
+def _pair(merge: str | list[str]) -> tuple[str, str]:
+    """Return the two pieces that a merge joins."""
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-    return left, right, left + right
+    return left, right

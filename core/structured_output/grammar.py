@@ -82,6 +82,11 @@ class Matcher:
                 return tokens[:position]
         return tokens
 
+    def forced_bytes(self) -> bytes:
+        """Return the text in UTF-8 that must come next, because the grammar allows a single continuation."""
+        text: bytes = self.library_matcher.compute_ff_bytes()
+        return text
+
     def check(self) -> None:
         """Raise GrammarError if a mask could not be computed; the library then allows the end of the output."""
         if self.library_matcher.is_error():

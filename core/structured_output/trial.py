@@ -35,6 +35,8 @@ _NUM_TOKENS: Final = 48
 _MAX_STEP_S: Final = 0.1
 """Processor time of one mask, or of accepting one token. A core waits for both."""
 _MAX_WALK_S: Final = 1.0
+_MAX_QUOTED: Final = 100
+"""Characters of a constraint's text in an error."""
 _SET_DEATH_SIGNAL: Final = 1
 _TOO_LITTLE_TIME: Final = 0.75
 """Share of its processor time that a trial must have got by the end of its time, or the machine is too busy."""
@@ -223,6 +225,7 @@ def _reason_of_end(code: int) -> str:
 def _walk(grammar: Grammar, source: TokenizerSource, is_timed: bool) -> None:
     """Follow a grammar with random tokens. Raises GrammarError if that reaches a limit or, timed, takes too long."""
     matcher = grammar.matcher()
+    tokens: list[int] = []
     mask = np.zeros((source.vocab_size + 31) // 32, np.int32)
     draws = random.Random(0)
     started = time.thread_time()
@@ -236,8 +239,12 @@ def _walk(grammar: Grammar, source: TokenizerSource, is_timed: bool) -> None:
             return
         token = draws.choice(continuing)
         accepted = time.thread_time()
-        matcher.accept([token])
+        try:
+            matcher.accept([token])
+        except GrammarError as error:  # the mask allows a token that stands for what the vocabulary does not have
+            raise GrammarError(_unspelled(grammar, tokens)) from error
         end = time.thread_time()
+        tokens.append(token)
         slowest = max(filled - begin, end - accepted)
         if is_timed and slowest > _MAX_STEP_S:
             raise GrammarError(
@@ -246,6 +253,17 @@ def _walk(grammar: Grammar, source: TokenizerSource, is_timed: bool) -> None:
             )
         if end - started > _MAX_WALK_S:
             return
+
+
+def _unspelled(grammar: Grammar, tokens: list[int]) -> str:
+    """Return the error of a grammar that demands a text after `tokens` which no tokens of the model spell."""
+    matcher = grammar.matcher()
+    matcher.accept(tokens)
+    text = matcher.forced_bytes().decode(errors="replace")
+    return (
+        f"the constraint demands {text[:_MAX_QUOTED]!r}, which the model's vocabulary cannot spell; leave out its "
+        "rare characters, or use a model whose vocabulary has a token for each byte"
+    )
 
 
 if __name__ == "__main__":

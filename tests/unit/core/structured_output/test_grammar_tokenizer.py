@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from vllm_mp.core.structured_output.exact_tokenizer import SpecialTokens, exact_tokenizer
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.grammar_tokenizer import GrammarTokenizer, TokenizerSource
+from vllm_mp.core.structured_output.trial import _walk
 from vllm_mp.requests.structured_outputs import Constraint
 
 SPACES = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -129,6 +130,22 @@ def replaced_spaces():
     return backend
 
 
+def split_at_spaces():
+    backend = metaspace()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="always", split=True)])
+    return backend
+
+
+def with_whole_words():
+    """A vocabulary with added tokens that have spaces, and with pieces that have spaces and are never made."""
+    content = json.loads(replaced_spaces().to_str())
+    for piece in ("▁▁", "▁▁▁", " ", " the"):
+        content["model"]["vocab"].setdefault(piece, len(content["model"]["vocab"]))
+    backend = Tokenizer.from_str(json.dumps(content))
+    backend.add_tokens([AddedToken("▁▁", normalized=False), AddedToken("▁▁▁", normalized=False)])
+    return backend
+
+
 def truncating():
     backend = byte_level()
     backend.enable_truncation(2)
@@ -144,13 +161,37 @@ def test_tokenizer_that_says_twice_whether_a_first_space_is_added_can_be_used():
     assert Tokenizer.from_str(text).encode("the").tokens == ["the"]
 
 
-@pytest.mark.parametrize("backend", [prefix_space, metaspace, replaced_spaces, truncating])
+@pytest.mark.parametrize(
+    "backend", [prefix_space, metaspace, replaced_spaces, split_at_spaces, with_whole_words, truncating]
+)
 def test_nothing_is_added_to_constants_or_cut_off(tmp_path, backend):
     backend = backend()
     backend.add_special_tokens(["</s>"])
     library = saved_library(tmp_path, backend)
-    for text in ("the  quick\nbrown foxe\u0301", " the"):
+    for text in ("the  quick\nbrown foxe\u0301", " the", "▁the▁ quick", "▁"):
         assert library.spelled(Constraint("choice", json.dumps([text]))) == text
+
+
+def test_a_character_that_stands_for_a_space_in_the_vocabulary_is_no_space_in_a_constraint(tmp_path):
+    backend = metaspace()
+    backend.add_special_tokens(["</s>"])
+    library = saved_library(tmp_path, backend)
+    constraint = Constraint("regex", "a▁b| c")
+    assert [text for text in ("a▁b", "a b", " c", "▁c") if library.allows(constraint, text)] == ["a▁b", " c"]
+    [space] = library.tokens(" ")
+    assert library.tokenizer.decode_bytes([space]) == b" "
+
+
+@pytest.mark.parametrize("text", ["the▁", "thé"])
+def test_text_that_the_vocabulary_cannot_spell_is_refused_with_the_remedy(tmp_path, text):
+    content = json.loads(replaced_spaces().to_str())
+    pieces = [piece for piece in content["model"]["vocab"] if not piece.startswith("<0x")]
+    content["model"] |= {"vocab": {piece: number for number, piece in enumerate(pieces)}, "byte_fallback": False}
+    backend = Tokenizer.from_str(json.dumps(content))
+    backend.add_special_tokens(["</s>"])
+    library = saved_library(tmp_path, backend)
+    with pytest.raises(GrammarError, match=f"demands '.*{text[-1]}', which the model's vocabulary cannot spell; leave"):
+        _walk(library.compile(Constraint("choice", json.dumps([text]))), library.source, is_timed=False)
 
 
 def test_a_folder_without_tokenizer_is_refused_with_the_remedy(tmp_path):
