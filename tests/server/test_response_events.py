@@ -151,12 +151,28 @@ def test_thought_text_and_calls_are_items_in_the_order_of_the_answer():
     assert lasts[0] == lasts[1]
 
 
-def test_tokens_of_the_thought_are_counted_up_to_its_end():
-    for rest, ids, expected in (("</think>Yes", [1, 2, 7, 8, 9, 9], 4), ("</think>", [7, 8], 2), (" hm", [1, 2, 7], 3)):
-        events = stream_of(AnswerFormat(None, Qwen3ReasoningParser, reasoning_end=(7, 8)))
-        sent = events.begin() + events.delta("<think>Hm", token_ids=ids[:1])
-        sent += events.delta(rest, token_ids=ids[1:]) + events.end("stop", USAGE)
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (["<think>", "Hm", "</think>", "Yes", "."], 3),
+        (["<think>", "Hm", "</", "think", ">", "Yes"], 5),
+        (["<think>", "Hm.<", "/th", "ink>Yes", "."], 4),
+        (["<think>", "Hm", "</think", ">\n\nYes", "."], 4),
+        (["<think>", "Hm", "</", "thing>", "Hm"], 5),
+    ],
+)
+def test_tokens_of_the_thought_are_counted_up_to_its_end_however_it_is_split(tokens, expected):
+    answer_format = AnswerFormat(None, Qwen3ReasoningParser, token_bytes=lambda token: tokens[token].encode())
+    for size in (1, 2, len(tokens)):
+        events = stream_of(answer_format)
+        sent = events.begin()
+        for begin in range(0, len(tokens), size):
+            ids = range(len(tokens))[begin : begin + size]
+            sent += events.delta("".join(tokens[token] for token in ids), token_ids=ids)
+        sent += events.end("stop", USAGE)
         assert parsed(sent)[-1].response.usage.output_tokens_details.reasoning_tokens == expected
+    parts = answer_format.whole("".join(tokens), range(len(tokens)))
+    assert parts.num_reasoning_tokens == expected
 
 
 def test_call_that_the_limit_cuts_off_is_incomplete():

@@ -1,7 +1,5 @@
 """The parts of an answer: its content, its reasoning and its calls of tools, as messages and as parts of a stream."""
 
-import dataclasses
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +12,7 @@ from vllm_mp.client.outputs.detokenizer import special_texts
 from vllm_mp.client.reasoning import REASONING_PARSERS, ReasoningParser, reasoning_parser_for_template
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.server.http.state import ServerState
+from vllm_mp.server.openai.logprobs import TokenBytes
 from vllm_mp.server.openai.tools import ToolUse
 
 _PROMPT_END = 1024
@@ -79,8 +78,8 @@ class AnswerFormat:
     prompt: str = ""
     """The text of the prompt, whose end may begin the thought."""
     shows_reasoning: bool = True
-    reasoning_end: tuple[int, ...] = ()
-    """Token ids of the text that ends the thought."""
+    token_bytes: TokenBytes | None = None
+    """Needed to count the tokens of the thought."""
 
     @property
     def is_plain(self) -> bool:
@@ -115,23 +114,42 @@ class AnswerFormat:
             calls_after=None if self.tools is None else self.tools.calls_after,
         )
 
+    def new_counter(self) -> "ReasoningCounter | None":
+        """Return a counter for the thought of one answer; None if answers are not split."""
+        if self.reasoning is None or self.token_bytes is None:
+            return None
+        return ReasoningCounter(self.reasoning.end, self.token_bytes)
+
 
 class ReasoningCounter:
-    """Counts the tokens of the thought with which an answer begins, with its end; all tokens if it has no end."""
+    """Counts the tokens of the thought with which an answer begins, with its end; all tokens if it has no end.
 
-    def __init__(self, end: tuple[int, ...]) -> None:
-        """`end` are the token ids of the text that ends the thought."""
+    The end is found by its text, as the reasoning parser finds it: its last characters may be in one token with what
+    follows them. Spaces are left out, because some tokenizers decode a single token without its first space.
+    """
+
+    def __init__(self, end: str, token_bytes: TokenBytes) -> None:
+        """`end` is the text that ends the thought."""
         self.count = 0
-        self._end = end
-        self._last: deque[int] = deque(maxlen=len(end))
+        self._end = _without_spaces(end.encode())
+        self._token_bytes = token_bytes
+        self._tail = b""
+        """The end of the text so far, in which `_end` may have begun."""
+        self._has_ended = False
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Count the next tokens of the answer."""
         for token_id in token_ids:
-            if tuple(self._last) == self._end:
+            if self._has_ended:
                 return
-            self._last.append(token_id)
             self.count += 1
+            text = self._tail + _without_spaces(self._token_bytes(token_id))
+            self._has_ended = self._end in text
+            self._tail = text[max(len(text) - len(self._end) + 1, 0) :]
+
+
+def _without_spaces(text: bytes) -> bytes:
+    return b"".join(text.split())
 
 
 class AnswerParts:
@@ -145,16 +163,16 @@ class AnswerParts:
         self._calls: list[tuple[str, str, list[str]]] = []
         """(id, name, parts of the arguments) of each call."""
         self._has_thought = False
-        self._reasoning_counter = ReasoningCounter(format.reasoning_end)
+        self._reasoning_counter = format.new_counter()
 
     @property
     def num_reasoning_tokens(self) -> int:
         """The number of tokens of the thought, whether it is shown or not."""
-        return self._reasoning_counter.count if self._has_thought else 0
+        return self._reasoning_counter.count if self._reasoning_counter is not None and self._has_thought else 0
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> Delta:
         """Return what `text`, the next part of the answer, adds; `token_ids` are its tokens."""
-        if self._format.reasoning is not None:
+        if self._reasoning_counter is not None:
             self._reasoning_counter.add(token_ids)
         return self._add(self._parser.feed(text))
 
@@ -235,25 +253,22 @@ def read_answer_format(
     reasoning = reasoning_parser_for_template(chat_template) if name == "auto" else None
     if name not in ("auto", "none"):
         reasoning = REASONING_PARSERS.get(name)
-    answer_format = AnswerFormat(tools, reasoning, prompt[-_PROMPT_END:], shows_reasoning)
+    token_bytes = None if reasoning is None else server.engine.token_bytes
+    answer_format = AnswerFormat(tools, reasoning, prompt[-_PROMPT_END:], shows_reasoning, token_bytes)
     if answer_format.is_plain:
         return answer_format
     tokenizer = server.engine.model_tokenizer
     if answer_format.markers & special_texts(tokenizer):
         params.skip_special_tokens = False
-    if reasoning is None:
-        return answer_format
-    end = tokenizer.encode(reasoning.end, add_special_tokens=False)
-    answer_format = dataclasses.replace(answer_format, reasoning_end=tuple(end))
     form = params.structured_outputs
-    if form is not None:
+    if reasoning is not None and form is not None:
         parser = reasoning(answer_format.prompt)
         start = tokenizer.encode(parser.start, add_special_tokens=False)
         # A text that is not a token cannot be told from an answer by its first token; then the answer has no reasoning.
         if parser.in_thought or (parser.may_think and len(start) == 1):
             params.structured_outputs = msgspec.structs.replace(
                 form,
-                reasoning_end=end,
+                reasoning_end=tokenizer.encode(reasoning.end, add_special_tokens=False),
                 reasoning_start=None if parser.in_thought else start[0],
             )
     return answer_format

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from vllm_mp.client.answers.pieces import CallArguments, CallEnd, CallStart, ContentPiece, Piece, ReasoningPiece
-from vllm_mp.server.openai.answer_parts import AnswerFormat, ReasoningCounter
+from vllm_mp.server.openai.answer_parts import AnswerFormat
 from vllm_mp.server.openai.logprobs import TokenLogprob
 from vllm_mp.server.openai.responses.events import END_EVENTS, Created, Event, Failed, InProgress
 from vllm_mp.server.openai.responses.items import GrowingCall, GrowingItem, GrowingMessage, GrowingReasoning
@@ -25,7 +25,7 @@ class ResponseOutput:
         self._items: list[OutputItem] = []
         self._growing: GrowingItem | None = None
         self._has_thought = False
-        self._reasoning_counter = ReasoningCounter(answer_format.reasoning_end)
+        self._reasoning_counter = answer_format.new_counter()
         self._events: list[Event] = []
         """Events that were not returned yet."""
 
@@ -35,7 +35,7 @@ class ResponseOutput:
 
     def add(self, text: str, token_ids: Sequence[int], logprobs: list[TokenLogprob]) -> list[Event]:
         """Return the events of more text; `logprobs` belong to its tokens, for an answer that is all content."""
-        if self._format.reasoning is not None:
+        if self._reasoning_counter is not None:
             self._reasoning_counter.add(token_ids)
         if logprobs:
             self._events += self._message().add_with_logprobs(text, logprobs)
@@ -49,7 +49,7 @@ class ResponseOutput:
         if not self._items and self._growing is None:
             self._message()
         self._close("completed" if end_status(finish_reason) == "completed" else "incomplete")
-        if self._has_thought:
+        if self._has_thought and self._reasoning_counter is not None:
             usage.output_tokens_details.reasoning_tokens = self._reasoning_counter.count
         self._response.end(self._items, finish_reason, usage)
         return [*self._take_events(), END_EVENTS[self._response.status](response=self._response)]
