@@ -6,9 +6,13 @@ import gc
 import msgspec
 import pytest
 
+from vllm_mp.server.anthropic.body import Message
 from vllm_mp.server.app import build_app
+from vllm_mp.server.http.body import RequestBody
 from vllm_mp.server.http.options import ServerOptions
 from vllm_mp.server.openai.chat import ChatBody
+from vllm_mp.server.openai.chat_messages import ChatMessage
+from vllm_mp.server.openai.responses.input import InputItem
 
 
 class FakeConnection:
@@ -110,6 +114,36 @@ def test_body_of_a_request_that_ended_early_is_freed_without_a_garbage_collectio
         assert not any(isinstance(each, ChatBody) for each in gc.get_objects())
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": ["x", "y"]}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "messages"),
+        ("/invocations", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "messages"),
+        ("/v1/responses", {"input": [{"role": "user", "content": "x"}], "max_output_tokens": 4000}, "input"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, "messages"),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 4000}}, "token_ids"),
+    ],
+)
+def test_stream_keeps_no_prompt_in_the_form_in_which_it_was_sent(replay_engine, path, body, field):
+    """It may have megabytes of images."""
+
+    async def look(connection, app):
+        connection.may_send.clear()
+        await connection.on_send.wait()
+        bodies = [each for each in gc.get_objects() if isinstance(each, RequestBody)]
+        kept = [
+            each for each in bodies if isinstance(each, ChatMessage | Message | InputItem) or getattr(each, field, None)
+        ]
+        connection.hung_up.set()
+        connection.may_send.set()
+        assert kept == []
+
+    gc.collect()
+    limit = {} if "input" in body or "token_ids" in body else {"max_tokens": 4000}
+    _run(replay_engine, {**body, **limit, "stream": True}, look, path)
 
 
 @pytest.mark.essential

@@ -1,5 +1,7 @@
 """The endpoint /invocations, at which SageMaker sends requests of all kinds: it passes each on by its fields."""
 
+from collections import deque
+
 import msgspec
 from starlette.applications import Starlette
 from starlette.routing import Route
@@ -22,7 +24,7 @@ async def invoke(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request as the endpoint does that its fields belong to."""
     app: Starlette = scope["app"]
     limit = app.state.server.options.max_body_bytes
-    messages: list[Message] = []
+    messages: deque[Message] = deque()
     size, more = 0, True
     while more:
         message = await receive()
@@ -37,10 +39,9 @@ async def invoke(scope: Scope, receive: Receive, send: Send) -> None:
             scope, receive, send
         )
         return
-    waiting = iter(messages)
 
     async def replay() -> Message:
-        return next(waiting, None) or await receive()
+        return messages.popleft() if messages else await receive()
 
     endpoint = next(route.app for route in app.routes if isinstance(route, Route) and route.path == path)
     assert isinstance(endpoint, Endpoint)

@@ -69,6 +69,9 @@ async def create_message(call: Call, body: MessagesBody) -> Response | EventStre
         tools=tools,
         image_paths=rendered.image_paths,
     )
+    # The engine has the prompt now. The answer may take long, and its endpoint keeps the body.
+    body.messages = []
+    del rendered
     message = MessageObject(id=f"msg_{call.request_id}", model=model.name, usage=Usage(0, 0, 0))
     if body.stream:
         return _MessageStream(_events(generation, message, answer_format), end=b"")

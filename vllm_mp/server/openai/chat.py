@@ -185,6 +185,9 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         tools=tools,
         image_paths=image_paths,
     )
+    # The engine has the prompt now. The answer may take long, and its stream keeps the body.
+    body.messages = []
+    del prompt
     created = int(time.time())
     if body.stream:
         chunk = ChatChunk(id=generation.request_id, created=created, model=model.name, choices=[])

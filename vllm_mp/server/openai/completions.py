@@ -89,6 +89,9 @@ async def create_completion(call: Call, body: CompletionBody) -> Response | Even
     generation = await start_generation(
         call, "cmpl", prompts, params, body, field="prompt", add_special_tokens=True, lora=model.lora
     )
+    # The engine has the prompts now. The completions may take long, and their stream keeps the body.
+    body.prompt = ""
+    del prompts
     head = CompletionResponse(id=generation.request_id, created=int(time.time()), model=model.name, choices=[])
     choices = _Choices(engine, body, params)
     if body.stream:

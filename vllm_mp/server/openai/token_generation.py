@@ -65,6 +65,9 @@ async def generate_tokens(call: Call, body: GenerateBody) -> Response | EventStr
     generation = await start_generation(
         call, "gen", [prompt], params, common, field="token_ids", add_special_tokens=False, lora=model.lora
     )
+    # The engine has the prompt now. The completions may take long, and their stream keeps the body.
+    body.token_ids = []
+    del prompt
 
     async def response(output: RequestOutput) -> GenerateResponse:
         choices = [await _choice(completion, params, engine) for completion in output.outputs]

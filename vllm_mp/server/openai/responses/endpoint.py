@@ -79,6 +79,9 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
         tools=tools,
         image_paths=rendered.image_paths,
     )
+    # The engine has the prompt now. The answer may take long, and its stream keeps the body.
+    body.input = ""
+    del rendered
     response = ResponseObject(
         id=f"resp_{call.request_id}",
         created_at=int(time.time()),
