@@ -53,11 +53,13 @@ UNSERVED_FLAGS: Final = frozenset(
 def long_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
     """Return `arguments` with flags of the parser, `known`, or of vLLM in place of short names and names with dots.
 
-    `--speculative-config.method ngram` becomes a `--speculative-config` in JSON, at the end. Raises ValueError for
-    names with dots that contradict each other.
+    `--speculative-config.method ngram` becomes a `--speculative-config` in JSON, at the end. It holds what a
+    `--speculative-config` among `arguments` holds, too; of a field that both give, the name with dots gives the value.
+    Raises ValueError for names with dots that contradict each other or the option.
     """
     result: list[str] = []
-    sections: dict[str, dict[str, Any]] = {}
+    dotted_flags: list[tuple[str, str, Any]] = []
+    """(option, path of the field, value) of each name with dots."""
     rest = iter(arguments)
     for argument in rest:
         if argument == "--":
@@ -71,18 +73,55 @@ def long_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
         elif (level := _LEVEL.fullmatch(argument)) is not None:
             result.append(f"--optimization-level={level[1]}")
         elif (dotted := _DOTTED.fullmatch(flag)) is not None and _is_flag(dotted[1], known):
-            section = sections.setdefault(dotted[1].replace("_", "-"), {})
-            *parents, last = dotted[2].replace("-", "_").split(".")
-            for parent in parents:
-                section = section.setdefault(parent, {})
-                if not isinstance(section, dict):
-                    raise ValueError(f"{flag}: a flag before has given {parent!r} a value; leave out one of the two")
-            section[last] = _plain(value if equals else next(rest, "true"))
+            field = _plain(value if equals else next(rest, "true"))
+            dotted_flags.append((dotted[1].replace("_", "-"), dotted[2].replace("-", "_"), field))
         else:
             result.append(argument)
-    made = [f"{flag}={json.dumps(section)}" for flag, section in sections.items()]
+    sections: dict[str, dict[str, Any]] = {}
+    for option, path, field in dotted_flags:
+        if option not in sections:
+            sections[option] = _take_section(result, option)
+        for name in reversed(path.split(".")):
+            field = {name: field}
+        _merge(sections[option], field, f"{option}.{path}")
+    made = [f"{option}={json.dumps(section)}" for option, section in sections.items()]
     at = result.index("--") if "--" in result else len(result)
     return [*result[:at], *made, *result[at:]]
+
+
+def _merge(section: dict[str, Any], fields: dict[str, Any], flag: str) -> None:
+    """Set `fields` of `section`, and the fields of objects in objects. `flag` gives them, for an error."""
+    for name, value in fields.items():
+        former = section.get(name)
+        if not isinstance(value, dict) or name not in section:
+            section[name] = value
+        elif isinstance(former, dict):
+            _merge(former, value, flag)
+        else:
+            raise ValueError(f"{flag}: a flag before has given {name!r} a value; leave out one of the two")
+
+
+def _take_section(arguments: list[str], option: str) -> dict[str, Any]:
+    """Remove an option whose value is a JSON object from `arguments`, and return the object; empty without the option.
+
+    Raises ValueError for another value in JSON.
+    """
+    sections: list[dict[str, Any]] = [{}]
+    index = 0
+    while index < len(arguments) and arguments[index] != "--":
+        flag, equals, value = arguments[index].partition("=")
+        size = 1 if equals else 2
+        if not equals:
+            value = "".join(arguments[index + 1 : index + 2])
+        found = _plain(value) if flag.replace("_", "-") == option else None
+        if isinstance(found, dict):
+            sections.append(found)
+            del arguments[index : index + size]
+            continue
+        if found not in (None, value):
+            raise ValueError(f"{option} {value}: a value without fields, to which {option}.… adds some; leave out one")
+        index += 1
+    return sections[-1]
 
 
 def add_unserved(parser: argparse.ArgumentParser, arguments: Sequence[str], known: Collection[str]) -> None:
