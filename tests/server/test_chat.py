@@ -1,5 +1,8 @@
 """The endpoint /v1/chat/completions, with OpenAI's own client and a real model."""
 
+import asyncio
+import re
+
 import httpx
 import msgspec
 import openai
@@ -37,6 +40,21 @@ def test_stream_has_the_role_then_the_text_then_the_end_then_the_usage(client):
     assert usage.usage.total_tokens == whole.usage.total_tokens
     assert whole.object == "chat.completion"
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_answers_have_the_role_that_the_operator_chose_unless_they_continue_a_message(in_process):
+    async def roles(**fields):
+        body = {"messages": [*MESSAGES, {"role": "assistant", "content": "It is"}], "max_tokens": 4, "n": 2, **fields}
+        async with in_process(response_role="model") as client:
+            whole = (await client.post("/v1/chat/completions", json=body)).json()
+            stream = (await client.post("/v1/chat/completions", json=body | {"stream": True})).text
+        assert len(whole["choices"]) == 2
+        return {choice["message"]["role"] for choice in whole["choices"]} | {*re.findall(r'"role":"(\w+)"', stream)}
+
+    assert asyncio.run(roles()) == {"model"}
+    assert asyncio.run(roles(add_generation_prompt=True)) == {"model"}
+    assert asyncio.run(roles(continue_final_message=True)) == {"assistant"}
+    assert asyncio.run(roles(messages=MESSAGES, add_generation_prompt=False)) == {"user"}
 
 
 def test_prompt_is_the_models_chat_template(client, server):

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ from support.server_process import StreamedAnswers, served
 from vllm_mp import cli
 from vllm_mp.model_store import DEFAULT_MODEL
 from vllm_mp.server.app import build_app
-from vllm_mp.server.front.listening import listen
+from vllm_mp.server.front.listening import listen, listen_at_path, removing_file_of
 from vllm_mp.server.http.admission import Admission
 from vllm_mp.server.http.options import ServerOptions
 from vllm_mp.server.run import ServerProcess
@@ -112,6 +113,58 @@ def test_port_in_use_ends_the_command_with_code_1_and_says_so(server):
         assert done.returncode == 1
         assert f"cannot listen on 127.0.0.1:{server.port}" in done.stderr
         assert "choose another --port" in done.stderr
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_server_on_a_unix_socket_replaces_the_file_of_a_killed_server_and_removes_its_own(
+    slow_core, tmp_path, count, capsys
+):
+    path = tmp_path / "http socket"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    flags = ("--uds", str(path), "--api-server-count", str(count), "--metrics-port", "0")
+    with _serve_from(slow_core, tmp_path, *flags) as server:
+        assert server.url == f"unix:{path}"
+        assert server.process.stdout.readline().startswith("metrics at http://127.0.0.1:")
+        ready = server.process.stdout.readline()
+        assert f"ready: unix:{path} serves " in ready
+        assert f"curl --unix-socket '{path}' http://localhost/v1/completions" in ready
+        assert cli.main(["health", "--ready", server.url]) == 0
+        assert capsys.readouterr().out == f"{server.url}: 200\n"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
+            with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": True}) as got:
+                assert got.read().endswith(b"data: [DONE]\n\n")
+            assert client.get("/health", headers={"Host": "attacker.example"}).status_code == 403
+        with pytest.raises(OSError, match=r"Address already in use; .* stop the process that listens there"):
+            listen_at_path(str(path), 1)
+        server.process.terminate()
+        assert server.process.wait(60) == 0, server.log.read_text()
+    assert not path.exists()
+    assert cli.main(["health", server.url]) == 1
+
+
+def test_only_the_socket_file_of_a_server_that_has_ended_is_replaced_or_removed(tmp_path):
+    path = tmp_path / "socket"
+    path.write_text("a file")
+    with pytest.raises(OSError, match=f"cannot listen on unix:{path}: .*; the path is not that of a socket; choose"):
+        listen_at_path(str(path), 1)
+    assert path.read_text() == "a file"
+    path.unlink()
+    for wrong in (tmp_path / "none" / "socket", tmp_path / ("x" * 108)):
+        with pytest.raises(OSError, match=r"cannot listen on unix:.*; give --uds a path in a folder that exists"):
+            listen_at_path(str(wrong), 1)
+    first, second = listen_at_path(str(path), 2)
+    with first, second, removing_file_of(first):
+        first.close()  # a front process that dies
+        with pytest.raises(OSError, match="Address already in use"):
+            listen_at_path(str(path), 1)
+        path.unlink()
+        [later] = listen_at_path(str(path), 1)
+    with later:
+        assert path.is_socket()
+        with removing_file_of(later):
+            pass
+    assert not path.exists()
 
 
 def test_drain_completes_live_streams_and_refuses_new_requests(slow_core, tmp_path):

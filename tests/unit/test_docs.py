@@ -30,8 +30,8 @@ _FUNCTION = re.compile(r"`([\w/]+\.py)`: `([\w.]+)`")
 """A file, and a function or class in it."""
 _MAX_LINES_OF_ARCHITECTURE = 200
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
-_OTHER_FLAGS = {"--build-arg", "--cpus", "--install", "--preload", "--rm", "--worker"}
-"""Flags of docker, wsl and gunicorn, and of a core that is planned."""
+_OTHER_FLAGS = {"--build-arg", "--cpus", "--install", "--preload", "--rm", "--unix-socket", "--worker"}
+"""Flags of docker, wsl, gunicorn and curl, and of a core that is planned."""
 _TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 """A file below tests, and a test in it."""
 

@@ -38,11 +38,9 @@ SERVER_FLAGS = {
     "log-config-file": "give --log-format, or VLLM_MP_LOG_LEVEL in the environment",
     "middleware": "put a proxy before the server",
     "prompt-adapters": "vLLM has dropped prompt adapters; use LoRA adapters",
-    "response-role": "the role of an answer is assistant",
     "return-tokens-as-token-ids": "each request may set return_tokens_as_token_ids",
     "ssl-cert-reqs": "--ssl-ca-certs requires certificates of clients",
     "tool-server": "tools that the server itself runs are not served",
-    "uds": "give --host 127.0.0.1 and --port",
     "uvicorn-log-level": "set VLLM_MP_LOG_LEVEL in the environment",
 }
 """Flags of vLLM's server, and what to use instead."""

@@ -110,10 +110,14 @@ def _urls_of(pid: int) -> list[str]:
     if "serve" not in arguments or not any("vllm" in argument for argument in arguments[: arguments.index("serve")]):
         return []
     scheme = "https" if any(argument.startswith("--ssl-certfile") for argument in arguments) else "http"
+    joined = "\0".join(arguments)
+    if path := re.search(r"\0--uds[=\0]([^\0]+)", joined):
+        with contextlib.suppress(OSError):
+            return [f"{'https+' * (scheme == 'https')}unix:{os.path.join(os.readlink(f'/proc/{pid}/cwd'), path[1])}"]
     # A server that listens at every address is asked at that of the machine itself.
     local = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
     hosts = (address.rpartition(":") for address in listening_addresses(pid))
-    metrics = re.search(r"\0--metrics-port[=\0](\d+)", "\0".join(arguments))
+    metrics = re.search(r"\0--metrics-port[=\0](\d+)", joined)
     metrics_port = metrics and metrics[1]
     return [f"{scheme}://{local.get(host, host)}:{port}" for host, _, port in hosts if port != metrics_port]
 

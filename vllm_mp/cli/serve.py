@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if options.connect is None:
         begin_core(engine_args)
 
-    from vllm_mp.server.front.listening import is_loopback, listen_together, url_of
-    from vllm_mp.server.http.console import say
+    from vllm_mp.server.front.listening import listen_at_path, listen_together, removing_file_of
     from vllm_mp.server.http.parsers import load_parsers
     from vllm_mp.server.http.security import read_api_keys, read_operator_keys, tls_context
 
@@ -69,7 +68,24 @@ def run(args: argparse.Namespace) -> int:
     )
     tls = tls_context(options)
     # Before the engine: a port in use must cost no loading of a model.
-    listeners = listen_together(options.host, options.port, options.api_server_count)
+    if options.uds is None:
+        listeners = listen_together(options.host, options.port, options.api_server_count)
+    else:
+        listeners = listen_at_path(options.uds, options.api_server_count)
+    with removing_file_of(listeners[0]):
+        return _serve(options, engine_args, tls, listeners)
+
+
+def _serve(
+    options: ServerOptions,
+    engine_args: AsyncEngineArgs,
+    tls: "ssl.SSLContext | None",
+    listeners: "list[socket.socket]",
+) -> int:
+    """Serve with an engine of its own or that of `options.connect`, and return the exit code."""
+    from vllm_mp.server.front.listening import is_loopback, listen_together, url_of
+    from vllm_mp.server.http.console import say
+
     metrics_listeners = []
     if options.metrics_port is not None:
         metrics_listeners = listen_together(options.host, options.metrics_port, options.api_server_count)

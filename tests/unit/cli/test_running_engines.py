@@ -116,3 +116,28 @@ def test_health_finds_the_servers_of_this_machine_by_the_addresses_at_which_they
     assert url not in server_urls()
     assert cli.main(["health", url]) == 1
     assert "Connection refused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [["--uds", "http socket"], ["--uds=http socket"]])
+def test_health_finds_a_server_on_a_unix_socket_by_its_flag(tmp_path, capsys, flags):
+    code = """if True:
+        import socket
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind("http socket")
+        listener.listen()
+        print("listening", flush=True)
+        while True:
+            connection, _ = listener.accept()
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 204 No Content\\r\\n\\r\\n")"""
+    url = f"unix:{tmp_path}/http socket"
+    arguments = (sys.executable, "-c", code, "vllm-mp", "serve", *flags, "--metrics-port", "0")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as server:
+        server.stdout.readline()
+        assert url in server_urls()
+        cli.main(["health"])
+        assert f"{url}: 204" in capsys.readouterr().out
+        server.kill()
+    assert url not in server_urls()
+    assert cli.main(["health", url]) == 1
+    assert "Connection refused" in capsys.readouterr().out

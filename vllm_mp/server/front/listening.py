@@ -1,8 +1,14 @@
 """The socket on which the server listens."""
 
+import contextlib
 import errno
+import fcntl
 import ipaddress
+import os
 import socket
+import stat
+from collections.abc import Generator
+from pathlib import Path
 
 _BACKLOG = 2048
 """Connections that the kernel holds until the server accepts them."""
@@ -59,8 +65,80 @@ def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
     return [listen(host, port, share_port=True) for _ in range(count)]
 
 
+def listen_at_path(path: str, count: int) -> list[socket.socket]:
+    """Return `count` descriptors of one socket that listens at `path`. The umask decides who may connect.
+
+    A socket file that no process listens on, as a killed server leaves it, is replaced. Raises OSError, naming the path
+    and the remedy, if that fails.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _locked(Path(path).parent):
+            if _is_left_over(path):
+                os.unlink(path)
+            listener.bind(path)
+            listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        remedy = "give --uds a path in a folder that exists and is writable, of at most 107 bytes"
+        if error.errno == errno.EADDRINUSE:
+            remedy = "choose another --uds, or stop the process that listens there"
+            if not Path(path).is_socket():
+                remedy = "the path is not that of a socket; choose another --uds"
+        raise OSError(f"cannot listen on unix:{path}: {error.strerror or error}; {remedy}") from error
+    listener.setblocking(False)
+    return [listener, *(listener.dup() for _ in range(count - 1))]
+
+
+@contextlib.contextmanager
+def removing_file_of(listener: socket.socket) -> Generator[None, None, None]:
+    """Remove the file of a Unix socket after the block, unless another process has replaced it."""
+    if listener.family != socket.AF_UNIX:
+        yield
+        return
+    path = os.path.abspath(listener.getsockname())
+    own = os.lstat(path)
+    with listener.dup():  # no other file can get the inode as long as the socket is open
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError), _locked(Path(path).parent):
+                if os.path.samestat(own, os.lstat(path)):
+                    os.unlink(path)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Generator[None, None, None]:
+    """Let no other server replace a socket file in `folder` during the block."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_left_over(path: str) -> bool:
+    """Return whether `path` is a socket file that no process listens on."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.setblocking(False)  # a server may have no room for another connection
+            client.connect(path)
+    except FileNotFoundError:
+        return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # such as BlockingIOError: a process listens there
+        return False
+    return False
+
+
 def url_of(listener: socket.socket, is_tls: bool) -> str:
-    """Return the URL at which clients on this machine reach the socket."""
+    """Return the URL at which clients on this machine reach the socket; that of a Unix socket is "unix:PATH"."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http{'s' if is_tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -68,4 +146,6 @@ def url_of(listener: socket.socket, is_tls: bool) -> str:
 
 def is_loopback(listener: socket.socket) -> bool:
     """Return whether only this machine reaches the socket."""
+    if listener.family == socket.AF_UNIX:
+        return True
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback

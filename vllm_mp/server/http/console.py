@@ -28,7 +28,12 @@ def drain_line(num_live: int, options: ServerOptions) -> str:
 def ready_line(name: str, options: ServerOptions, url: str) -> str:
     """Return what the operator is told when the server is ready: the URL and a request to try."""
     body = shlex.quote(json.dumps({"prompt": "The capital of France is", "max_tokens": 16}))
+    address = url
+    if url.startswith("unix:"):
+        scheme = "http" if options.ssl_certfile is None else "https"
+        address = f"--unix-socket {shlex.quote(url.removeprefix('unix:'))} {scheme}://localhost"
     key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if options.api_key else ""
     return (
-        f"ready: {url} serves {name}; try: curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {body}"
+        f"ready: {url} serves {name}; try: curl {address}/v1/completions -H 'Content-Type: application/json'{key} "
+        f"-d {body}"
     )

@@ -19,9 +19,14 @@ class ServerOptions(Options):
     port: int = option(
         8000, "Listen on this port; 0: a free port that the system chooses.", low=0, high=65_535, subject="server"
     )
+    uds: str | None = option(
+        None,
+        "Listen on a Unix socket at this path instead of host and port; a socket file that no process listens on is "
+        "replaced. Default: none.",
+    )
     metrics_port: int | None = option(
         None,
-        "Answer /metrics, /health and /ready also on this port of the same address, without a key and without TLS, for "
+        "Answer /metrics, /health and /ready also on this port of the host, without a key and without TLS, for "
         "scrapers and probes that have neither; 0: a free port. Default: only on the port of the server.",
         low=0,
         high=65_535,
@@ -111,6 +116,10 @@ class ServerOptions(Options):
     )
     trust_request_chat_template: bool = option(
         False, "Run the chat templates that requests bring; such requests are refused otherwise."
+    )
+    response_role: str = option(
+        "assistant",
+        "Give answers of /v1/chat/completions this role; one that continues the last message has the role of that.",
     )
     default_chat_template_kwargs: dict[str, Any] | None = option(
         None,

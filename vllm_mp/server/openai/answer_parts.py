@@ -180,9 +180,9 @@ class AnswerParts:
         """Return what the end of the answer adds."""
         return self._add(self._parser.finish())
 
-    def message(self) -> AnswerMessage:
+    def message(self, role: str = "assistant") -> AnswerMessage:
         """Return the message of the answer."""
-        message = AnswerMessage(content="".join(self._content) or (None if self._calls else ""))
+        message = AnswerMessage(role=role, content="".join(self._content) or (None if self._calls else ""))
         if self._reasoning:
             message.reasoning = message.reasoning_content = "".join(self._reasoning)
         if self._calls:

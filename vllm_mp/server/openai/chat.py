@@ -17,6 +17,7 @@ from vllm_mp.server.http.body import Ignored, Refused, refused, unserved
 from vllm_mp.server.http.endpoint import Call, post
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.http.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
+from vllm_mp.server.http.options import ServerOptions
 from vllm_mp.server.http.protocol import WriteNow
 from vllm_mp.server.http.state import ServerState
 from vllm_mp.server.openai.answer_parts import (
@@ -185,13 +186,14 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         tools=tools,
         image_paths=image_paths,
     )
+    role = _role(body, call.server.options)
     # The engine has the prompt now. The answer may take long, and its stream keeps the body.
     body.messages = []
     del prompt
     created = int(time.time())
     if body.stream:
         chunk = ChatChunk(id=generation.request_id, created=created, model=model.name, choices=[])
-        return EventStream(_events(generation, chunk, body, answer_format, call.write_now, call.server.engine))
+        return EventStream(_events(generation, chunk, body, answer_format, role, call.write_now, call.server.engine))
     [result] = await generation.results()
     parts = [answer_format.whole(output.text, output.token_ids) for output in result.outputs]
     response = ChatResponse(
@@ -201,7 +203,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         choices=[
             ChatChoice(
                 index=output.index,
-                message=part.message(),
+                message=part.message(role),
                 logprobs=await _logprobs(output, body, call.server.engine),
                 finish_reason=part.finish_reason(output.finish_reason),
                 stop_reason=output.stop_reason,
@@ -242,6 +244,14 @@ def _tools(body: ChatBody, server: ServerState, params: SamplingParams, template
     return tools
 
 
+def _role(body: ChatBody, options: ServerOptions) -> str:
+    """Return the role of the answers; they have that of the last message if they continue it."""
+    begins_message = body.add_generation_prompt
+    if begins_message is None:
+        begins_message = not body.continue_final_message
+    return options.response_role if begins_message else body.messages[-1].role
+
+
 def _usage(generation: Generation, answer_format: AnswerFormat, parts: Iterable[AnswerParts]) -> Usage:
     """Return the tokens so far; `parts` are those of all answers."""
     usage = generation.usage()
@@ -271,6 +281,7 @@ async def _events(
     chunk: ChatChunk,
     body: ChatBody,
     answer_format: AnswerFormat,
+    role: str,
     write_now: WriteNow,
     engine: AsyncLLM,
 ) -> AsyncGenerator[bytes, None]:
@@ -305,7 +316,7 @@ async def _events(
                 chunk.choices = [ChunkChoice(index=index, delta=Delta(content=TEXT_MARK))]
                 text_event = text_events[index] = TextEvent(chunk)
                 parts[index] = answer_format.begin()
-                chunk.choices = [ChunkChoice(index=index, delta=Delta(role="assistant", content=""))]
+                chunk.choices = [ChunkChoice(index=index, delta=Delta(role=role, content=""))]
                 if body.return_token_ids:
                     chunk.prompt_token_ids = output.prompt_token_ids
                 if output.prompt_logprobs is not None:

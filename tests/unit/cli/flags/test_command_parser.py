@@ -121,8 +121,7 @@ def test_help_of_each_argument_is_a_sentence_that_ends_with_its_default():
     ("flag", "reason"),
     [
         ("--cpu-offload-gb", "weights and KV cache stay on the device"),
-        ("--uds", "give --host 127.0.0.1 and --port"),
-        ("--response-role", "the role of an answer is assistant"),
+        ("--tool-server", "tools that the server itself runs are not served"),
         ("--uvicorn-log-level", "set VLLM_MP_LOG_LEVEL in the environment"),
     ],
 )
@@ -142,6 +141,7 @@ def test_option_of_vllm_that_is_not_served_is_refused_with_the_reason(flag, reas
         (
             "--speculative-config.method ngram --speculative_config.prompt-lookup-max=4",
             {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4}},
+        ),
         (
             '--speculative-config.a.c 2 --speculative_config {"a":{"b":1,"c":1},"method":"x"} '
             '--speculative-config.method=ngram --speculative-config.a {"d":3}',
@@ -150,7 +150,6 @@ def test_option_of_vllm_that_is_not_served_is_refused_with_the_reason(flag, reas
         (
             '--speculative-config={"a":1} --max-num-seqs 3 --speculative-config={"b":2} --speculative-config.c 3',
             {"speculative_config": {"b": 2, "c": 3}, "max_num_seqs": 3},
-        ),
         ),
     ],
 )
@@ -195,12 +194,12 @@ def test_option_of_vllm_that_changes_nothing_is_accepted_with_the_line_that_pyth
     ("command_line", "message"),
     [
         ("--task embed --no-task", "--no-task"),
+        ("-O.a 1 -O.a.b 2", "--compilation-config.a.b: a flag before has given 'a' a value; leave out one of the two"),
         (
             '--speculative-config {"a":1} --speculative-config.a.b 2',
             "--speculative-config.a.b: a flag before has given 'a' a value; leave out one of the two",
         ),
         ("-cc 3 -O.level 3", "--compilation-config 3: a value without fields"),
-        ("-O.a 1 -O.a.b 2", "--compilation-config.a.b: a flag before has given 'a' a value; leave out one of the two"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused_by_name(command_line, message, capsys):
