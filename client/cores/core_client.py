@@ -14,8 +14,6 @@ from collections import deque
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import msgspec
-
 from vllm_mp import wire
 from vllm_mp.arguments.counted import counted
 from vllm_mp.client.cores.connection import run_on_and_wait
@@ -25,7 +23,7 @@ from vllm_mp.client.cores.recovery.blame import Blame
 from vllm_mp.client.cores.recovery.engine_deaths import EngineDeaths
 from vllm_mp.client.cores.recovery.news import Absence, Death, End, News
 from vllm_mp.client.cores.recovery.suspects import Entry, Suspects
-from vllm_mp.client.cores.recovery.waiting_replays import WaitingReplays
+from vllm_mp.client.cores.recovery.unsent_requests import UnsentRequests
 from vllm_mp.client.cores.sources.core_source import Core, ServedModel
 from vllm_mp.client.cores.supervisor import CoreSupervisor
 from vllm_mp.client.images.sent_images import SentImages
@@ -119,11 +117,7 @@ class EngineCoreClient:
         """When each request was made that found no core, in seconds of `time.monotonic()`."""
         self.is_missed = False
         """No core has been found for so long that requests fail; it may come back."""
-        self._held_back: list[Entry] = []
-        """Requests that are not sent yet, because a group of suspects is tested, or because they are new and older
-        requests wait for room."""
-        self._waiting = WaitingReplays(weakref.WeakMethod(self._send_waiting))
-        """What the core has no room for yet."""
+        self._unsent = UnsentRequests(requests, self._suspects, weakref.WeakMethod(self._send_waiting))
         self._news: deque[News] = deque()
         """News that wait until all messages that arrived before them have been handled."""
         self._news_loop: asyncio.AbstractEventLoop | None = None
@@ -183,7 +177,7 @@ class EngineCoreClient:
             raise EngineDeadError(str(self._closed_with))
         if not self._core.connection.is_attached():
             self._listen()
-            self._waiting.retry_later(self.loop)
+            self._unsent.replays.retry_later(self.loop)
         if self._news or self.supervisor.has_news:
             self._take_news()
 
@@ -234,9 +228,7 @@ class EngineCoreClient:
         if changes := self.model.changes(target.model, with_tokenizer=False):
             self._fail_begun(streams, changes)
             streams = [stream for stream in streams if not stream.is_over]
-        moved = set(streams)
-        self._held_back = [entry for entry in self._held_back if entry[0] not in moved]
-        self._waiting.forget(moved)
+        self._unsent.forget(set(streams))
         for stream in streams:
             self.requests.release(stream)
         if self._restart is not None:
@@ -253,7 +245,7 @@ class EngineCoreClient:
             for awaited in stream.awaited:
                 if awaited.finish is None:
                     self._replay(stream, awaited)
-        self._waiting.retry_later(self.loop)
+        self._unsent.replays.retry_later(self.loop)
 
     def fail(self, stream: RequestStream, why: str) -> None:
         """End a live stream with EngineGenerateError."""
@@ -360,22 +352,15 @@ class EngineCoreClient:
     def _send_request(self, stream: RequestStream, awaited: Awaited) -> None:
         """Ask the core, if there is one, for the rest of `awaited`; raises ValueError if the message is too large."""
         message = stream.add_message(awaited.index, self.incarnation, self._suspects.isolation(awaited))
-        if self.has_core and self._is_held_back((stream, awaited), self._waiting.lacks_room()):
+        if not self.has_core:
             wire.encode_bounded(message)  # so that the caller hears of its size now
-            self._held_back.append((stream, awaited))
-        elif self.has_core:
-            if stream.is_replay and not self._waiting.begin(stream, awaited):
-                return
+        elif self._unsent.must_wait(stream, awaited):
+            wire.encode_bounded(message)
+            self._unsent.hold_back(stream, awaited)
+        elif not stream.is_replay or self._unsent.replays.begin(stream, awaited):
             for image in self._sent_images.missing(stream.images):
                 self._core.connection.send(wire.PutImage(self.incarnation, image))
             self._core.connection.send(message)
-        else:
-            wire.encode_bounded(message)
-
-    def _is_held_back(self, entry: Entry, lacks_room: bool) -> bool:
-        """Return whether `entry` must not be sent yet; `lacks_room`: older requests wait for room in the core."""
-        stream, awaited = entry
-        return self._suspects.is_held_back(awaited) or (lacks_room and not stream.is_replay)
 
     def _send_call(self, call: PendingCall) -> None:
         is_suspect = self._blame.is_suspect_call(call.call_id)
@@ -393,10 +378,7 @@ class EngineCoreClient:
     def _abort_slots(self, slots: list[int]) -> None:
         if not slots:
             return
-        held_back = [entry for entry in self._held_back if entry[1].slot in slots]
-        if held_back:
-            self._held_back = [entry for entry in self._held_back if entry not in held_back]
-        unsent = [*held_back, *self._waiting.remove(slots)]
+        unsent = self._unsent.remove(slots)
         for _, awaited in unsent:
             slots.remove(awaited.slot)
             self.requests.free_unsent(awaited)
@@ -406,37 +388,29 @@ class EngineCoreClient:
             self._send_held_back()
 
     def _send_held_back(self) -> None:
-        """Ask the core for the next group of suspects once the last is cleared, and for new requests once it has room.
-
-        No-op while there is no core.
-        """
-        if not (self._held_back and self.has_core):
-            return
-        self._suspects.choose_sent_group(self.requests.live())
-        entries, lacks_room = self._held_back, self._waiting.lacks_room()
-        self._held_back = [entry for entry in entries if self._is_held_back(entry, lacks_room)]
-        held_back = {awaited for _, awaited in self._held_back}
-        for stream, awaited in entries:
-            if awaited not in held_back:
+        """Ask the core for requests that are held back no longer; no-op while there is no core."""
+        if self.has_core:
+            for stream, awaited in self._unsent.release():
                 self._send_again(stream, awaited)
 
     def _send_waiting(self) -> None:
         """Send replays again for which the core may have room now."""
         if self.has_core:
-            for stream, awaited in self._waiting.take():
+            for stream, awaited in self._unsent.replays.take():
                 self._send_again(stream, awaited)
-        self._waiting.retry_later(self.loop)
+        self._unsent.replays.retry_later(self.loop)
 
     def _on_message(self, message: wire.CoreMessage) -> None:
         self._pings.reset()
         if isinstance(message, wire.StepOutput):
             if message.finished:
-                message = self._without_refused_replays(message)
+                message = self._unsent.without_refused_replays(message)
+                self._unsent.replays.retry_later(self.loop)
             self._stats.note_step(message, self.rank)
             self._blame.note_output(message)
             self._group.note_output(message, self.requests)
             self._abort_slots(self.requests.process(message))
-            self._waiting.note_output(bool(message.finished))
+            self._unsent.replays.note_output(bool(message.finished))
         elif isinstance(message, wire.Reply):
             self._on_reply(message)
         elif isinstance(message, wire.PauseChanged):
@@ -449,21 +423,6 @@ class EngineCoreClient:
         elif isinstance(message, wire.MissingImages):
             self._on_missing_images(message)
         self._send_held_back()
-
-    def _without_refused_replays(self, message: wire.StepOutput) -> wire.StepOutput:
-        """Let replays wait that the core has no room for; return `message` without these ends."""
-        refused = {
-            awaited.slot: (stream, awaited)
-            for stream, awaited in self.requests.entries_at([end.slot for end in message.finished if end.no_room])
-            if stream.is_replay and not stream.is_over and awaited.finish is None
-        }
-        if not refused:
-            return message
-        for stream, awaited in refused.values():
-            self._waiting.put_back(stream, awaited)
-        self._waiting.retry_later(self.loop)
-        ends = [end for end in message.finished if end.slot not in refused]
-        return msgspec.structs.replace(message, finished=ends)
 
     def _on_missing_images(self, missing: wire.MissingImages) -> None:
         """Send a request again that the core has not added, or has removed, after the images that it has lost."""
@@ -478,10 +437,10 @@ class EngineCoreClient:
                 self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {why}"))
                 self.requests.free_unsent(awaited)
             elif stream.is_replay:
-                self._waiting.put_back(stream, awaited)
+                self._unsent.replays.put_back(stream, awaited)
             else:
                 self._send_again(stream, awaited)
-        self._waiting.retry_later(self.loop)
+        self._unsent.replays.retry_later(self.loop)
 
     def forget_images(self) -> None:
         """Note that the core has forgotten all images that no live request needs."""
@@ -567,8 +526,7 @@ class EngineCoreClient:
         if convicted := self._blame.convicted:  # also if an earlier core was told, which may not have read that
             self._send(wire.Convicted(self.incarnation, convicted))
         self.requests.forget_core()
-        self._held_back.clear()
-        self._waiting.clear()
+        self._unsent.clear()
         self._waits_since.clear()
         calls = deque(self._calls.values())
         live = self.requests.live()
@@ -580,12 +538,12 @@ class EngineCoreClient:
         self._send(wire.ReplayEnd(self.incarnation))
         for call in calls:
             self._send_call(call)
-        self._waiting.retry_later(self.loop)
+        self._unsent.replays.retry_later(self.loop)
         self._group.note_change()
 
     def _live_in_core(self) -> list[Entry]:
-        """Return what is live and was sent to the core, without the replays that it had no room for."""
-        unsent = self._waiting.slots() | {awaited.slot for _, awaited in self._held_back}
+        """Return what is live and was sent to the core."""
+        unsent = self._unsent.slots()
         return [entry for entry in self.requests.live() if entry[1].slot not in unsent]
 
     def _replay(self, stream: RequestStream, awaited: Awaited) -> None:
