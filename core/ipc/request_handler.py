@@ -213,12 +213,17 @@ class RequestHandler:
     def drop_embeddings(self) -> None:
         """Forget all images and their embeddings, because the next weights may compute others.
 
-        A live request that needs an image whose arrays are gone is removed; its client sends both again.
+        A live request that needs an image whose arrays are gone is removed; its client sends both again, and a suspect
+        is then isolated as before.
         """
         if self.images is None:
             return
         self.images.clear()
-        for request, digests in self._running_scheduler().drop_embeddings():
+        removed = self._running_scheduler().drop_embeddings()
+        for request, _ in removed:
+            if isolate_until := request.isolate_until_num_tokens:
+                self._suspects.remember(self._clients.token_of(request.client), request.slot, isolate_until)
+        for request, digests in removed:
             message = wire.MissingImages(self._incarnation, request.slot, digests, was_admitted=True)
             self._send_to(request.client, message)
 

@@ -33,6 +33,13 @@ class Suspects:
         """Forget a request that was added, or refused for good: a later one in its slot gets no steps to itself."""
         self._progress.pop((token, slot), None)
 
+    def remember(self, token: bytes, slot: int, isolate_until: int) -> None:
+        """Let a request that was added be isolated again, because it is removed before it got past the step.
+
+        Its client will send it again. `isolate_until` is as `isolate_until` has returned it.
+        """
+        self._progress[token, slot] = isolate_until - 1
+
     def may_be_alone(self, token: bytes, call_id: int) -> bool:
         """Return whether the client with `token` may have a call carried out alone."""
         return not self._is_shared or (token, call_id) in self._calls

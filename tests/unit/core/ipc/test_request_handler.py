@@ -20,6 +20,8 @@ from support.stand_in_engine import Engine
 from vllm_mp import AsyncEngineArgs, __version__, wire
 from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.client.cores.sources.held_address import HeldAddress, listen_at
+from vllm_mp.core.images.arrays import ImageShape
+from vllm_mp.core.images.image_store import ImageStore
 from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc import request_handler as module
 from vllm_mp.core.ipc.bound_socket import BoundSocket
@@ -35,6 +37,7 @@ from vllm_mp.core_link.core_launch import Predecessor
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.keys import curve_server
 from vllm_mp.keys.curve_keys import encode_key, read_client_key
+from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.testing.engines import make_keys
@@ -793,6 +796,28 @@ def test_request_that_was_refused_for_lack_of_room_is_isolated_when_it_comes_aga
     client.send(wire.encode(message))
     core.receive_until(lambda: core.engine.scheduler.num_waiting == 1)
     assert core.engine.scheduler._requests[0, 3].isolate_until_num_tokens == 5
+
+
+def test_suspect_that_is_removed_for_its_images_is_isolated_when_it_comes_again(core):
+    image = ProcessedImage(bytes(32), [ImageArray("pixel_values", "uint8", [1], b"x")])
+    core.request_handler.images = ImageStore(lambda image: ImageShape(1, 1), 8, limit=2**20)
+    suspects, other = (core.connect(hello=wire.encode(wire.hello(token=token))) for token in (TOKENS[0], b"x" * 16))
+    message = request(3)
+    message.images = [PlacedImage(image.digest, [(0, 1)])]
+    message.isolate_until_num_tokens = 5
+    for _ in range(2):
+        for client in (suspects, other):
+            client.send(wire.encode(wire.PutImage(1, image)))
+            client.send(wire.encode(message))
+        core.receive_until(lambda: core.engine.scheduler.num_waiting == 2)
+        requests = core.engine.scheduler._requests
+        assert [requests[client, 3].isolate_until_num_tokens for client in (0, 1)] == [5, 0]
+        for each in list(requests.values()):
+            each.images.images[0].note_encoded(0, object())
+        core.request_handler.drop_embeddings()
+        for client in (suspects, other):
+            assert core.answer(client).was_admitted
+    assert not core.engine.scheduler.num_waiting
 
 
 def test_owner_of_a_private_core_isolates_what_it_wants(config, tmp_path):
