@@ -292,11 +292,15 @@ class StatusPage:
         self._header[_Field.ADAPTERS] = 2 * len(data) + half
 
     def adapters(self) -> list[AdapterRecord] | None:
-        """Return the known adapters, None if they were not noted; call this only after the core's end."""
-        size, half = divmod(int(self._header[_Field.ADAPTERS]), 2)
-        if not size:
-            return None
-        return msgspec.msgpack.decode(self._adapters[half, :size].tobytes(), type=list[AdapterRecord])
+        """Return the known adapters; None if they were not noted."""
+        while True:
+            noted = int(self._header[_Field.ADAPTERS])
+            size, half = divmod(noted, 2)
+            if not size:
+                return None
+            data = self._adapters[half, :size].tobytes()
+            if self._header[_Field.ADAPTERS] == noted:  # else a core that lives may have written over them meanwhile
+                return msgspec.msgpack.decode(data, type=list[AdapterRecord])
 
     def note_tried(self, digest: bytes) -> None:
         """Publish the digest of a constraint that has passed its trial and was compiled."""

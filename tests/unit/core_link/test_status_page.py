@@ -30,6 +30,7 @@ from vllm_mp.core_link.status_page import (
     MAX_TRIED,
     StatusPage,
 )
+from vllm_mp.requests.lora_request import AdapterRecord
 from vllm_mp.wire import MAX_CLIENTS, NO_DIGEST, ModelDigest
 
 
@@ -397,6 +398,34 @@ def test_impossible_sleep_reads_as_awake():
     for mode in (-1, 4, 2**62):
         page._header[17] = mode
         assert page.read().suspension.pause == ""
+
+
+class ChangingAdapters:
+    """The bytes of the adapters on a page; `change` is called once, before they are read."""
+
+    def __init__(self, array, change):
+        self.array, self.change = array, change
+
+    def __setitem__(self, key, value):
+        self.array[key] = value
+
+    def __getitem__(self, key):
+        change, self.change = self.change, lambda: None
+        change()
+        return self.array[key]
+
+
+def test_adapters_of_a_core_that_lives_are_read_whole(monkeypatch):
+    page = StatusPage.create(None, 1)
+    earlier, later = ([AdapterRecord(n, name, "/folder") for n in range(5)] for name in ("poet", "other"))
+    page.note_adapters(earlier)
+
+    def change():
+        for adapters in (earlier[:1], later):  # the latter are written over those that are read
+            page.note_adapters(adapters)
+
+    monkeypatch.setattr(page, "_adapters", ChangingAdapters(page._adapters, change))
+    assert page.adapters() == later
 
 
 def test_model_stays_on_the_page_until_its_weights_are_dropped(tmp_path):
