@@ -856,11 +856,12 @@ class AsyncLLM(EngineClient):
         """Use one more core and return its rank: a new process, or with `connect` the core at `address`.
 
         A new process loads the model while requests run. It gets the CPUs or the GPUs of a core that was removed, or
-        further ones, enters the pause and the sleep that are in force, and has the same adapters.
+        further ones, enters the pause and the sleep that are in force, and has the same adapters, also those that are
+        added or removed while it starts.
 
         Raises ValueError if an address is given for a new process, lacks, or is that of a core of this engine,
-        EngineStartError if the core does not serve the engine's model, and EngineError if no core serves now, or a
-        pause or a sleep begins or ends meanwhile.
+        EngineStartError if the core does not serve the engine's model or its adapters, and EngineError if no core
+        serves now, or a pause or a sleep begins or ends meanwhile.
         """
         return await self._core_changes.add(address)
 

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_mp import wire
 from vllm_mp.client.cores.connection import run_on, run_on_and_wait
 from vllm_mp.client.cores.core_client import EngineCoreClient
+from vllm_mp.client.cores.lasting_calls import AdapterCalls
 from vllm_mp.client.cores.recovery.engine_deaths import EngineDeaths
 from vllm_mp.client.cores.router import Placement, RoutedRequest, Router, prefix_hashes
 from vllm_mp.client.cores.sources.core_source import Core, ServedModel
@@ -67,6 +68,7 @@ class CoreGroup:
         """Live streams that have moved to another core, which has sent no token of them yet."""
         self._latest_choice: tuple[RequestStream, RoutedRequest] | None = None
         """The request for which a core was chosen last, which is sent at once."""
+        self.adapter_calls = AdapterCalls()
         self._num_ranks = 0
         self._is_closed = False
         """`fail_all` was called: no request moves any more."""
@@ -192,6 +194,12 @@ class CoreGroup:
         A core that is away is not waited for while another one serves. If the operation changes its state, the core
         carries it out when it is back. A core that ends for good meanwhile has no result.
         """
+        with self.adapter_calls.noted(name, args):
+            return await self._call(name, timeout, args, awaits_successor)
+
+    async def _call(
+        self, name: str, timeout: float | None, args: tuple[wire.CallArgument, ...], awaits_successor: bool
+    ) -> list[Any]:
         clients = self._lasting_clients()
         if len(clients) == 1:
             return [await clients[0].call(name, timeout, *args, awaits_successor=awaits_successor)]

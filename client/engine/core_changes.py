@@ -1,13 +1,16 @@
 """The cores of an engine, as its operator changes their number while requests run."""
 
 import asyncio
+import functools
 import threading
 import time
+from collections import deque
 
 from vllm_mp.client.cores.endpoint import endpoint
+from vllm_mp.client.cores.lasting_calls import AdapterCall
 from vllm_mp.client.cores.placement import free_place
 from vllm_mp.client.cores.supervisor import CoreSupervisor
-from vllm_mp.client.engine.engine import Engine
+from vllm_mp.client.engine.engine import Engine, OpenCore
 from vllm_mp.client.threads.background_call import call_in_thread
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.errors import EngineError
@@ -45,6 +48,11 @@ class CoreChanges:
         open_core = self._engine.open_core
         if open_core is None:
             raise ValueError("this engine cannot open further cores; make an engine with several from the start")
+        with self._cores.adapter_calls.missed() as missed:
+            return await self._add(open_core, address, missed)
+
+    async def _add(self, open_core: OpenCore, address: str | None, missed: deque[AdapterCall]) -> int:
+        """Do what `add` does for an address that is new; `missed` are the calls that the core has missed."""
         rank, page = self._cores.reserve_rank(), self._serving_page()
         before = page and page.read().suspension
         place = free_place(self._places() | self._opening_places)
@@ -57,6 +65,8 @@ class CoreChanges:
                 opening.add_done_callback(_stop_opened)
                 raise
             try:
+                if address is None:  # the adapters of a shared core are its own
+                    await _catch_up(supervisor, missed)
                 self._engine.attach()
                 page_now = self._serving_page()
                 now = page_now and page_now.read().suspension
@@ -109,6 +119,25 @@ class CoreChanges:
         """Return the places of the cores, for `config_of_place`."""
         configs = [client.supervisor.core.config for client in self._cores.clients]
         return {config.parallel_config.data_parallel_rank for config in configs}
+
+
+async def _catch_up(supervisor: CoreSupervisor, missed: deque[AdapterCall]) -> None:
+    """Have a core that serves no request yet carry out the calls about adapters that it has `missed`, in their order.
+
+    Return when none is left, nor under way. Raises EngineStartError if the core does not carry one out.
+    """
+    core = supervisor.core
+    while missed:
+        call = missed.popleft()
+        if not await asyncio.shield(call.has_effect):
+            continue
+        timeout = core.config.liveness_config.start_timeout_s
+        asking = call_in_thread(functools.partial(core.connection.ask, timeout, call.name, *call.args))
+        try:
+            await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            await asyncio.wait([asking])  # until then the thread uses the connection, which the caller will close
+            raise
 
 
 def _stop_opened(opening: "asyncio.Future[CoreSupervisor]") -> None:

@@ -113,6 +113,51 @@ def test_weights_loaded_in_place_are_used_by_later_requests_and_find_no_cached_p
     asyncio.run(run())
 
 
+def test_added_core_has_the_adapters_that_the_others_have_got_while_it_started(lora, own, monkeypatch):
+    removed, added, late = own(1, 105), own(2, 106), own(3, 107)
+    open_core, add_core = lora._engine.open_core, lora.cores.add_core
+
+    async def change():
+        await lora.remove_lora(105)
+        await lora.add_lora(added)
+        await lora.pin_lora(106)
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        await lora.add_lora(removed)
+
+        def open_late(*args):
+            supervisor = open_core(*args)
+            asyncio.run_coroutine_threadsafe(change(), loop).result(60)
+            loop.call_soon_threadsafe(lambda: under_way.append(asyncio.create_task(lora.add_lora(late))))
+            return supervisor
+
+        under_way, pages = [], []
+
+        def add_and_look(supervisor, rank):
+            pages.append(supervisor.core.page.adapters())
+            add_core(supervisor, rank)
+
+        monkeypatch.setattr(lora._engine, "open_core", open_late)
+        monkeypatch.setattr(lora.cores, "add_core", add_and_look)
+        rank = await lora.add_core()
+        try:
+            assert await under_way[0]
+            former = lora.cores.first.supervisor.core.page.adapters()
+            states = [
+                {(a.id, a.digest, a.is_added, a.is_pinned) for a in page if a.is_added} for page in (former, *pages)
+            ]
+            assert states[0] == states[1]
+            assert {106, 107} <= await lora.list_loras()
+            assert 105 not in await lora.list_loras()
+        finally:
+            await lora.remove_core(rank)
+            for number in (106, 107):
+                await lora.remove_lora(number)
+
+    asyncio.run(run())
+
+
 def test_request_can_be_aborted_while_its_adapter_is_loaded_in_place(lora, own, monkeypatch):
     add = lora._adapters.add
     request = own(1, 41)

@@ -683,6 +683,31 @@ def test_error_of_one_core_is_raised_after_all_have_answered():
     run(test)
 
 
+def test_calls_about_adapters_that_a_core_misses_while_it_starts_are_kept_in_order():
+    async def test():
+        engine = Engine(1)
+        engine.group.attach()
+        under_way = asyncio.create_task(engine.group.call("add_lora", 5.0, "a", 1, "/a", False))
+        await asyncio.sleep(0)
+        (sent,) = engine.cores[0].sent
+        engine.cores[0].answers = {"remove_lora": {"result": True}, "pin_lora": {"error": "no adapter"}, "ping": {}}
+        with engine.group.adapter_calls.missed() as missed:
+            await engine.group.call("remove_lora", 5.0, 1)
+            await engine.group.call("ping", 5.0)
+            with pytest.raises(EngineError, match="no adapter"):
+                await engine.group.call("pin_lora", 5.0, 1)
+        await engine.group.call("remove_lora", 5.0, 2)
+        add, remove, pin = missed
+        assert (add.name, add.args, add.has_effect.done()) == ("add_lora", ("a", 1, "/a", False), False)
+        assert (remove.name, remove.args, remove.has_effect.result()) == ("remove_lora", (1,), True)
+        assert (pin.name, pin.has_effect.result()) == ("pin_lora", False)
+        engine.cores[0].on_message(wire.Reply(0, sent.call_id, result=True))
+        assert await under_way == [True]
+        assert add.has_effect.result()
+
+    run(test)
+
+
 def test_engine_is_healthy_while_one_core_answers():
     async def test():
         engine = Engine()
