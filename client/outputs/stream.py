@@ -1,6 +1,7 @@
 """A request as its consumer sees it: what all streams have in common, and the stream of completions."""
 
 import asyncio
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
@@ -264,6 +265,7 @@ class GenerationStream(RequestStream):
         "_first",
         "_interval",
         "_is_delta",
+        "_lora_request",
         "_prompt_logprobs",
         "_wakes_for_each_token",
         "completions",
@@ -283,6 +285,8 @@ class GenerationStream(RequestStream):
         self._request: GenerationRequest
         self.completions = completions
         self._interval = interval
+        self._lora_request = copy.copy(request.lora)
+        """The adapter that outputs show, which a consumer may change."""
         self._prompt_logprobs = None if self.params.prompt_logprobs is None else LogprobColumns(token_text, first=1)
         """None unless the request asks for them, and with DELTA after the first output."""
         self._is_delta = self.params.output_kind == RequestOutputKind.DELTA
@@ -385,10 +389,10 @@ class GenerationStream(RequestStream):
             finished = all(completion.is_taken for completion in completions)
         if self._is_delta:
             self._prompt_logprobs = None
-        lora = self._request.lora
-        if lora is not None:
+        lora_request = self._lora_request
+        if lora_request is not None:
             for output in outputs:
-                output.lora_request = lora
+                output.lora_request = lora_request
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -397,6 +401,6 @@ class GenerationStream(RequestStream):
             outputs,
             finished,
             self._metrics,
-            lora,
+            lora_request,
             num_cached_tokens=self.num_cached_tokens,
         )

@@ -6,11 +6,12 @@ import time
 import pytest
 
 from vllm_mp.client.outputs.completion import Completion
-from vllm_mp.client.outputs.stream import GenerationStream
-from vllm_mp.client.prompts.request import GenerationRequest
+from vllm_mp.client.outputs.stream import GenerationStream, Isolation
+from vllm_mp.client.prompts.request import CallerRequest, GenerationRequest
+from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.sampling_params import RequestOutputKind, SamplingParams
 from vllm_mp.testing.engines import eventually
-from vllm_mp.wire import Finished, pack_ids
+from vllm_mp.wire import Finished, encode, pack_ids
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
@@ -56,6 +57,32 @@ def receive_last(stream, *token_ids, reason="length", stop_reason=None):
         assert take_in(stream, token_id, len(stream.completions[0].token_ids) & 0xFFFF)
     end(stream, Finished(0, len(stream.completions[0].token_ids), reason, stop_reason))
     stream.wake_for_tokens(time.time())
+
+
+def test_consumer_who_changes_an_output_does_not_change_what_the_next_core_is_sent():
+    params = SamplingParams()
+    lora = LoRARequest("poet", 1, "/poet")
+    request = GenerationRequest("id", "prompt", [1, 2], pack_ids([1, 2]), params, 5.0, lora=lora)
+    stream = GenerationStream(request, [Completion(0, params, Detokenizer())])
+    receive(stream, 7)
+    expected = encode(stream.add_message(0, 1, Isolation()))
+    output = stream.take()
+    assert output.lora_request.lora_path == output.outputs[0].lora_request.lora_path == "/poet"
+    output.prompt_token_ids[:] = [3]
+    output.lora_request.lora_path = "/other"
+    output.outputs[0].token_ids.clear()
+    assert encode(stream.add_message(0, 1, Isolation())) == expected
+
+
+def test_caller_who_changes_the_inputs_of_a_request_does_not_change_what_the_next_core_is_sent(input_processor):
+    ids, params = [1, 2], SamplingParams(stop_token_ids=[3], seed=1)
+    stream = asyncio.run(input_processor().generation(CallerRequest("id", None, ids, 0, 0.0, {}), params))
+    expected = encode(stream.add_message(0, 1, Isolation()))
+    ids[:] = [7, 8]
+    params.stop_token_ids[:] = [9]
+    params.max_tokens = 1
+    assert encode(stream.add_message(0, 1, Isolation())) == expected
+    assert stream.prompt_token_ids == [1, 2]
 
 
 async def until_waiting(stream):
