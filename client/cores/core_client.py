@@ -437,7 +437,7 @@ class EngineCoreClient:
                 self._abort_slots(self.requests.fail(stream, f"request {stream.request_id}: {why}"))
                 self.requests.free_unsent(awaited)
             elif stream.is_replay:
-                self._unsent.replays.put_back(stream, awaited)
+                self._unsent.put_back([(stream, awaited)])
             else:
                 self._send_again(stream, awaited)
         self._unsent.replays.retry_later(self.loop)

@@ -114,6 +114,16 @@ class RequestStream(ABC):
         """The images of the prompt by digest, which a core must have before it gets the request."""
         return self._request.images if isinstance(self._request, GenerationRequest) else {}
 
+    @property
+    def tenant(self) -> int:
+        """Number of the party of this client for which the request runs."""
+        return self._request.tenant
+
+    @property
+    def priority(self) -> int:
+        """The priority of the request; smaller numbers come first."""
+        return self._request.priority
+
     def digest(self) -> bytes:
         """Return the digest of the request, which equal requests share."""
         return digest_of(self._request)

@@ -1,18 +1,18 @@
 """The requests of a client that its core has not been sent, although there is a core.
 
-A replay waits for room in the core (`waiting_replays.py`). A new request is held back while older requests wait for
-room. Any request is held back while a group of suspects is tested, if it is unknown which requests were in the step of
-the death (`suspects.py`).
+A replay waits for room in the core, and new requests are held back for its sake (`waiting_replays.py`). Any request is
+held back while a group of suspects is tested, if it is unknown which requests were in the step of the death
+(`suspects.py`).
 """
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from vllm_mp import wire
 from vllm_mp.client.cores.recovery.suspects import Entry, Suspects
-from vllm_mp.client.cores.recovery.waiting_replays import WaitingReplays
+from vllm_mp.client.cores.recovery.waiting_replays import ALL_TENANTS, WaitingReplays
 from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 
@@ -36,7 +36,7 @@ class UnsentRequests:
 
     def must_wait(self, stream: RequestStream, awaited: Awaited) -> bool:
         """Return whether a request must be held back now."""
-        return self._must_wait((stream, awaited), self.replays.lacks_room())
+        return self._must_wait((stream, awaited), self.replays.refused_priorities())
 
     def hold_back(self, stream: RequestStream, awaited: Awaited) -> None:
         """Keep a request until `release` returns it."""
@@ -50,8 +50,8 @@ class UnsentRequests:
         if not self._held_back:
             return []
         self._suspects.choose_sent_group(self._requests.live())
-        entries, lacks_room = self._held_back, self.replays.lacks_room()
-        self._held_back = [entry for entry in entries if self._must_wait(entry, lacks_room)]
+        entries, priorities = self._held_back, self.replays.refused_priorities()
+        self._held_back = [entry for entry in entries if self._must_wait(entry, priorities)]
         held_back = {awaited for _, awaited in self._held_back}
         return [entry for entry in entries if entry[1] not in held_back]
 
@@ -64,10 +64,16 @@ class UnsentRequests:
         }
         if not refused:
             return message
-        for stream, awaited in refused.values():
-            self.replays.put_back(stream, awaited)
+        self.put_back(refused.values())
         ends = [end for end in message.finished if end.slot not in refused]
         return msgspec.structs.replace(message, finished=ends)
+
+    def put_back(self, refused: Collection[Entry]) -> None:
+        """Let replays wait that the core has refused."""
+        unsent = self.slots() | {awaited.slot for _, awaited in refused}
+        in_core = {stream.tenant for stream, awaited in self._requests.live() if awaited.slot not in unsent}
+        for stream, awaited in refused:
+            self.replays.put_back(stream, awaited, was_alone=stream.tenant not in in_core)
 
     def remove(self, slots: Collection[int]) -> list[Entry]:
         """Remove the requests that have one of `slots`, and return them."""
@@ -86,7 +92,10 @@ class UnsentRequests:
         self._held_back.clear()
         self.replays.clear()
 
-    def _must_wait(self, entry: Entry, lacks_room: bool) -> bool:
-        """Return whether `entry` must be held back; `lacks_room`: older requests wait for room in the core."""
+    def _must_wait(self, entry: Entry, priorities: Mapping[int, int]) -> bool:
+        """Return whether `entry` must be held back; `priorities` are the `refused_priorities` of the replays."""
         stream, awaited = entry
-        return self._suspects.is_held_back(awaited) or (lacks_room and not stream.is_replay)
+        if self._suspects.is_held_back(awaited):
+            return True
+        waits_for = [priorities[tenant] for tenant in (stream.tenant, ALL_TENANTS) if tenant in priorities]
+        return not stream.is_replay and bool(waits_for) and stream.priority >= min(waits_for)

@@ -3,9 +3,12 @@
 Once an image is encoded, a core keeps its embeddings alone, which are far smaller than its arrays. So the live requests
 of a core that died may need more memory in the successor than a client gets there. Replays with images are sent a few
 at a time: the next ones when the core has read the prompts of earlier ones. Any replay that the core refuses for lack
-of room (`wire.Finished.no_room`) waits, and is sent again until there is room. Its consumer sees a longer pause. New
-requests of the client are held back until the core has begun each of these replays: small ones would take the room that
-becomes free, and a large replay would wait for ever.
+of room (`wire.Finished.no_room`) waits, and is sent again until there is room. Its consumer sees a longer pause.
+
+Until the core has begun such a replay, new requests of its tenant are held back: small ones would take the room that
+becomes free, and a large replay would wait for ever. Other tenants need not wait, because the core leaves room for each
+tenant, unless the replay is larger than that room: it was refused although its tenant had nothing else in the core.
+Requests of a higher priority go first in any case, as in the core.
 
 The replays that wait take turns, because there may be room for the requests of one tenant and not of another. The order
 in which they run does not depend on that: the core goes by their times of arrival.
@@ -22,6 +25,8 @@ from vllm_mp.client.cores.recovery.suspects import Entry
 from vllm_mp.client.outputs.stream import Awaited, RequestStream
 from vllm_mp.requests.images import ProcessedImage
 
+ALL_TENANTS: Final = -1
+"""In place of the number of a tenant: all of them."""
 _MAX_UNREAD_BYTES: Final = 2**28
 """Limit of the bytes of images that the core has of replays whose prompts it has not read; one replay may have more."""
 _MAX_SENT: Final = 16
@@ -46,6 +51,8 @@ class WaitingReplays:
         self._num_unread_bytes = 0
         self._refused: dict[Awaited, tuple[RequestStream, int]] = {}
         """The replays that the core has refused and not begun since, each with its stream and number of tokens."""
+        self._was_alone: set[Awaited] = set()
+        """Those of `_refused` that were refused although their tenant had nothing else in the core."""
         self._was_refused = False
         """The core has refused a replay since the latest attempt."""
         self._rests_until = 0.0
@@ -53,11 +60,18 @@ class WaitingReplays:
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop that is about to call `_retry`."""
 
-    def lacks_room(self) -> bool:
-        """Return whether the core has refused replays that it has not begun since."""
+    def refused_priorities(self) -> dict[int, int]:
+        """Return the highest priority, the smallest number, of the replays for which requests of a tenant must wait.
+
+        By tenant; `ALL_TENANTS` has that of the replays for which all tenants must wait.
+        """
         for awaited in _begun(self._refused):
-            del self._refused[awaited]
-        return bool(self._refused)
+            self._forget_refused(awaited)
+        priorities: dict[int, int] = {}
+        for awaited, (stream, _) in self._refused.items():
+            tenant = ALL_TENANTS if awaited in self._was_alone else stream.tenant
+            priorities[tenant] = min(stream.priority, priorities.get(tenant, stream.priority))
+        return priorities
 
     def slots(self) -> set[int]:
         """Return the slots of the replays that wait."""
@@ -77,10 +91,12 @@ class WaitingReplays:
             self._num_holders[digest] += 1
         return True
 
-    def put_back(self, stream: RequestStream, awaited: Awaited) -> None:
-        """Let a replay wait that the core has refused."""
+    def put_back(self, stream: RequestStream, awaited: Awaited, was_alone: bool) -> None:
+        """Let a replay wait that the core has refused; `was_alone`: its tenant had nothing else in the core."""
         self._forget_unread(awaited)
         self._refused[awaited] = stream, awaited.num_tokens
+        if was_alone:
+            self._was_alone.add(awaited)
         self._waiting.append((stream, awaited))
         self._was_refused = True
         self._rests_until = time.monotonic() + _REST_S
@@ -120,7 +136,7 @@ class WaitingReplays:
         if removed:
             self._waiting = deque(entry for entry in self._waiting if entry[1].slot not in slots)
         for _, awaited in removed:
-            self._refused.pop(awaited, None)
+            self._forget_refused(awaited)
         return removed
 
     def forget(self, streams: Collection[RequestStream]) -> None:
@@ -128,12 +144,13 @@ class WaitingReplays:
         self._waiting = deque(entry for entry in self._waiting if entry[0] not in streams)
         for awaited in [awaited for stream in streams for awaited in stream.awaited]:
             self._forget_unread(awaited)
-            self._refused.pop(awaited, None)
+            self._forget_refused(awaited)
 
     def clear(self) -> None:
         """Forget all replays, because there is another core."""
         self._waiting.clear()
         self._refused.clear()
+        self._was_alone.clear()
         self._unread.clear()
         self._num_holders.clear()
         self._num_unread_bytes = 0
@@ -152,6 +169,10 @@ class WaitingReplays:
             if not self._num_holders[digest]:
                 del self._num_holders[digest]
                 self._num_unread_bytes -= _size(image)
+
+    def _forget_refused(self, awaited: Awaited) -> None:
+        self._refused.pop(awaited, None)
+        self._was_alone.discard(awaited)
 
     def _retry(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop is self._loop:

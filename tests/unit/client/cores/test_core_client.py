@@ -26,11 +26,11 @@ class Cores(StandInSupervisor):
         super().__init__(is_shared)
         self.client = CoreGroup([self], LiveRequests(), EngineStats(64, False)).first
 
-    def add(self, name, prompt=None, seed=None, salt=""):
+    def add(self, name, prompt=None, seed=None, salt="", **options):
         params = SamplingParams(seed=seed or 1)
         ids = prompt or [ord(letter) for letter in name]
         request = GenerationRequest(
-            name, "", ids, wire.pack_ids(ids), params, 0.0, cache_salt=salt, seed_is_drawn=seed is None
+            name, "", ids, wire.pack_ids(ids), params, 0.0, cache_salt=salt, seed_is_drawn=seed is None, **options
         )
         stream = GenerationStream(request, [Completion(0, params)])
         self.client.add(stream)
@@ -269,6 +269,35 @@ def test_new_requests_wait_until_the_core_has_begun_each_replay_that_it_had_no_r
     cores.give_token(1)
     assert [slot for slot, _ in cores.sent_slots()] == [stream.awaited[0].slot for stream in new]
     assert not any(stream.is_replay for stream in new)
+
+
+def test_new_requests_of_other_tenants_or_of_a_higher_priority_do_not_wait_for_a_replay(cores):
+    for name, priority in (("a", 3), ("b", 5), ("c", 9)):
+        cores.add(name, tenant=1, priority=priority)
+    cores.die()
+    refuse(cores, 0, 1)
+    for name, tenant, priority in (("d", 1, 2), ("e", 2, 3), ("f", 0, 9)):
+        cores.add(name, tenant=tenant, priority=priority)
+    assert [slot for slot, _ in cores.sent_slots()] == [3, 4, 5]
+    for name, priority in (("g", 3), ("h", 4), ("i", 5)):
+        cores.add(name, tenant=1, priority=priority)
+    assert cores.sent_slots() == []
+    cores.give_token(0)
+    assert [slot for slot, _ in cores.sent_slots()] == [6, 7], "b still waits, before i"
+
+
+def test_new_requests_of_all_tenants_wait_for_a_replay_that_is_larger_than_the_share_of_its_tenant(cores):
+    for name, tenant in (("a", 1), ("b", 2)):
+        cores.add(name, tenant=tenant, priority=3)
+    cores.die()
+    refuse(cores, 0)
+    for name, tenant, priority in (("c", 1, 3), ("d", 2, 3), ("e", 2, 4), ("f", 2, 2)):
+        cores.add(name, tenant=tenant, priority=priority)
+    assert [slot for slot, _ in cores.sent_slots()] == [5], "the priority of f is higher"
+    cores.give_token(0)
+    assert [slot for slot, _ in cores.sent_slots()] == [2, 3, 4]
+    cores.add("g", tenant=2, priority=3)
+    assert [slot for slot, _ in cores.sent_slots()] == [6]
 
 
 @pytest.mark.parametrize("leaves", ["the replay", "the new request", "the core"])
