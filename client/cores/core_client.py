@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from vllm_mp import wire
 from vllm_mp.arguments.counted import counted
 from vllm_mp.client.cores.connection import run_on_and_wait
-from vllm_mp.client.cores.pending_call import CallLimit, PendingCall
+from vllm_mp.client.cores.pending_calls import PendingCall, PendingCalls
 from vllm_mp.client.cores.pings import Pings
 from vllm_mp.client.cores.recovery.blame import Blame
 from vllm_mp.client.cores.recovery.engine_deaths import EngineDeaths
@@ -101,10 +101,7 @@ class EngineCoreClient:
         self._recovers_from: str | None = None
         """The cause of the death, while there is no core."""
         self._closed_with: EngineDeadError | None = None
-        self._calls: dict[int, PendingCall] = {}
-        """By id: the calls that the core has not answered."""
-        self._call_limits: dict[int, CallLimit] = {}
-        """By id: the time limits of calls that await a successor."""
+        self._calls = PendingCalls()
         self._call_ids = itertools.count(secrets.randbits(62))
         """Numbers for calls and requests, in the order in which they are sent; no other client uses them for calls."""
         self._is_paused = supervisor.core.connection.was_paused
@@ -287,25 +284,20 @@ class EngineCoreClient:
         try:
             async with asyncio.timeout(timeout) as limit:
                 if awaits_successor and timeout is not None:
-                    self._call_limits[call.call_id] = CallLimit(limit, timeout)
-                    if self._recovers_from is not None:
-                        self._call_limits[call.call_id].suspend()
+                    self._calls.limit(call, limit, timeout, has_core=self._recovers_from is None)
                 return await call.reply
         finally:
-            self._call_limits.pop(call.call_id, None)
-            self._calls.pop(call.call_id, None)
+            self._calls.pop(call.call_id)
             self._blame.forget_call(call.call_id)
 
     def _begin_call(self, name: str, args: tuple[wire.CallArgument, ...]) -> PendingCall:
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = PendingCall(next(self._call_ids), name, args, reply, time.monotonic())
-        self._calls[call.call_id] = call
+        call = self._calls.add(next(self._call_ids), name, args)
         self._send_call(call)
         return call
 
     def fail_call(self, call_id: int, why: str) -> None:
         """End a call that is to blame for deaths of cores with EngineError; no-op if its caller waits no more."""
-        if (call := self._calls.pop(call_id, None)) is not None:
+        if (call := self._calls.pop(call_id)) is not None:
             call.settle(None, EngineError(f"the call {call.name} failed: {why}"))
 
     def count_drops(self) -> None:
@@ -323,12 +315,12 @@ class EngineCoreClient:
         """Send and receive nothing more, and end every call with `error`. Streams stay live, to be handed over."""
         self._closed_with = error
         self._core.connection.detach()
-        self._fail_calls(error)
+        self._calls.fail(str(error))
 
     @property
     def _is_pausing(self) -> bool:
         """There is a pause, or one has been asked for."""
-        return self._is_paused or any(call.name == "pause" for call in self._calls.values())
+        return self._is_paused or any(call.name == "pause" for call in self._calls)
 
     def _listen(self) -> None:
         # The loop must not keep a client alive that its owner has dropped.
@@ -447,7 +439,7 @@ class EngineCoreClient:
         self._sent_images.clear()
 
     def _on_reply(self, reply: wire.Reply) -> None:
-        call = self._calls.pop(reply.call_id, None)
+        call = self._calls.pop(reply.call_id)
         if call is None:
             return
         self._blame.forget_call(reply.call_id)
@@ -483,8 +475,7 @@ class EngineCoreClient:
 
     def _on_death(self, death: Death) -> None:
         self._recovers_from = death.cause
-        for limit in self._call_limits.values():
-            limit.suspend()
+        self._calls.suspend_limits()
         num_requests = len(self.requests.streams())
         self._restart = self._stats.note_death(death.kind, death.time, death.cause)
         others = "other cores" if self._group.num_serving else "the next core"
@@ -521,14 +512,13 @@ class EngineCoreClient:
         self._note_pause(core.connection.was_paused)
         self._blame.note_successor(old, core)
         self._recovers_from = None
-        for limit in self._call_limits.values():
-            limit.begin()
+        self._calls.begin_limits()
         if convicted := self._blame.convicted:  # also if an earlier core was told, which may not have read that
             self._send(wire.Convicted(self.incarnation, convicted))
         self.requests.forget_core()
         self._unsent.clear()
         self._waits_since.clear()
-        calls = deque(self._calls.values())
+        calls = deque(self._calls)
         live = self.requests.live()
         self._suspects.choose_sent_group(live)  # now: requests may have ended since the death
         for stream, awaited in sorted(live, key=lambda entry: entry[0].number):
@@ -569,10 +559,7 @@ class EngineCoreClient:
         late = [stream for stream in self.requests.streams() if self._waits_since.get(stream, 0.0) <= waits_since]
         for stream in late:
             self.requests.fail_with(stream, error)
-        for call in list(self._calls.values()):
-            if call.made_at <= waits_since:
-                del self._calls[call.call_id]
-                call.settle(None, EngineDeadError(absence.cause))
+        self._calls.fail(absence.cause, made_until=waits_since)
         if late:
             logger.error("%s; %s failed", absence.cause.partition(";")[0], counted(len(late), "request"))
 
@@ -589,11 +576,6 @@ class EngineCoreClient:
         def fail() -> None:
             self._core.connection.detach()
             self.requests.fail_all(error)
-            self._fail_calls(error)
+            self._calls.fail(str(error))
 
         run_on_and_wait(self._core.connection.loop, fail)
-
-    def _fail_calls(self, error: EngineDeadError) -> None:
-        for call in self._calls.values():
-            call.settle(None, EngineDeadError(str(error)))
-        self._calls.clear()
