@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
+from vllm_mp.client.answers.pieces import CallArguments, CallEnd, CallStart, ContentPiece, Piece, ReasoningPiece
 from vllm_mp.outputs import CompletionOutput
-from vllm_mp.server.openai.answer_parts import AnswerParts, Delta
+from vllm_mp.server.openai.answer_parts import AnswerFormat
 from vllm_mp.server.openai.generation import Usage as TokenCounts
 
 
@@ -64,82 +64,120 @@ class MessageObject(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
-def fill(message: MessageObject, parts: AnswerParts, completion: CompletionOutput) -> None:
-    """Give `message` the content and the end of a whole answer."""
-    answer = parts.message()
-    if answer.reasoning_content is not UNSET:
-        message.content.append(ThinkingBlock(answer.reasoning_content))
-    if answer.content:
-        message.content.append(TextBlock(answer.content))
-    for call in answer.tool_calls or ():
-        function = call.function
-        message.content.append(ToolUseBlock(call.id, str(function.name), _arguments(str(function.arguments))))
-    message.stop_reason, message.stop_sequence = _end(completion, has_calls=bool(answer.tool_calls))
+class MessageContent:
+    """Makes the blocks of a message from the text of its answer, and returns the events of a stream of them.
 
+    Clients run a tool with what its block holds, and take no block back. So a call that no grammar holds becomes a
+    block when it is whole, and text if its arguments are malformed.
+    """
 
-class EventEncoder:
-    """Makes the events of a streamed answer: a block ends where text, thought or a call of another kind begins."""
-
-    def __init__(self, message: MessageObject) -> None:
-        """`message` has no content yet."""
+    def __init__(self, message: MessageObject, answer_format: AnswerFormat) -> None:
+        """`message` has no content yet; `answer_format` says how the text is split into blocks."""
         self._message = message
-        self._kind = ""
-        self._index = -1
+        self._format = answer_format
+        self._parser = answer_format.new_parser()
+        self._holds_calls = answer_format.tools is not None and answer_format.tools.form is None
+        self._block: TextBlock | ThinkingBlock | ToolUseBlock | None = None
+        """The block that grows."""
+        self._num_blocks = 0
+        self._texts: list[str] = []
+        """The parts of the text or the thought in the block that grows."""
+        self._call = ToolUseBlock("", "", {})
+        """The last call."""
+        self._arguments: list[str] = []
+        """The parts of its arguments."""
         self._has_calls = False
 
     def begin(self) -> bytes:
         """Return the first events."""
         return _event("message_start", message=self._message) + _event("ping")
 
-    def add(self, delta: Delta) -> bytes:
-        """Return the events of what is new."""
-        return b"".join(self._added(delta))
+    def add(self, text: str) -> bytes:
+        """Return the events of more text."""
+        return b"".join(self._add(self._parser.feed(text)))
 
     def end(self, completion: CompletionOutput, usage: Usage) -> bytes:
-        """Return the last events."""
-        reason, sequence = _end(completion, has_calls=self._has_calls)
-        return (
-            self._end_block()
-            + _event("message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=usage)
-            + _event("message_stop")
-        )
-
-    def _added(self, delta: Delta) -> Iterator[bytes]:
-        if delta.reasoning_content is not UNSET:
-            yield self._enter("thinking", ThinkingBlock())
-            yield self._delta(type="thinking_delta", thinking=delta.reasoning_content)
-        if delta.content is not UNSET and (delta.content or self._index >= 0):
-            yield self._enter("text", TextBlock())
-            yield self._delta(type="text_delta", text=delta.content)
-        for call in delta.tool_calls or ():
-            if call.id is not UNSET:
-                self._has_calls = True
-                yield self._end_block()
-                yield self._enter(call.id, ToolUseBlock(call.id, str(call.function.name), {}))
-            if call.function.arguments:
-                yield self._delta(type="input_json_delta", partial_json=call.function.arguments)
-
-    def _enter(self, kind: str, block: msgspec.Struct) -> bytes:
-        """Return the events that end another block and begin `block`; nothing within a block of this kind."""
-        if kind == self._kind:
-            return b""
+        """End the message; `completion` is the whole answer, or its last part. Return the last events."""
+        added = b"".join(self._add(self._parser.finish(), is_cut_off=completion.finish_reason == "length"))
         ended = self._end_block()
-        self._kind = kind
-        self._index += 1
-        return ended + _event("content_block_start", index=self._index, content_block=block)
+        reason, sequence = _end(completion, has_calls=self._has_calls)
+        self._message.stop_reason, self._message.stop_sequence, self._message.usage = reason, sequence, usage
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        return added + ended + _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
+
+    def _add(self, pieces: list[Piece], *, is_cut_off: bool = False) -> Iterator[bytes]:
+        """Yield the events of `pieces`. `is_cut_off`: the limit of tokens has ended the answer."""
+        tools = self._format.tools
+        for piece in pieces:
+            match piece:
+                case ContentPiece(text):
+                    yield self._text(text)
+                case ReasoningPiece(text) if self._format.shows_reasoning:
+                    yield self._enter(ThinkingBlock)
+                    self._texts.append(text)
+                    yield self._delta(type="thinking_delta", thinking=text)
+                case CallStart(index, name) if tools is not None and self._format.keeps_call(index):
+                    self._call, self._arguments = ToolUseBlock(tools.new_call_id(), name, {}), []
+                    if not self._holds_calls:
+                        yield self._begin_block(self._call)
+                case CallArguments(index, text) if self._format.keeps_call(index):
+                    self._arguments.append(text)
+                    # While a call is held, pings keep the connection alive.
+                    yield _event("ping") if self._holds_calls else self._arguments_delta(text)
+                case CallEnd(index, complete) if self._format.keeps_call(index):
+                    yield self._end_call(complete=complete, is_cut_off=is_cut_off)
+
+    def _text(self, text: str) -> bytes:
+        entered = self._enter(TextBlock)
+        self._texts.append(text)
+        return entered + self._delta(type="text_delta", text=text)
+
+    def _end_call(self, *, complete: bool, is_cut_off: bool) -> bytes:
+        """Return the events that end the last call, and those that begin it if it was held."""
+        text = "".join(self._arguments)
+        arguments = _object(text) if complete else None
+        events = b""
+        if self._holds_calls:
+            if arguments is None and not is_cut_off:
+                return self._text(f'{{"name": {msgspec.json.encode(self._call.name).decode()}, "arguments": {text}')
+            events = self._begin_block(self._call) + (self._arguments_delta(text) if text else b"")
+        if arguments is not None:
+            self._call.input = arguments
+            self._has_calls = True
+        return events + self._end_block()
+
+    def _enter(self, kind: type[TextBlock] | type[ThinkingBlock]) -> bytes:
+        """Return the events that begin a block of this kind; none within one."""
+        return b"" if isinstance(self._block, kind) else self._begin_block(kind())
+
+    def _begin_block(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> bytes:
+        """Return the events that end the block that grows, if there is one, and begin `block`."""
+        ended = self._end_block()
+        self._block = block
+        self._num_blocks += 1
+        return ended + _event("content_block_start", index=self._num_blocks - 1, content_block=block)
 
     def _end_block(self) -> bytes:
-        """Return the event that ends the block, if there is one."""
-        if not self._kind:
+        """Return the events that end the block that grows, if there is one."""
+        block, self._block = self._block, None
+        if block is None:
             return b""
-        ended = _event("content_block_stop", index=self._index)
-        if self._kind == "thinking":
-            ended = self._delta(type="signature_delta", signature="") + ended
-        self._kind = ""
-        return ended
+        events = b""
+        match block:
+            case TextBlock():
+                block.text = "".join(self._texts)
+            case ThinkingBlock():
+                block.thinking = "".join(self._texts)
+                events = self._delta(type="signature_delta", signature="")
+        self._texts = []
+        self._message.content.append(block)
+        return events + _event("content_block_stop", index=self._num_blocks - 1)
+
+    def _arguments_delta(self, text: str) -> bytes:
+        return self._delta(type="input_json_delta", partial_json=text)
 
     def _delta(self, **delta: str) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
+        return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
 
 def _event(name: str, **data: Any) -> bytes:
@@ -157,9 +195,9 @@ def _end(completion: CompletionOutput, *, has_calls: bool) -> tuple[str, str | N
     return "end_turn", None
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; none if the answer ended before they were complete."""
+def _object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that `text` is; None if it is none, or has a number that is too large."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError:
-        return {}
+        return None

@@ -8,13 +8,13 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from vllm_mp.requests.structured_outputs import StructuredOutputsParams
-from vllm_mp.server.anthropic.answer import EventEncoder, MessageObject, Usage, fill
+from vllm_mp.server.anthropic.answer import MessageContent, MessageObject, Usage
 from vllm_mp.server.anthropic.body import MessagesBody, TokensBody
 from vllm_mp.server.anthropic.conversation import choice_of, continues_answer, conversation, functions
 from vllm_mp.server.http.endpoint import Call, post
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.http.event_stream import EventStream
-from vllm_mp.server.openai.answer_parts import AnswerFormat, is_empty, read_answer_format
+from vllm_mp.server.openai.answer_parts import read_answer_format
 from vllm_mp.server.openai.chat_prompt import RenderedChat, chat_prompt, prompt_tokens
 from vllm_mp.server.openai.generation import Generation, GenerationBody, start_generation
 from vllm_mp.server.openai.models import check_model
@@ -73,12 +73,13 @@ async def create_message(call: Call, body: MessagesBody) -> Response | EventStre
     body.messages = []
     del rendered
     message = MessageObject(id=f"msg_{call.request_id}", model=model.name, usage=Usage(0, 0, 0))
+    content = MessageContent(message, answer_format)
     if body.stream:
-        return _MessageStream(_events(generation, message, answer_format), end=b"")
+        return _MessageStream(_events(generation, message, content), end=b"")
     [result] = await generation.results()
     [completion] = result.outputs
-    message.usage = Usage.of(generation.usage())
-    fill(message, answer_format.whole(completion.text), completion)
+    content.add(completion.text)
+    content.end(completion, Usage.of(generation.usage()))
     return Response(msgspec.json.encode(message), media_type="application/json")
 
 
@@ -147,10 +148,9 @@ async def _prompt(call: Call, body: TokensBody, tools: ToolUse | None) -> Render
 
 
 async def _events(
-    generation: Generation, message: MessageObject, answer_format: AnswerFormat
+    generation: Generation, message: MessageObject, content: MessageContent
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a streamed answer."""
-    encoder, parts = EventEncoder(message), answer_format.begin()
+    """Yield the events of a streamed answer; `content` makes those of `message`."""
     has_begun = False
     async for _, result in generation.outputs():
         [completion] = result.outputs
@@ -158,13 +158,10 @@ async def _events(
         if not has_begun:
             has_begun = True
             message.usage = Usage.of(generation.usage())
-            events = encoder.begin()
-        if not is_empty(delta := parts.feed(completion.text)):
-            events += encoder.add(delta)
+            events = content.begin()
+        events += content.add(completion.text)
         if result.finished:
-            if not is_empty(delta := parts.finish()):
-                events += encoder.add(delta)
-            events += encoder.end(completion, Usage.of(generation.usage()))
+            events += content.end(completion, Usage.of(generation.usage()))
         if events:
             yield events
 
