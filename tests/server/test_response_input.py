@@ -95,6 +95,23 @@ def test_thought_text_and_calls_of_an_answer_are_one_message():
 
 
 @pytest.mark.parametrize(
+    ("before", "content"), [([], "Done."), ([{"role": "assistant", "content": "Look."}], "Look.\nDone.")]
+)
+def test_text_after_a_call_leaves_the_call_with_its_result(before, content):
+    items = [
+        user("How is the weather?"),
+        *before,
+        {"type": "function_call", "id": "fc_1", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Done."}]},
+        {"type": "function_call_output", "call_id": "a", "output": "sunny"},
+        {"role": "assistant", "content": "It is sunny."},
+    ]
+    _, answer, output, last = chat_messages(msgspec.convert(items, list[InputItem]), None)
+    assert (answer.content, [call.id for call in answer.tool_calls]) == (content, ["a"])
+    assert (output.role, output.tool_call_id, last.content) == ("tool", "a", "It is sunny.")
+
+
+@pytest.mark.parametrize(
     ("items", "param"),
     [
         ([], "input"),

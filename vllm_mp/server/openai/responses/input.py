@@ -56,7 +56,7 @@ def chat_messages(given: str | list[InputItem], instructions: str | None) -> lis
     """Return the messages of a request; `instructions` are the first system message.
 
     System messages that begin the conversation become one message, because many chat templates accept one only. The
-    thought, the text and the calls of an answer become one message. Raises ApiError, naming the path of the field, for
+    thought, the texts and the calls of an answer become one message. Raises ApiError, naming the path of the field, for
     items that are not served.
     """
     messages = [ChatMessage(role="user", content=given)] if isinstance(given, str) else _messages(given)
@@ -111,8 +111,8 @@ def _messages(items: list[InputItem]) -> list[ChatMessage]:
             case "message":
                 role = _role(item.role, f"{path}.role")
                 text = _content(item.content, f"{path}.content", may_have_images=role == "user")
-                if role == "assistant" and last is not None and last.content is None and not last.tool_calls:
-                    last.content = text
+                if role == "assistant" and last is not None and (last.tool_calls or last.content is None):
+                    last.content = f"{last.content}\n{text}" if last.content else text
                 else:
                     messages.append(ChatMessage(role=role, content=text))
             case "reasoning":
