@@ -118,6 +118,7 @@ def test_turns_with_calls_results_and_thoughts_are_read(post):
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "lose"}}, "'lose', which is not a tool"),
         ({"tools": [{"type": "web_search_20250305", "name": "web"}]}, "tools that the server itself runs"),
         ({"temperature": -1}, "temperature"),
+        ({"stop_sequences": [""]}, "stop_sequences must hold strings"),
         ({"output_format": {"type": "json_object", "schema": {}}}, "output_format.type must be 'json_schema'"),
     ],
 )

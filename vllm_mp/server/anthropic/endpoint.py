@@ -21,9 +21,16 @@ from vllm_mp.server.openai.models import check_model
 from vllm_mp.server.openai.sampling_fields import sampling_params
 from vllm_mp.server.openai.tools import ToolUse, read_tools
 
-_COMMON_FIELDS = ("stream", "max_tokens", "temperature", "top_p", "top_k", "priority")
-"""The fields that OpenAI's requests have too."""
+_COMMON_FIELDS = ("stream", "max_tokens", "temperature", "top_p", "top_k", "priority", "stop_sequences")
+"""The fields that `_CommonBody` has too."""
 _FORM = "output_config.format"
+
+
+class _CommonBody(GenerationBody, kw_only=True):
+    """The fields of a request that OpenAI's requests have too."""
+
+    stop_sequences: list[str] | None = None
+    """Another name of `stop`."""
 
 
 class TokenCount(msgspec.Struct):
@@ -43,9 +50,7 @@ async def create_message(call: Call, body: MessagesBody) -> Response | EventStre
             code="unsupported_field",
             anthropic_code="thread_unsupported_request",
         )
-    fields: dict[str, Any] = {name: getattr(body, name) for name in _COMMON_FIELDS}
-    fields["stop"] = body.stop_sequences
-    common = GenerationBody(**fields)
+    common = _CommonBody(**{name: getattr(body, name) for name in _COMMON_FIELDS})
     params = sampling_params(common, call.server.engine.model_config.default_sampling_params)
     params.structured_outputs = _form(body)
     tools = _tools(call, body, params.structured_outputs)

@@ -20,6 +20,7 @@ _OTHER_NAMES = {
     "max_completion_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
     "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
 }
 """Further names of parameters, which endpoints declare as they need them."""
 _FIELDS = tuple(name for name in PARAMETERS if name not in _INTERNAL)
