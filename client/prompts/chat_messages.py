@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from vllm_mp.client.answers.surrogates import without_half_surrogates
+
 _NOT_FOR_TEMPLATES = ("role", "content", "refusal", "tool_calls", "type", "audio", "function_call", "annotations")
 """Fields of a message that are converted, or that no template reads."""
 
@@ -82,7 +84,7 @@ def _call(call: Any, path: str) -> dict[str, Any]:
         function = call["function"]
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+            arguments = msgspec.json.decode(without_half_surrogates(arguments), type=dict[str, Any])
     except (KeyError, TypeError, AttributeError) as error:
         raise ChatMessageError(f"{path} is missing in {call!r:.100}; add it", path) from error
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 
 from vllm_mp.client.answers.json_scanner import is_json
 from vllm_mp.client.answers.reader import AnswerReader, Reading
+from vllm_mp.client.answers.surrogates import without_half_surrogates
 from vllm_mp.client.tool_parsers.tool_parser import ConstrainedCall, Tool
 
 _NAME = '"name"'
@@ -123,7 +124,7 @@ def _whole_arguments(answer: AnswerReader) -> Reading[str | None]:
     """Hold the JSON value that comes next; return the JSON object that it is or holds as a string."""
     text = yield from answer.json_text()
     if text is not None and text.startswith('"'):
-        text = str(json.loads(text)).strip()
+        text = str(json.loads(without_half_surrogates(text))).strip()
         if not is_json(text):
             return None
     if text == "null":

@@ -108,6 +108,11 @@ def test_call_with_malformed_arguments_is_text(arguments, shown):
     assert checked(f"Look. {CALL % arguments}") == (expected, "end_turn")
 
 
+def test_half_surrogate_pair_in_arguments_is_replaced():
+    blocks, reason = checked(CALL % r'{"a": "half \ud83d"}')
+    assert (blocks, reason) == ([{**GET, "input": {"a": "half \ufffd"}}], "tool_use")
+
+
 def test_whole_calls_beside_a_malformed_one_are_made():
     blocks, reason = checked(CALL % "{oops}" + CALL % '{"a": "b"}')
     assert ([block["type"] for block in blocks], reason) == (["text", "tool_use"], "tool_use")

@@ -111,6 +111,12 @@ def test_text_after_a_call_leaves_the_call_with_its_result(before, content):
     assert (output.role, output.tool_call_id, last.content) == ("tool", "a", "It is sunny.")
 
 
+def test_arguments_with_half_a_surrogate_pair_may_be_sent_back():
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": r'{"a": "\ud83d"}'}
+    _, answer = chat_messages(msgspec.convert([user("a"), call], list[InputItem]), None)
+    assert answer.tool_calls[0].function.arguments == call["arguments"]
+
+
 @pytest.mark.parametrize(
     ("items", "param"),
     [

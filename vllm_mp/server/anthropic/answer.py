@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from vllm_mp.client.answers.pieces import CallArguments, CallEnd, CallStart, ContentPiece, Piece, ReasoningPiece
+from vllm_mp.client.answers.surrogates import without_half_surrogates
 from vllm_mp.outputs import CompletionOutput
 from vllm_mp.server.openai.answer_parts import AnswerFormat
 from vllm_mp.server.openai.generation import Usage as TokenCounts
@@ -134,7 +135,7 @@ class MessageContent:
 
     def _end_call(self, *, complete: bool, is_cut_off: bool) -> bytes:
         """Return the events that end the last call, and those that begin it if it was held."""
-        text = "".join(self._arguments)
+        text = without_half_surrogates("".join(self._arguments))
         arguments = _object(text) if complete else None
         events = b""
         if self._holds_calls:

@@ -57,6 +57,13 @@ def test_arguments_of_calls_are_objects(arguments):
     assert message["content"] == ""
 
 
+def test_half_surrogate_pairs_in_arguments_are_replaced():
+    text = r'{"a": "\ud83d", "b": "\uD83D\uDE00\udc00", "c": "\\ud83d \\\ud83d", "d": "\ud83d\ud83d\ude00"}'
+    (message,) = convert({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]})
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert arguments == {"a": "\ufffd", "b": "😀\ufffd", "c": "\\ud83d \\\ufffd", "d": "\ufffd😀"}
+
+
 CALL = {"function": {"name": "f", "arguments": "[1]"}}
 
 

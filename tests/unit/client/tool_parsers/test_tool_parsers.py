@@ -24,6 +24,12 @@ CALLS = {
         ('<tool_call>{"name":"now"}</tool_call> Done.', " Done.", [NOW]),
         ('<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [NOW]),
         (r'<tool_call>{"name": "get", "arguments": "{\"a\": 1}"}</tool_call>', "", [("get", '{"a": 1}')]),
+        # Half a surrogate pair, which cannot be encoded.
+        (
+            r'<tool_call>{"name": "get", "arguments": "{\"a\": \"\ud800 \ud83d\ude00\"}"}</tool_call>',
+            "",
+            [("get", '{"a": "\ufffd 😀"}')],
+        ),
         (
             '<tool_call>[\n{"name": "now", "arguments": {}},\n{"name": "now", "arguments": {}}\n]</tool_call>',
             "",
