@@ -99,6 +99,14 @@ class JsonScanner:
                 position = self._number(text, position)
         return position
 
+    def pass_control_character(self) -> bool:
+        """Let the scan go on after a control character in a string, such as a line break. Return False otherwise."""
+        # Every other character may be in a string.
+        if not self.failed or self._state is not _State.STRING:
+            return False
+        self.failed = False
+        return True
+
     def _structure(self, text: str, position: int) -> int:
         blank = _WHITESPACE.match(text, position)
         assert blank is not None  # it matches the empty text

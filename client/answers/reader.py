@@ -4,6 +4,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Generator, Sequence
+from json.encoder import encode_basestring
 from typing import TypeVar
 
 from vllm_mp.client.answers.json_scanner import JsonScanner
@@ -181,14 +182,21 @@ class AnswerReader:
                 return None
             yield
 
-    def json(self, emit: Callable[[str], None]) -> Reading[bool]:
-        """Pass the text of the JSON value that comes next to `emit`. Return whether the value is whole and valid."""
+    def json(self, emit: Callable[[str], None], *, is_lenient: bool = False) -> Reading[bool]:
+        """Pass the text of the JSON value that comes next to `emit`. Return whether the value is whole and valid.
+
+        With `is_lenient` control characters in strings, such as line breaks, become escapes.
+        """
         scanner = JsonScanner()
         while True:
             end = scanner.scan(self._text, self._position)
             if end > self._position:
                 emit(self._text[self._position : end])
                 self._position = end
+            if is_lenient and scanner.pass_control_character():
+                emit(encode_basestring(self._text[self._position])[1:-1])
+                self._position += 1
+                continue
             if scanner.complete or scanner.failed or self.ended:
                 return scanner.complete
             yield

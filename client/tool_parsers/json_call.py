@@ -85,7 +85,7 @@ def read_json_call(answer: AnswerReader, names: Collection[str]) -> Reading[bool
 def stream_arguments(answer: AnswerReader, name: str) -> Reading[bool]:
     """Begin a call, whose arguments become pieces as they arrive, and end it. Return whether it is complete."""
     answer.start_call(name)
-    complete = yield from answer.json(answer.arguments)
+    complete = yield from answer.json(answer.arguments, is_lenient=True)
     answer.end_call(complete=complete)
     return complete
 

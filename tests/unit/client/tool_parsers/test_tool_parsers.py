@@ -24,6 +24,12 @@ CALLS = {
         ('<tool_call>{"name":"now"}</tool_call> Done.', " Done.", [NOW]),
         ('<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [NOW]),
         (r'<tool_call>{"name": "get", "arguments": "{\"a\": 1}"}</tool_call>', "", [("get", '{"a": 1}')]),
+        # Control characters within a string.
+        (
+            '<tool_call>{"name": "get", "arguments":\n{"a": "line\nline\t\0",\n"b\n": 1}}</tool_call>',
+            "",
+            [("get", '{"a": "line\\nline\\t\\u0000",\n"b\\n": 1}')],
+        ),
         # Half a surrogate pair, which cannot be encoded.
         (
             r'<tool_call>{"name": "get", "arguments": "{\"a\": \"\ud800 \ud83d\ude00\"}"}</tool_call>',
@@ -206,7 +212,7 @@ INCOMPLETE = {
     "hermes": [
         ('<tool_call>{"name": "get", "arguments": {"a": "b', "", '{"a": "b'),
         ('<tool_call>{"name": "get", "arguments": {"a": oops}}</tool_call>', "oops}}</tool_call>", '{"a": '),
-        ('<tool_call>{"name": "get", "arguments": {"a": "line\nline"}}', '\nline"}}', '{"a": "line'),
+        (r'<tool_call>{"name": "get", "arguments": {"a": "C:\dir"}}', 'dir"}}', '{"a": "C:\\'),
         ('<tool_call>{"name": "get", "arguments": {"a": ' + "[" * 99, "[" * 36, '{"a": ' + "[" * 63),
     ],
     "llama3_json": [('{"name": "get", "parameters": {"a": 01}}', "1}}", '{"a": 0')],
