@@ -9,11 +9,14 @@ import httpx
 import openai
 import pydantic
 import pytest
+from support.grammar_library import Library
 from support.server_process import served
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from vllm_mp import SamplingParams
+from vllm_mp.client.tool_parsers import TOOL_PARSERS
+from vllm_mp.core.structured_output.grammar_tokenizer import TokenizerSource
 from vllm_mp.server.openai.answer_parts import read_answer_format
 from vllm_mp.server.openai.tools import FunctionDefinition, read_tools
 
@@ -124,6 +127,47 @@ def test_calls_that_the_model_is_free_to_make_are_held_to_the_allowed_tools(allo
     tags = [] if use.form is None else use.form.structural_tag["format"]["tags"]
     assert [json.loads(tag["begin"].removeprefix("<tool_call>") + "{}}")["name"] for tag in tags] == held
     assert len(use.definitions) == 3
+
+
+@pytest.fixture(scope="module")
+def library(default_model):
+    return Library.load(TokenizerSource(str(default_model), 49_152, [2]))
+
+
+@pytest.mark.parametrize("reason", ["strict", "single", "allowed"])
+@pytest.mark.parametrize("template", ["{{ tools }}", "{{ tools }} [ARGS]"])
+@pytest.mark.parametrize("name", TOOL_PARSERS.names())
+def test_every_format_with_a_trigger_holds_the_calls_between_text(library, name, template, reason):
+    """The calls are held because a function is strict, the request wants at most one, or only some are allowed."""
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    use = read_tools(
+        [FunctionDefinition(name=tool, parameters=parameters, strict=reason == "strict") for tool in ("f", "g")],
+        "auto",
+        is_parallel=reason != "single",
+        form=None,
+        chat_template=template,
+        parser_name=name,
+        tool_fallback=True,
+        allowed_names=["f"] if reason == "allowed" else [],
+    )
+    call_format = TOOL_PARSERS.get(name).call_format(use.tools, template)
+    if call_format is None or not call_format.trigger:
+        assert use.form is None
+        return
+    constraint = use.form.constraint()
+
+    def answer(*arguments, name="f"):
+        first = call_format.calls[0]
+        calls = [first.begin.replace("f", name) + text + first.end for text in arguments]
+        return "Well.\n" + call_format.begin + call_format.separator.join(calls) + call_format.end
+
+    assert library.allows(constraint, "Well.")
+    assert library.allows(constraint, answer('{"n": 1}'))
+    assert library.allows(constraint, answer('{"n": 1}', "{}")) == (reason != "single")
+    assert library.allows(constraint, answer('{"n": "x"}')) == (reason != "strict")
+    assert not library.allows(constraint, answer("1"))
+    assert library.allows(constraint, answer("{}", name="g")) == (reason != "allowed")
+    assert not library.allows(constraint, answer("{}", name="h"))
 
 
 UNIQUE = {"type": "object", "properties": {"t": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}}}

@@ -297,20 +297,21 @@ def _answer_form(
     if form is not None:
         return _structural_tag({"type": "or", "elements": [_calls(call_format, max_calls), _as_format(form)]})
     if is_fallback:
-        rule = [call_format.trigger, _some_calls(call_format, max_calls, after=call_format.trigger)]
-        return _structural_tag({"type": "dispatch", "rules": [rule], "loop": False})
+        return _structural_tag(_text_and_calls(call_format, max_calls, is_last=True))
     if not call_format.trigger or not (strict or is_single or holds_names):
         return None
     # The arguments of a function that is not strict may be any object.
-    tags = [
-        tag if call.name in strict else {**tag, "content": _schema({"type": "object"})}
-        for call, tag in zip(call_format.calls, _tags(call_format), strict=True)
-    ]
+    calls = tuple(
+        call if call.name in strict else replace(call, arguments={"type": "object"}) for call in call_format.calls
+    )
+    call_format = replace(call_format, calls=calls)
+    if call_format.begin:
+        return _structural_tag(_text_and_calls(call_format, max_calls, is_last=is_single))
     return _structural_tag(
         {
             "type": "triggered_tags",
             "triggers": [call_format.trigger],
-            "tags": tags,
+            "tags": _tags(call_format),
             "at_least_one": False,
             "stop_after_first": is_single,
         }
@@ -334,12 +335,20 @@ def _structural_tag(format: dict[str, Any]) -> StructuredOutputsParams:
     return StructuredOutputsParams(structural_tag=tag)
 
 
-def _calls(call_format: CallFormat, max_calls: int | None) -> dict[str, Any]:
-    """Return the format of an answer that consists of 1 to `max_calls` calls; None: of any number."""
-    before, after = (
-        [{"type": "const_string", "value": text}] if text else [] for text in (call_format.begin, call_format.end)
+def _text_and_calls(call_format: CallFormat, max_calls: int | None, *, is_last: bool) -> dict[str, Any]:
+    """Return the format of text in which calls, as in `_calls`, follow the trigger; they end it if `is_last`."""
+    rule = [call_format.trigger, _calls(call_format, max_calls, after=call_format.trigger)]
+    return {"type": "dispatch", "rules": [rule], "loop": not is_last}
+
+
+def _calls(call_format: CallFormat, max_calls: int | None, after: str = "") -> dict[str, Any]:
+    """Return the format of 1 to `max_calls` calls, or any number; the text `after`, with which it begins, is there."""
+    calls = _some_calls(call_format, max_calls, after="" if call_format.begin else after)
+    before, behind = (
+        [{"type": "const_string", "value": text}] if text else []
+        for text in (call_format.begin.removeprefix(after), call_format.end)
     )
-    return {"type": "sequence", "elements": [*before, _some_calls(call_format, max_calls), *after]}
+    return {"type": "sequence", "elements": [*before, calls, *behind]}
 
 
 def _some_calls(call_format: CallFormat, max_calls: int | None, after: str = "") -> dict[str, Any]:
