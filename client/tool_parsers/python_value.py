@@ -53,6 +53,19 @@ def read_python_value(answer: AnswerReader) -> Reading[bool]:
     return (yield from _value(answer, answer.arguments, 0))
 
 
+def python_to_json(text: str) -> str | None:
+    """Return the JSON of a value in Python, as `read_python_value` reads it; None if `text` is no such value."""
+    answer = AnswerReader()
+    answer.add(text)
+    answer.ended = True
+    parts: list[str] = []
+    try:
+        next(_value(answer, parts.append, 0))
+    except StopIteration as end:
+        return "".join(parts) if end.value and not answer.unread else None
+    raise AssertionError("an answer that has ended has no more text to wait for")
+
+
 def _value(answer: AnswerReader, emit: _Emit, depth: int) -> Reading[bool]:
     """Turn a value into JSON; return whether it is one. `depth` is the number of brackets around it."""
     opening = yield from _opening(answer)

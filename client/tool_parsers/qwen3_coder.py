@@ -6,18 +6,19 @@ from typing import Any
 
 from vllm_mp.client.answers.json_scanner import is_json
 from vllm_mp.client.answers.reader import Reading
-from vllm_mp.client.tool_parsers.python_value import json_text_of
+from vllm_mp.client.tool_parsers.python_value import json_text_of, python_to_json
 from vllm_mp.client.tool_parsers.registry import register_tool_parser
 from vllm_mp.client.tool_parsers.tool_parser import ToolParser
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER = "<parameter="
-_VALUE_ENDS = ("\n</parameter>", "</parameter>")
+_PARAMETER_ENDS = ("\n</parameter>", "</parameter>")
+_VALUE_ENDS = (*_PARAMETER_ENDS, f"\n{_PARAMETER}", f"\n{_FUNCTION_END}")
 _KEY = re.compile(r"[^<>\n]*")
 _MAX_KEY_LENGTH = 256
 _STRING_ONLY = frozenset(("string",))
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_WORDS = ("true", "false", "null")
 _TYPES_BY_BEGINNING = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 
 
@@ -27,7 +28,8 @@ class Qwen3CoderToolParser(ToolParser):
 
     The tool's schema says which values are strings. A string becomes pieces as it arrives. A value of another type
     becomes a piece at its end, as a string if it is of no type that the schema allows. A newline after the first tag of
-    a parameter and before the second is not part of the value. A missing `<tool_call>` or `</function>` is tolerated.
+    a parameter and before the second is not part of the value. A missing `<tool_call>` or `</function>` is tolerated,
+    and a missing `</parameter>` before a line that begins with the next tag.
     """
 
     name = "qwen3_coder"
@@ -83,7 +85,7 @@ class Qwen3CoderToolParser(ToolParser):
             answer.drop_rest()
 
     def _value(self, types: frozenset[str]) -> Reading[bool]:
-        """Turn a value of one of `types` into JSON, and drop its last tag; return False if there is none."""
+        """Turn a value of one of `types` into JSON, and drop its last tag; return False if it does not end."""
         answer = self.answer
         if types == _STRING_ONLY:
             answer.arguments('"')
@@ -97,8 +99,9 @@ class Qwen3CoderToolParser(ToolParser):
                 answer.arguments(_typed_value("".join(parts), types))
         if end is None:
             return False
-        yield from answer.literal(end)
-        answer.drop()
+        if end in _PARAMETER_ENDS:
+            yield from answer.literal(end)
+            answer.drop()
         return True
 
 
@@ -127,12 +130,25 @@ def _types(schema: Any) -> frozenset[str]:
 
 
 def _typed_value(text: str, types: frozenset[str]) -> str:
-    """Return `text` as JSON of one of `types`, of any type if `types` is empty; as a string if it is none of them."""
-    value = text.strip()
-    value = _PYTHON_WORDS.get(value, value)
-    if is_json(value):
+    """Return `text`, a value in JSON or Python, as JSON of one of `types`, of any type if `types` is empty.
+
+    A text that is no such value is returned as a string.
+    """
+    value = _as_json(text.strip())
+    if value is not None:
         kind = _TYPES_BY_BEGINNING.get(value[0], "number")
         # A quoted text for a string is the string with its quotes.
         if kind != "string" and (not types or kind in types or (kind == "number" and "integer" in types)):
             return value
     return f'"{json_text_of(text)}"'
+
+
+def _as_json(value: str) -> str | None:
+    """Return a value as JSON: JSON, a word of JSON in any case, None, or a list or dict of Python."""
+    if value.lower() in _WORDS:
+        return value.lower()
+    if value == "None":
+        return "null"
+    if is_json(value):
+        return value
+    return python_to_json(value) if value.startswith(("[", "{")) else None

@@ -93,10 +93,31 @@ CALLS = {
             ],
         ),
         (
-            "<function=get_weather><parameter=days>soon</parameter><parameter=options>{'a': 1}</parameter>"
+            "<function=get_weather><parameter=days>soon</parameter><parameter=options>{'a': x}</parameter>"
             "<parameter=unit>5</parameter></function>",
             "",
-            [("get_weather", """{"days": "soon", "options": "{'a': 1}", "unit": "5"}""")],
+            [("get_weather", """{"days": "soon", "options": "{'a': x}", "unit": "5"}""")],
+        ),
+        # Python's lists and dicts, and words in any case.
+        (
+            "<function=get_weather><parameter=options>\n{'a': (True, None)}\n</parameter><parameter=places>['x', 1,]"
+            "</parameter><parameter=metric>TRUE</parameter><parameter=unit>Null</parameter><parameter=share>[1, 'x']"
+            "</parameter></function>",
+            "",
+            [
+                (
+                    "get_weather",
+                    '{"options": {"a": [true, null]}, "places": ["x", 1], "metric": true, "unit": null, '
+                    """"share": "[1, 'x']"}""",
+                )
+            ],
+        ),
+        # The end tags of parameters are missing.
+        (
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis <parameter=x>\n<parameter=days>\n3\n"
+            "<parameter=unit>\nC\n\n</function>\n</tool_call>\n<function=get><parameter=a>x\n</function>",
+            "",
+            [("get_weather", r'{"city": "Paris <parameter=x>", "days": 3, "unit": "C\n"}'), ("get", '{"a": "x"}')],
         ),
     ],
     "pythonic": [
