@@ -26,12 +26,18 @@ class ReasoningParser(IncrementalParser):
     always_thinks: ClassVar[bool] = False
     """The model thinks even if neither the prompt nor its answer begins with `start`."""
 
-    def __init__(self, prompt: str = "") -> None:
-        """`prompt` is the text of the prompt, or its end: the chat template may begin the thought there, or end it."""
-        prompt = prompt.rstrip()
-        self.may_think = not prompt.endswith(self.end)
+    def __init__(self, prompt: str = "", begun: str = "") -> None:
+        """`prompt` is the text of the prompt, or its end: the chat template may begin the thought there, or end it.
+
+        `begun` is the text at the end of the prompt that the answer continues: there the last marker counts.
+        """
+        begin, end = begun.rfind(self.start), begun.rfind(self.end)
+        if begin == end:  # it has no marker
+            before = prompt.rstrip().removesuffix(begun.rstrip()).rstrip()
+            begin, end = before.endswith(self.start), before.endswith(self.end)
+        self.may_think = begin >= end
         """The answer may hold a thought."""
-        self.in_thought = self.may_think and (self.always_thinks or prompt.endswith(self.start))
+        self.in_thought = self.may_think and (self.always_thinks or begin > end)
         """The answer begins inside a thought."""
         super().__init__()
 

@@ -384,6 +384,17 @@ def test_usage_counts_the_tokens_of_the_thought(client, fields):
         assert [usage.completion_tokens_details.reasoning_tokens for usage in usages] == [expected] * 3
 
 
+@pytest.mark.parametrize("content", ["<think>\nLet me", [{"type": "text", "text": "<think>\nLet me"}]])
+def test_a_thought_that_the_request_began_goes_on(server, content):
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    request = {"messages": messages, "continue_final_message": True, "max_tokens": 4, "ignore_eos": True}
+    status, answer = server.post("/v1/chat/completions", request)
+    assert status == 200, answer
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"]
+    assert not message["content"]
+
+
 def test_a_form_begins_after_the_thought(client):
     request = {"messages": MESSAGES, "response_format": {"type": "json_object"}, **RANDOM | {"max_tokens": 30}}
     thinking = client.chat.completions.create(

@@ -59,7 +59,9 @@ async def create_message(call: Call, body: MessagesBody) -> Response | EventStre
     rendered = await _prompt(call, body, tools)
     template = call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
     shows_thought = body.thinking is None or body.thinking.type != "disabled"
-    answer_format = read_answer_format(call.server, params, template, rendered.text, tools, shows_thought)
+    answer_format = read_answer_format(
+        call.server, params, template, rendered.text, tools, shows_thought, begun=rendered.begun
+    )
     # The template has written the special tokens.
     generation = await start_generation(
         call,

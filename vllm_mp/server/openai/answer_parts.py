@@ -16,7 +16,7 @@ from vllm_mp.server.openai.logprobs import TokenBytes
 from vllm_mp.server.openai.tools import ToolUse
 
 _PROMPT_END = 1024
-"""Number of characters at the end of a prompt that say where the answer begins."""
+"""Number of characters before the answer that say where it begins."""
 
 
 class CalledFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -76,7 +76,9 @@ class AnswerFormat:
     tools: ToolUse | None = None
     reasoning: type[ReasoningParser] | None = None
     prompt: str = ""
-    """The text of the prompt, whose end may begin the thought."""
+    """The end of the prompt, which may begin the thought."""
+    begun: str = ""
+    """The text at the end of the prompt that the answer continues."""
     shows_reasoning: bool = True
     token_bytes: TokenBytes | None = None
     """Needed to count the tokens of the thought."""
@@ -109,7 +111,7 @@ class AnswerFormat:
     def new_parser(self) -> AnswerParser:
         """Return a parser for one answer."""
         return AnswerParser(
-            None if self.reasoning is None else self.reasoning(self.prompt),
+            None if self.reasoning is None else self.reasoning(self.prompt, self.begun),
             None if self.tools is None else self.tools.new_parser(),
             calls_after=None if self.tools is None else self.tools.calls_after,
         )
@@ -244,17 +246,21 @@ def read_answer_format(
     prompt: str,
     tools: ToolUse | None,
     shows_reasoning: bool,
+    *,
+    begun: str = "",
 ) -> AnswerFormat:
     """Return how answers to `prompt` are split, and change `params` so that the parsers see what they must see.
 
-    A form that `params` demand begins after the reasoning.
+    `begun` is the text at the end of the prompt that the answer continues. A form that `params` demand begins after the
+    reasoning.
     """
     name = server.options.reasoning_parser
     reasoning = reasoning_parser_for_template(chat_template) if name == "auto" else None
     if name not in ("auto", "none"):
         reasoning = REASONING_PARSERS.get(name)
     token_bytes = None if reasoning is None else server.engine.token_bytes
-    answer_format = AnswerFormat(tools, reasoning, prompt[-_PROMPT_END:], shows_reasoning, token_bytes)
+    end = prompt[-_PROMPT_END - len(begun) :]
+    answer_format = AnswerFormat(tools, reasoning, end, begun, shows_reasoning, token_bytes)
     if answer_format.is_plain:
         return answer_format
     tokenizer = server.engine.model_tokenizer
@@ -262,7 +268,7 @@ def read_answer_format(
         params.skip_special_tokens = False
     form = params.structured_outputs
     if reasoning is not None and form is not None:
-        parser = reasoning(answer_format.prompt)
+        parser = reasoning(answer_format.prompt, begun)
         start = tokenizer.encode(parser.start, add_special_tokens=False)
         # A text that is not a token cannot be told from an answer by its first token; then the answer has no reasoning.
         if parser.in_thought or (parser.may_think and len(start) == 1):

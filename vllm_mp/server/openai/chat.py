@@ -166,7 +166,9 @@ async def chat_request(call: Call, body: ChatBody) -> ChatRequest:
         tools=None if tools is None else tools.definitions,
     )
     shows_thought = body.include_reasoning is not False
-    answer_format = read_answer_format(call.server, params, template, rendered.text, tools, shows_thought)
+    answer_format = read_answer_format(
+        call.server, params, template, rendered.text, tools, shows_thought, begun=rendered.begun
+    )
     prompt = rendered.prompt(call.tenant.cache_salt(body.cache_salt), body.mm_processor_kwargs)
     return ChatRequest(model, prompt, params, answer_format, tools, rendered.image_paths)
 

@@ -23,6 +23,8 @@ class RenderedChat(NamedTuple):
     """It holds the special tokens, and a placeholder for each image."""
     images: list[ChatImage]
     """With values as `multi_modal_data` takes them."""
+    begun: str
+    """The text of the final message if the answer continues it."""
 
     @property
     def image_paths(self) -> list[str]:
@@ -69,11 +71,16 @@ async def chat_prompt(
             tool_fallback=call.server.options.tool_fallback,
             has_images=bool(images),
         )
-        return RenderedChat(text, images)
+        return RenderedChat(text, images, _text_of(messages[-1]) if continues else "")
     except ChatMessageError as error:
         raise ApiError(400, str(error), param=error.path) from error
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_failed") from error
+
+
+def _text_of(message: ChatMessage) -> str:
+    content = message.content
+    return "\n".join(part.text or "" for part in content) if isinstance(content, list) else content or ""
 
 
 async def prompt_tokens(

@@ -92,6 +92,31 @@ def test_prompt_tells_whether_the_answer_begins_inside_a_thought(name, prompt, m
     assert (parser.may_think, parser.in_thought) == (may_think, in_thought)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("before", "begun", "text", "reasoning", "content"),
+    [
+        (QWEN3, "<think>\nLet me", " see.\n</think>\n\nFour.", " see.", "Four."),
+        (QWEN3_OFF, "<think>\nLet me", " see.\n</think>\n\nFour.", " see.", "Four."),
+        (QWEN3, "<think>\nLet me see.\n</think>\n\nThe answer ", " is 4.", "", " is 4."),
+        (QWEN3_OFF, "The answer ", " is <think>4.", "", " is <think>4."),
+        ("What does <think> mean?" + QWEN3_OFF, "It begins", " a thought.", "", " a thought."),
+    ],
+)
+def test_answer_goes_on_where_the_text_that_it_continues_ends(name, before, begun, text, reasoning, content):
+    for prompt in (before + begun, before + begun.rstrip()):
+        for parts in divisions(text):
+            assert parsed(REASONING_PARSERS.get(name)(prompt, begun), parts) == ParsedAnswer(reasoning, content)
+
+
+@pytest.mark.parametrize(("name", "is_reasoning"), [("qwen3", False), ("deepseek_r1", True)])
+def test_text_without_a_thought_that_is_continued_may_be_a_thought_only_of_a_model_that_always_thinks(
+    name, is_reasoning
+):
+    answer = parsed(REASONING_PARSERS.get(name)("Is </think> a tag?" + QWEN3 + "So", "So"), [" far"])
+    assert answer == (ParsedAnswer(reasoning=" far") if is_reasoning else ParsedAnswer(content=" far"))
+
+
 def test_markers_of_all_parsers_must_be_seen():
     assert AnswerParser().markers == set()
     parser = AnswerParser(REASONING_PARSERS.get("mistral")(), tool_parser("hermes"))
