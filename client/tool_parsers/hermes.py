@@ -37,7 +37,7 @@ class HermesToolParser(ToolParser):
         while (yield from answer.find(_BEGIN)):
             yield from answer.literal(_BEGIN)
             yield from answer.whitespace()
-            if (yield from read_json_calls(answer, self.tools)):
+            if (yield from read_json_calls(answer, self.tools, any_keys=True)):
                 yield from answer.whitespace()
                 if (yield from answer.literal(_END, may_be_cut_off=True)):
                     answer.drop()

@@ -11,7 +11,8 @@ from vllm_mp.client.tool_parsers.tool_parser import ConstrainedCall, Tool
 _NAME = '"name"'
 _ARGUMENTS = ('"arguments"', '"parameters"')
 _FURTHER = ('"id"', '"type"')
-"""Further keys that models write, with strings."""
+"""Further keys that models often write, with strings."""
+_KNOWN_KEYS = (_NAME, *_ARGUMENTS, *_FURTHER)
 
 
 def constrained_json_calls(
@@ -26,12 +27,12 @@ def constrained_json_calls(
     )
 
 
-def read_json_calls(answer: AnswerReader, names: Collection[str]) -> Reading[bool]:
+def read_json_calls(answer: AnswerReader, names: Collection[str], *, any_keys: bool = False) -> Reading[bool]:
     """Read a call, or a JSON list of calls, as `read_json_call` does; return whether there is a call."""
     is_list = yield from answer.literal("[")
     yield from answer.whitespace()
     found = False
-    while (yield from read_json_call(answer, names)):
+    while (yield from read_json_call(answer, names, any_keys=any_keys)):
         found = True
         if not is_list:
             break
@@ -44,19 +45,24 @@ def read_json_calls(answer: AnswerReader, names: Collection[str]) -> Reading[boo
     return found
 
 
-def read_json_call(answer: AnswerReader, names: Collection[str]) -> Reading[bool]:
+def read_json_call(answer: AnswerReader, names: Collection[str], *, any_keys: bool = False) -> Reading[bool]:
     """Read a call such as {"name": "f", "arguments": {}} of one of the tools `names`; return whether it is a call.
 
     The keys may stand in any order. The arguments may be a JSON object, a JSON string that holds one, or missing. If
     they come after the name, they become pieces as they arrive. The text of a call is dropped, up to the end of its
     object. Of other text, all up to the first difference is held.
+
+    With `any_keys` the object may have further keys of any name, with any values; otherwise only an id and a type, so
+    that less of an object that is not a call is held. An object with other keys and without arguments is no call: its
+    arguments may be there.
     """
     name: str | None = None
     arguments: str | None = None
+    has_other_keys = False
     if not (yield from answer.literal("{")):
         return False
     while name is None or arguments is None:
-        key = yield from _key(answer)
+        key = yield from _key(answer, any_key=any_keys)
         if key in _ARGUMENTS and name is not None and (yield from answer.peek()) == "{":
             if (yield from stream_arguments(answer, name)):
                 yield from _rest_of_object(answer)
@@ -68,11 +74,13 @@ def read_json_call(answer: AnswerReader, names: Collection[str]) -> Reading[bool
             arguments = yield from _whole_arguments(answer)
             valid = arguments is not None
         else:
-            valid = key in _FURTHER and (yield from answer.peek()) == '"' and bool((yield from answer.json_text()))
+            is_further = key not in (None, _NAME, *_ARGUMENTS) and (any_keys or (yield from answer.peek()) == '"')
+            valid = is_further and bool((yield from answer.json_text()))
+            has_other_keys = has_other_keys or key not in _FURTHER
         if not valid:
             return False
         yield from answer.whitespace()
-        if name is not None and arguments is None and (yield from answer.literal("}")):
+        if name is not None and arguments is None and not has_other_keys and (yield from answer.literal("}")):
             _add_call(answer, name, "{}")
             return True
         if (name is None or arguments is None) and not (yield from answer.literal(",")):
@@ -96,10 +104,12 @@ def _add_call(answer: AnswerReader, name: str, arguments: str) -> None:
     answer.end_call()
 
 
-def _key(answer: AnswerReader) -> Reading[str | None]:
+def _key(answer: AnswerReader, *, any_key: bool) -> Reading[str | None]:
     """Hold a key of a call, its colon and the whitespace around them; return the key, or None for any other text."""
     yield from answer.whitespace()
-    key = yield from answer.one_of((_NAME, *_ARGUMENTS, *_FURTHER))
+    key = yield from answer.one_of(_KNOWN_KEYS)
+    if key is None and any_key and (yield from answer.peek()) == '"':
+        key = yield from answer.json_text()
     if key is not None and (yield from _colon(answer)):
         return key
     return None

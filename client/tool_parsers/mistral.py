@@ -43,7 +43,7 @@ class MistralToolParser(ToolParser):
             yield from answer.literal(_BEGIN)
             yield from answer.whitespace()
             if (yield from answer.peek()) in ("[", "{"):
-                yield from read_json_calls(answer, self.tools)
+                yield from read_json_calls(answer, self.tools, any_keys=True)
             else:
                 yield from self._named_call()
             answer.release()

@@ -43,20 +43,22 @@ class PythonicToolParser(ToolParser):
         answer = self.answer
         if not (yield from answer.literal("[")):
             return
+        yield from answer.whitespace()
         while True:
-            yield from answer.whitespace()
             name = yield from answer.one_of(tuple(self.tools), before=("(",))
             if name is None or not (yield from self._call(name)):
                 return
             yield from answer.whitespace()
-            if (yield from answer.literal(",")):
-                continue
+            has_comma = yield from answer.literal(",")
+            yield from answer.whitespace()
             if (yield from answer.literal("]")):
                 answer.drop()
                 yield from answer.whitespace()
                 if (yield from answer.literal(_END, may_be_cut_off=True)):
                     answer.drop()
-            return
+                return
+            if not has_comma:
+                return
 
     def _call(self, name: str) -> Reading[bool]:
         """Read the arguments of a call. Return whether the list may go on after it."""

@@ -41,6 +41,14 @@ CALLS = {
             "",
             [NOW, NOW],
         ),
+        # Further keys.
+        ('<tool_call>{"id": 1, "name": "now", "arguments": {}}</tool_call>', "", [NOW]),
+        (
+            r'<tool_call>{"why": {"a": ["}"]}, "name": "get_weather", "a\"b": null, '
+            '"arguments": {"city": "Paris"}, "x": 1}</tool_call>',
+            "",
+            [WEATHER],
+        ),
         # The end tag, or the last brace, is missing.
         ('<tool_call>{"name": "now", "arguments": {}}\n<tool_call>{"name": "now", "arguments": {}', "", [NOW, NOW]),
         ('<tool_call>{"name": "now", "arguments": {}\n</tool_call>!', "!", [NOW]),
@@ -66,6 +74,7 @@ CALLS = {
             [WEATHER, NOW],
         ),
         ('A moment.[TOOL_CALLS][{"name": "now", "arguments": {}}]', "A moment.", [NOW]),
+        ('[TOOL_CALLS][{"number": 1, "name": "now", "arguments": {}}]', "", [NOW]),
         ('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{}', "", [WEATHER, NOW]),
         ('[TOOL_CALLS]get_weather[CALL_ID]D681PevKs[ARGS]{"city": "Paris"}', "", [WEATHER]),
         ('[TOOL_CALLS]now{}[TOOL_CALLS]{"name": "now", "arguments": {}}', "", [NOW, NOW]),
@@ -124,6 +133,7 @@ CALLS = {
         ('[get_weather(city="Paris"), now()]', "", [WEATHER, NOW]),
         ("<|python_start|>[get_weather(city='Paris')]<|python_end|>", "", [WEATHER]),
         ("I ask:\n[now()]", "I ask:\n", [NOW]),
+        ("[ now(), now() ,\n]", "", [NOW, NOW]),
         (
             "[get(a=-1, b=1.5e3, c=True, d=None, e=[1, 'x', {'k': false}], f={}, g=[], h=0x1F, i=.5, j=1_000,)]",
             "",
@@ -190,6 +200,8 @@ TEXTS = {
         '<tool_call>{"arguments": {"a": 1}}</tool_call>',
         '<tool_call>{"name": "now", "name": "now"}</tool_call>',
         '<tool_call>{"name": "now", "colour": 1}</tool_call>',
+        '<tool_call>{"type": "function", "function": {"name": "now", "arguments": {}}}</tool_call>',
+        '<tool_call>{"a": tru, "name": "now", "arguments": {}}</tool_call>',
         "<tool_call>\n",
         '<tool_call>\n{"name": "now", "argum',
         '{"name": "now", "arguments": {}}',
@@ -200,6 +212,7 @@ TEXTS = {
         'See {"name": "now", "parameters": {}}',
         '<|python_tag|>now.call(query="x")',
         '{"name": "now", "parameters"',
+        '{"id": 1, "name": "now", "parameters": {}}',
     ],
     "mistral": [
         "[TOOL_CALLS]",
@@ -223,6 +236,7 @@ TEXTS = {
         "a[now()]",
         "now()",
         "[now(",
+        "[,]",
         "[]",
     ],
     "json": ["No list.", "[1, 2]", '[{"name": "unknown", "parameters": {}}]'],
