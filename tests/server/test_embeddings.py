@@ -7,6 +7,7 @@ import contextlib
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from vllm_mp.server.app import build_app
 from vllm_mp.server.http.options import ServerOptions
@@ -63,6 +64,24 @@ def test_base64_is_the_vector_in_little_endian_float32(encoder):
     np.testing.assert_array_equal(np.frombuffer(base64.b64decode(as_base64), "<f4"), np.float32(as_floats))
 
 
+@pytest.mark.parametrize("embed_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("endianness", ["native", "little", "big"])
+def test_base64_has_the_type_and_the_order_of_bytes_that_the_request_names(encoder, embed_dtype, endianness):
+    [as_floats] = vectors(encoder, input=TEXTS[0])
+    form = {"encoding_format": "base64", "embed_dtype": embed_dtype, "endianness": endianness}
+    [as_base64] = vectors(encoder, input=TEXTS[0], **form)
+    unit = np.uint32 if embed_dtype == "float32" else np.uint16
+    order = {"native": "=", "little": "<", "big": ">"}[endianness]
+    units = np.frombuffer(base64.b64decode(as_base64), np.dtype(unit).newbyteorder(order)).astype(unit)
+    tensor = torch.from_numpy(units).view(getattr(torch, embed_dtype))
+    torch.testing.assert_close(tensor, torch.tensor(as_floats).to(tensor.dtype), atol=0, rtol=0)
+
+
+def test_type_and_order_of_bytes_do_not_change_numbers(encoder):
+    plain = vectors(encoder, input=TEXTS[0])
+    assert vectors(encoder, input=TEXTS[0], embed_dtype="float16", endianness="big") == plain
+
+
 def test_token_ids_are_taken_as_they_are(encoder):
     ids = encoder.get_tokenizer()(TEXTS)["input_ids"]
     texts = vectors(encoder, input=TEXTS)
@@ -112,6 +131,8 @@ def test_vector_is_not_scaled_when_normalization_is_off(encoder):
         ({"input": "a", "pooling_type": "max"}, "pooling_type"),
         ({"input": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
         ({"input": "a", "encoding_format": "bytes"}, "encoding_format"),
+        ({"input": "a", "embed_dtype": "fp8_e4m3"}, "embed_dtype"),
+        ({"input": "a", "endianness": "middle"}, "endianness"),
         ({"input": "a", "priority": 2}, "priority"),
     ],
 )

@@ -3,9 +3,10 @@
 import asyncio
 import base64
 import time
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
+import numpy as np
 from starlette.responses import Response
 
 from vllm_mp.outputs import PoolingRequestOutput
@@ -33,7 +34,11 @@ class EmbeddingsBody(PoolingBody, kw_only=True):
 
     input: Input
     encoding_format: Literal["float", "base64"] | None = None
-    """ "base64" stands for the bytes of the vector as little-endian float32; default: "float"."""
+    """ "base64" stands for the bytes of the vector, by default in little-endian float32; default: "float"."""
+    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """The type of each component in base64; default: "float32"."""
+    endianness: Literal["native", "little", "big"] | None = None
+    """The order of the bytes of each component in base64; "native" is the server's; default: "little"."""
     dimensions: int | None = None
     """Keep that many leading components."""
     normalize: bool | None = None
@@ -139,9 +144,22 @@ async def _encoded(
             await asyncio.sleep(0)
         vector = output.outputs.data
         as_base64 = body.encoding_format == "base64"
-        values = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.tolist()
+        values = base64.b64encode(_vector_bytes(vector, body)).decode() if as_base64 else vector.tolist()
         data.append(msgspec.Raw(encoder.encode(kind(index, values))))
     return data
+
+
+def _vector_bytes(vector: np.ndarray[Any, Any], body: EmbeddingsBody) -> bytes:
+    """Return the components of `vector` in the type and the order of bytes that `body` asks for."""
+    values = vector.astype(np.float32)
+    if body.embed_dtype == "float16":
+        with np.errstate(over="ignore"):  # larger components become infinite
+            values = values.astype(np.float16)
+    elif body.embed_dtype == "bfloat16":
+        bits = values.view(np.uint32)
+        values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)  # to nearest, ties to even
+    order = {None: "<", "little": "<", "big": ">", "native": "="}[body.endianness]
+    return values.astype(values.dtype.newbyteorder(order)).tobytes()
 
 
 ROUTES = [
