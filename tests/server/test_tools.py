@@ -407,6 +407,7 @@ def test_a_form_begins_after_the_thought(client):
         **request, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
     ).choices[0]
     assert plain.message.content.lstrip().startswith("{")
+    assert plain.message.reasoning is None
     assert not hasattr(plain.message, "reasoning_content")
     deltas = [
         chunk.choices[0].delta
@@ -420,6 +421,7 @@ def test_a_form_begins_after_the_thought(client):
         **request,
         extra_body={"chat_template_kwargs": {"enable_thinking": True}, "include_reasoning": False},
     )
+    assert hidden.choices[0].message.reasoning is None
     assert not hasattr(hidden.choices[0].message, "reasoning_content")
 
 

@@ -62,10 +62,10 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
     content: str | None
     """The text; null if the answer consists of calls."""
     refusal: str | None = None
-    reasoning: str | UnsetType = UNSET
-    """The thought of a model that thinks."""
+    reasoning: str | None = None
+    """The thought of a model that thinks; null without one."""
     reasoning_content: str | UnsetType = UNSET
-    """The same as `reasoning`, under its older name."""
+    """The same as `reasoning`, under its older name; left out without a thought."""
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
 
 
