@@ -50,11 +50,15 @@ class EmbedsPrompt(TypedDict, total=False):
     """A torch tensor or NumPy array [num_tokens, hidden_size] of float32, float16 or bfloat16, as the model's embedding
     layer returns it."""
     prompt: str
+    prompt_token_ids: list[int]
+    """Taken only with `prompt_is_token_ids`, and then not read."""
+    prompt_is_token_ids: list[bool]
+    """For each token, whether its id is read instead of its embedding: False for all of them."""
     cache_salt: str
     """Only prompts with the same salt share cached prefixes."""
 
 
-_IMAGE_FIELDS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
+_FIELDS = frozenset({*TextPrompt.__annotations__, *TokensPrompt.__annotations__, *EmbedsPrompt.__annotations__})
 LONG_TEXT_CHARS = 2**18
 """Number of characters above which `parse_prompt` does not check a text to tokenize, because it takes milliseconds."""
 MAX_SALT_CHARACTERS = 1024
@@ -116,8 +120,7 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
     images: list[GivenImage] = []
     options: dict[str, Any] = {}
     if isinstance(prompt, dict):
-        known = {"type", "prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", *_IMAGE_FIELDS}
-        unknown = prompt.keys() - known
+        unknown = prompt.keys() - _FIELDS
         if unknown:
             remedy = _USE_CHAT if "role" in prompt else "give 'prompt' or 'prompt_token_ids'"
             raise ValueError(f"a prompt has no field {sorted(unknown, key=str)[0]!r}; {remedy}")
@@ -129,6 +132,9 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
         salt = prompt.get("cache_salt") or ""
         ids = prompt.get("prompt_token_ids", ids)
         embeds = prompt.get("prompt_embeds")
+        if (mask := prompt.get("prompt_is_token_ids")) is not None:
+            _check_mask(mask, ids, embeds)
+            ids = None
         if embeds is not None and ids is not None:
             raise ValueError("the prompt has prompt_embeds and prompt_token_ids; give one of them")
         if embeds is not None and images:
@@ -155,6 +161,25 @@ def parse_prompt(prompt: Any, prompt_token_ids: Any = None, max_tokens: int | No
         images,
         options,
     )
+
+
+def _check_mask(mask: Any, ids: Any, embeds: Any) -> None:
+    """Raise TypeError, ValueError or NotImplementedError unless `mask` says that all of a prompt is its `embeds`."""
+    if embeds is None:
+        raise ValueError("prompt_is_token_ids is of no use without prompt_embeds; leave it out")
+    try:
+        flags = msgspec.convert(mask.tolist() if hasattr(mask, "tolist") else mask, list[bool])
+    except msgspec.ValidationError:
+        raise TypeError(f"prompt_is_token_ids must be a list of bool, got {reprlib.repr(mask)}") from None
+    if hasattr(ids, "__len__") and len(ids) != len(flags):
+        raise ValueError(
+            f"prompt_is_token_ids must have a bool for each of {len(ids)} prompt_token_ids, got {len(flags)}"
+        )
+    if True in flags:
+        raise NotImplementedError(
+            f"prompt_is_token_ids[{flags.index(True)}] is True: a prompt of both token ids and prompt_embeds is not "
+            "served; give the embeddings of all its tokens"
+        )
 
 
 def _check_form(prompt: Any) -> None:

@@ -129,6 +129,30 @@ def test_prompt_has_either_token_ids_or_embeddings():
             parse_prompt({"prompt_embeds": VALUES, **other}, None if other else [1])
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_prompt_of_embeddings_may_say_that_none_of_its_tokens_is_read_as_an_id(kind):
+    mask = kind([False] * 6)
+    parsed = parse_prompt({"prompt_embeds": VALUES, "prompt_token_ids": [7] * 6, "prompt_is_token_ids": mask})
+    assert (parsed.token_ids, parsed.embeds is VALUES) == (None, True)
+    assert parse_prompt({"prompt_embeds": VALUES, "prompt_is_token_ids": mask}).embeds is VALUES
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "why"),
+    [
+        ({"prompt_is_token_ids": [False, True]}, NotImplementedError, r"\[1\] is True: .* give the embeddings of all"),
+        ({"prompt_is_token_ids": [False]}, ValueError, "must have a bool for each of 2 prompt_token_ids, got 1"),
+        ({"prompt_is_token_ids": [0, 1]}, TypeError, r"must be a list of bool, got \[0, 1\]"),
+        ({"prompt_is_token_ids": False}, TypeError, "must be a list of bool, got False"),
+        ({"prompt_is_token_ids": [False] * 2, "prompt_embeds": None}, ValueError, "prompt_embeds; leave it out"),
+    ],
+    ids=["mixed", "short", "numbers", "bool", "no embeddings"],
+)
+def test_prompt_of_both_token_ids_and_embeddings_is_refused_by_the_field_that_mixes_them(fields, kind, why):
+    with pytest.raises(kind, match=f"^prompt_is_token_ids.*{why}"):
+        parse_prompt({"prompt_embeds": VALUES, "prompt_token_ids": [1, 2], **fields})
+
+
 def test_requests_with_other_embeddings_are_not_equal():
     def request(data):
         return GenerationRequest("id", None, [0], b"", SamplingParams(seed=1), 0.0, prompt_embeds=data)
