@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import msgspec
 
 from vllm_mp.arguments.unserved_arguments import accepts_unserved, check_unserved
-from vllm_mp.arguments.unserved_names import refuse_attributes
+from vllm_mp.arguments.unserved_names import NO_RENDERER, WEIGHT_CALLS, refuse_attributes
 from vllm_mp.arguments.unserved_table import CALL_ARGUMENTS
 from vllm_mp.arguments.usage_context import UsageContext
 from vllm_mp.client.engine_client import EngineClient
@@ -89,7 +89,7 @@ _IMPORTED_BESIDE_CORE: Final = {
 logger = logging.getLogger(__name__)
 
 _NO_LOOP = "the core is another process with a loop of its own; start_background_loop() begins to take requests"
-_NAMES_OF_V0 = {
+_REFUSED = {
     **dict.fromkeys(
         ("background_loop", "engine", "engine_step", "process_request_outputs", "run_engine_loop", "start_engine_loop"),
         _NO_LOOP,
@@ -101,8 +101,11 @@ _NAMES_OF_V0 = {
         ("engine_core", "input_processor", "output_processor", "output_handler", "processor"),
         "it is inside the engine; use the methods of AsyncLLM",
     ),
+    "renderer": NO_RENDERER,
+    "scale_elastic_ep": "give data_parallel_size to the engine when it starts",
+    **WEIGHT_CALLS,
 }
-"""Names that older versions of vLLM's class have, and what to use in their place."""
+"""Names of vLLM's class, of this or an older version, that this class lacks, and what to use instead."""
 
 
 class _LatePrompt(NamedTuple):
@@ -1053,7 +1056,7 @@ class AsyncLLM(EngineClient):
     ) -> None:
         await self.aclose()
 
-    __getattr__ = refuse_attributes(_NAMES_OF_V0)
+    __getattr__ = refuse_attributes(_REFUSED)
 
     def _attach(self) -> None:
         """Receive the outputs of requests on the running loop."""

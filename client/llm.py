@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from vllm_mp.arguments.unserved_arguments import accepts_unserved, check_unserved
-from vllm_mp.arguments.unserved_names import refuse_attributes
+from vllm_mp.arguments.unserved_names import NO_RENDERER, WEIGHT_CALLS, refuse_attributes
 from vllm_mp.arguments.unserved_table import CALL_ARGUMENTS
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.client.blocking.batch_inputs import Message, conversations_of, prompts_of, with_processor_kwargs
@@ -39,22 +39,11 @@ _REFUSED = {
     "apply_model": "no code travels to the core; collective_rpc calls its methods by name",
     "enqueue_chat": "chat() runs conversations; enqueue() takes prompts",
     "reward": "models with reward heads are not served; classify() and score() are",
+    "renderer": NO_RENDERER,
     "get_metrics": "stat_loggers of AsyncLLM and /metrics of `vllm-mp serve` have the figures",
     "set_tokenizer": "give the option tokenizer",
     "release_kv_cache_memory": "sleep() releases the KV cache",
-    **dict.fromkeys(
-        (
-            "finish_weight_update",
-            "get_weight_version",
-            "init_weight_transfer_engine",
-            "shutdown_weight_transfer_engine",
-            "start_draft_weight_update",
-            "start_weight_update",
-            "update_weight_version",
-            "update_weights",
-        ),
-        "weights come from files: change the files of the model's folder, then call sleep(level=2) and wake_up()",
-    ),
+    **WEIGHT_CALLS,
 }
 """Names of vLLM's class that this class lacks, and what to use instead."""
 

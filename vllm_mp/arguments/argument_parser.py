@@ -32,6 +32,13 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             add_unserved(self, given, known)
         return super().parse_known_args(given, namespace)
 
+    def check_port(self, value: Any) -> int:
+        """Return `value` as a port, for `type=parser.check_port`. Raises ArgumentTypeError of argparse for others."""
+        text = str(value)
+        if not (text.isdecimal() and len(text) < 6 and 1024 <= int(text) < 2**16):
+            raise argparse.ArgumentTypeError(f"a port must be an integer in [1024, 65536), got {text[:100]!r}")
+        return int(text)
+
     def _with_file(self, arguments: list[str]) -> list[str]:
         """Return `arguments` after those of the file that `--config` names, if the parser has that flag."""
         if "--config" not in self._option_string_actions:

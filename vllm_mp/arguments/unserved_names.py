@@ -11,6 +11,22 @@ _CONFIG = "vllm_mp.config has the configuration of an engine; EngineArgs makes i
 _PARTS = "AsyncLLM and LLM are the interface of the engine; docs/architecture.md shows its parts"
 _TOOLS = "it is a tool of vLLM's own code; copy the function into the program"
 _MODELS = "docs/internals/adding_a_model.md says how a model is added"
+NEW_WEIGHTS = "weights come from files: change the files of the model's folder, then call sleep(level=2) and wake_up()"
+WEIGHT_CALLS = dict.fromkeys(
+    (
+        "finish_weight_update",
+        "get_weight_version",
+        "init_weight_transfer_engine",
+        "shutdown_weight_transfer_engine",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_weight_version",
+        "update_weights",
+    ),
+    NEW_WEIGHTS,
+)
+"""The methods of vLLM's engines that change weights, and what to use instead."""
+NO_RENDERER = "get_input_preprocessor() of AsyncLLM makes token ids, and chat() applies a chat template"
 
 MODULES = {
     "assets": "give the texts of your own",
@@ -39,9 +55,10 @@ MODULES = {
     "config.structured_outputs": _CONFIG,
     "config.utils": _CONFIG,
     "config.vllm": _CONFIG,
-    "config.weight_transfer": "weights come from files",
+    "config.weight_transfer": NEW_WEIGHTS,
     "connections": "use aiohttp or requests",
     "device_allocator": "sleep() and wake_up() free and restore memory",
+    "distributed.weight_transfer": NEW_WEIGHTS,
     "engine.metrics": "vllm_mp.v1.metrics.loggers has the loggers of figures",
     "entrypoints.api_server": _SERVER,
     "entrypoints.cli": "`vllm-mp` is the command",
@@ -68,7 +85,7 @@ MODULES = {
     "profiler": "start_profile() and stop_profile() make a profile",
     "prompt_adapter": "vLLM has dropped prompt adapters; use LoRA adapters",
     "ray": "an engine connects to Ray by itself; give data_parallel_backend='ray'",
-    "renderers": "AsyncLLM.get_input_preprocessor() makes token ids, and LLM.chat applies a chat template",
+    "renderers": NO_RENDERER,
     "scalar_type": _MODELS,
     "scripts": "`vllm-mp` is the command",
     "spec_decode": _DRAFTS,
@@ -84,8 +101,10 @@ MODULES = {
     "utils.hashing": _TOOLS,
     "utils.import_utils": "use importlib",
     "utils.math_utils": _TOOLS,
+    "utils.mem_constants": "write the number of bytes: a GiB is 2**30",
     "utils.mem_utils": "use torch.cuda.mem_get_info or psutil",
     "utils.print_utils": "use print()",
+    "utils.serial_utils": "numpy.frombuffer reads the bytes of a vector that was sent in base64",
     "utils.system_utils": _TOOLS,
     "utils.torch_utils": "use torch; torch.manual_seed() and the option seed make runs repeatable",
     "v1.attention": "the option attention_backend chooses the implementation of attention",
@@ -113,7 +132,7 @@ MODULES = {
     "v1.structured_output": "SamplingParams.structured_outputs constrains an output",
     "v1.utils": _PARTS,
     "v1.worker": _EXECUTOR,
-    "weight_transfer": "weights come from files",
+    "weight_transfer": NEW_WEIGHTS,
     "worker": _EXECUTOR,
 }
 """What to use instead of a module of vLLM, and of all modules below it."""

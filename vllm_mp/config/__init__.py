@@ -1,6 +1,6 @@
 """The configuration of an engine: its options, how they are resolved, and the result in sections."""
 
-from vllm_mp.arguments.unserved_names import refuse
+from vllm_mp.arguments.unserved_names import NEW_WEIGHTS, refuse
 from vllm_mp.config.sections import (
     AttentionConfig,
     CacheConfig,
@@ -47,5 +47,6 @@ __getattr__ = refuse(
         "get_current_vllm_config": "vllm_config of AsyncLLM is the configuration of that engine",
         "set_current_vllm_config": "each engine has its own configuration: give options to EngineArgs",
         "StructuredOutputsConfig": "the options guided_decoding_backend and its neighbours are those of the engine",
+        "WeightTransferConfig": NEW_WEIGHTS,
     },
 )

@@ -67,7 +67,7 @@ HELPERS = {
     "exceptions": ["VLLMValidationError"],
     "reasoning": ["ReasoningParser"],
     "tasks": ["GenerationTask", "PoolingTask", "SupportedTask"],
-    "tokenizers": ["get_tokenizer"],
+    "tokenizers": ["TokenizerLike", "cached_get_tokenizer", "get_tokenizer"],
     "tool_parsers": ["ToolParser"],
     "transformers_utils.tokenizer": ["AnyTokenizer", "get_tokenizer"],
     "sampling_params": ["SamplingType"],
@@ -119,6 +119,7 @@ REFUSED = [
     ("config", "get_current_vllm_config"),
     ("config", "KVTransferConfig"),
     ("config", "PoolerConfig"),
+    ("config", "WeightTransferConfig"),
     ("entrypoints.chat_utils", "parse_chat_messages"),
     ("exceptions", "VLLMNotFoundError"),
     ("reasoning", "ReasoningParserManager"),
@@ -196,16 +197,18 @@ def test_functions_that_clean_up_can_be_called():
     assert distributed.destroy_model_parallel() is distributed.destroy_distributed_environment() is None
 
 
-NAMES_OF_V0 = [
+REFUSED_ATTRIBUTES = [
     *((vllm_mp.AsyncLLM, name) for name in ("set_errored", "engine_step", "process_request_outputs", "engine")),
     *((vllm_mp.AsyncLLM, name) for name in ("run_engine_loop", "log_requests", "start_engine_loop", "background_loop")),
     (vllm_mp.AsyncLLM, "build_guided_decoding_logits_processor_async"),
+    *((kind, name) for kind in (vllm_mp.AsyncLLM, vllm_mp.LLM) for name in ("renderer", *unserved_names.WEIGHT_CALLS)),
+    (vllm_mp.AsyncLLM, "scale_elastic_ep"),
     *((vllm_mp.AsyncMicrobatchTokenizer, name) for name in ("_loop", "_queues", "_batcher_tasks", "_queue_key")),
 ]
 
 
-@pytest.mark.parametrize(("kind", "name"), NAMES_OF_V0, ids=str)
-def test_attribute_of_older_versions_says_what_to_use(kind, name):
+@pytest.mark.parametrize(("kind", "name"), REFUSED_ATTRIBUTES, ids=str)
+def test_attribute_that_is_not_served_says_what_to_use(kind, name):
     owner = object.__new__(kind)
     assert not hasattr(owner, name)
     with pytest.raises(NotImplementedError, match=f"{kind.__name__} has no {name}: .{{10}}"):
@@ -283,6 +286,8 @@ def test_tokenizer_is_loaded_by_the_name_of_a_model(default_model):
     loaded = module("tokenizers").get_tokenizer(str(default_model))
     own = tokenizer.load_tokenizer(default_model, cache_dir=cache_root())
     assert loaded("Once upon a time").input_ids == own("Once upon a time").input_ids
+    cached = module("tokenizers").cached_get_tokenizer
+    assert cached(str(default_model)) is cached(str(default_model))
 
 
 @pytest.mark.parametrize("flags", [["--max_model_len", "77"], ["--max-model-len=77"], ["--max_model_len=77"]])
@@ -293,3 +298,13 @@ def test_flags_may_be_spelled_with_underscores(flags):
     args = parser.parse_args([*flags, "--own_flag", "a_b", "--served_model_name=with_underscores"])
     assert (args.max_model_len, args.own_flag, args.served_model_name) == (77, "a_b", "with_underscores")
     assert arg_utils.AsyncEngineArgs.from_cli_args(args).max_model_len == 77
+
+
+def test_parser_checks_that_a_flag_is_a_port(capsys):
+    parser = module("utils").FlexibleArgumentParser()
+    parser.add_argument("--port", type=parser.check_port, default=8000)
+    assert [parser.parse_args(flags).port for flags in ([], ["--port", "8001"])] == [8000, 8001]
+    for value in ("80", "65536", "-1", "http", "9" * 5000):
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--port={value}"])
+        assert "argument --port: a port must be an integer in [1024, 65536), got " in capsys.readouterr().err
