@@ -16,14 +16,18 @@ from vllm_mp.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from vllm_mp.requests.pooling_params import PoolingParams
+from vllm_mp.requests.pooling_params import PoolingParams, check_task
 
 _MIN_LENGTH = 1e-8
 """Lower bound of the product of lengths by which a dot product is divided, as in torch's CosineSimilarity."""
 
 
 def with_task(params: Any, task: str | None) -> Any:
-    """Return `params`, or a list of them, with this task unless it is None."""
+    """Return `params`, or a list of them, with this task unless it is None.
+
+    Raises TypeError or ValueError for another task, which the caller gave as `pooling_task`, and for other parameters.
+    """
+    check_task("pooling_task", task)
     if isinstance(params, Sequence):
         return [with_task(each, task) for each in params]
     if params is None:

@@ -7,10 +7,16 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from vllm_mp.arguments.unserved_names import WEIGHT_CALLS
 from vllm_mp.arguments.worker_arguments import unpack_arguments
 from vllm_mp.config import VllmConfig
 from vllm_mp.core.worker.memory.plan import available_memory
 from vllm_mp.core.worker.model_runner import ModelRunner
+
+_NOT_SERVED: Final = WEIGHT_CALLS | {
+    "reload_weights": "wake_up() reads the weights again after sleep(level=2), also those of changed files"
+}
+"""Methods of vLLM's worker that are not here, and what to use instead."""
 
 
 class Worker:
@@ -42,7 +48,9 @@ class Worker:
         method fails, and for a result that is not plain data.
         """
         if not isinstance(method, str) or method not in self.METHODS:
-            raise ValueError(f"the worker has no public method {method!r:.100}; it has {', '.join(self.METHODS)}")
+            remedy = _NOT_SERVED.get(method) if isinstance(method, str) else None
+            remedy = remedy or f"it has {', '.join(self.METHODS)}"
+            raise ValueError(f"the worker has no public method {method!r:.100}; {remedy}")
         args, kwargs = unpack_arguments(arguments)
         run = getattr(self, method)
         try:

@@ -283,6 +283,8 @@ def test_embeddings_and_their_similarities(small_llm):
         small_llm.score(PROMPTS[:2], PROMPTS[:3])
     with pytest.raises(ValueError, match="has no classes"):
         small_llm.classify(PROMPTS)
+    with pytest.raises(ValueError, match=r"^pooling_task must be .* got 'token_classify'; a prompt has one"):
+        small_llm.encode(PROMPTS, pooling_task="token_classify")
     with pytest.raises(ValueError, match="task must be 'embed' or None for this call"):
         small_llm.embed(PROMPTS, pooling_params=PoolingParams(task="classify"))
 

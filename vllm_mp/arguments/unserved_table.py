@@ -7,6 +7,8 @@ in the log says why it has no effect. Any other value of the rest raises NotImpl
 
 from typing import Any, NamedTuple
 
+from vllm_mp.arguments.unserved_names import NEW_WEIGHTS
+
 
 class Unserved(NamedTuple):
     """An argument that this engine does not have."""
@@ -290,9 +292,9 @@ ENGINE_ARGUMENTS: dict[str, Unserved] = {
         kv_transfer_config=None,
         kv_events_config=None,
         ec_transfer_config=None,
-        weight_transfer_config=None,
         tokens_only=False,
     ),
+    **_refused(NEW_WEIGHTS, weight_transfer_config=None),
     **_refused(
         _OTHER_DRAFTS,
         speculative_model=None,

@@ -1,6 +1,7 @@
 """What a pooling request may ask for, validated when it is constructed."""
 
 import numbers
+from typing import Any
 
 import msgspec
 
@@ -8,6 +9,11 @@ from vllm_mp.arguments.unserved_arguments import AcceptsUnserved
 
 POOLING_TYPES = ("last", "mean", "cls")
 POOLING_TASKS = ("embed", "classify")
+_OTHER_TASKS = {
+    **dict.fromkeys(("token_embed", "token_classify"), "a prompt has one vector, not one for each of its tokens"),
+    "score": "call score()",
+}
+"""Tasks of vLLM that are not served, with the reason or the remedy."""
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserved):
@@ -57,7 +63,13 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, metaclass=AcceptsUnserve
             if not low <= number < 2**31 or number == 0:
                 raise ValueError(f"{name} must be {'-1 or ' if low < 0 else ''}in [1, 2**31), got {value}")
             setattr(self, name, number)
-        if self.task is not None and not isinstance(self.task, str):
-            raise TypeError(f"task must be a string or None, got {self.task!r}")
-        if self.task not in (None, *POOLING_TASKS):
-            raise ValueError(f"task must be 'embed', 'classify' or None, got {self.task!r}")
+        check_task("task", self.task)
+
+
+def check_task(name: str, task: Any) -> None:
+    """Raise TypeError or ValueError with `name`, the argument's, unless `task` is one of `POOLING_TASKS` or None."""
+    if task is not None and not isinstance(task, str):
+        raise TypeError(f"{name} must be a string or None, got {task!r}")
+    if task not in (None, *POOLING_TASKS):
+        remedy = f"; {_OTHER_TASKS[task]}" if task in _OTHER_TASKS else ""
+        raise ValueError(f"{name} must be 'embed', 'classify' or None, got {task!r}{remedy}")

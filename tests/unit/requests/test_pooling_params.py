@@ -21,7 +21,13 @@ from vllm_mp.requests.pooling_params import PoolingParams
         ({"truncate_prompt_tokens": 0}, ValueError, "truncate_prompt_tokens must be -1 or in [1, 2**31), got 0"),
         ({"truncate_prompt_tokens": -2}, ValueError, "truncate_prompt_tokens must be -1 or in [1, 2**31), got -2"),
         ({"truncate_prompt_tokens": "5"}, TypeError, "truncate_prompt_tokens must be an integer, got '5'"),
-        ({"task": "score"}, ValueError, "task must be 'embed', 'classify' or None, got 'score'"),
+        ({"task": "score"}, ValueError, "task must be 'embed', 'classify' or None, got 'score'; call score()"),
+        (
+            {"task": "token_embed"},
+            ValueError,
+            "task must be 'embed', 'classify' or None, got 'token_embed'; a prompt has one vector, not one for each of "
+            "its tokens",
+        ),
         ({"use_activation": 1}, TypeError, "use_activation must be True, False or None, got 1"),
         ({"second_text_at": 0}, ValueError, "second_text_at must be in [1, 2**31), got 0"),
         ({"task": 5}, TypeError, "task must be a string or None, got 5"),

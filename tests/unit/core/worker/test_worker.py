@@ -50,6 +50,8 @@ def test_listed_method_gets_its_arguments(worker):
         ("adds", (("a",), {}), "adds failed"),
         ("hidden", ((), {}), "no public method 'hidden'"),
         ("call", ((), {}), "no public method 'call'"),
+        ("reload_weights", ((), {}), r"no public method 'reload_weights'; wake_up\(\) reads the weights again"),
+        ("update_weights", ((), {}), "no public method 'update_weights'; weights come from files"),
         ("__init__", ((), {}), "no public method '__init__'"),
         (3, ((), {}), "no public method 3"),
     ],
