@@ -158,8 +158,7 @@ def _vector_bytes(vector: np.ndarray[Any, Any], body: EmbeddingsBody) -> bytes:
     elif body.embed_dtype == "bfloat16":
         bits = values.view(np.uint32)
         values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)  # to nearest, ties to even
-    order = {None: "<", "little": "<", "big": ">", "native": "="}[body.endianness]
-    return values.astype(values.dtype.newbyteorder(order)).tobytes()
+    return values.astype(values.dtype.newbyteorder(body.endianness or "little")).tobytes()
 
 
 ROUTES = [
