@@ -284,6 +284,7 @@ NO_IMAGE = "data:image/png;base64,eHg="
         (CHAT, chat_body({"type": "image_url"}), f"{PART}.image_url", "must hold a URL"),
         (CHAT, chat_body(url_part(NO_IMAGE)), PART, f"{PART} cannot be used: it is no image in the format"),
         (CHAT, chat_body({"type": "input_audio"}), f"{PART}.type", "audio"),
+        (CHAT, chat_body({"type": "prompt_embeds", "prompt_embeds": "gAJ9"}), f"{PART}.type", "would be a pickle"),
         ("/tokenize", chat_body(url_part(NO_IMAGE)), PART, "no image in the format"),
         ("/v1/responses", input_with_image(NO_IMAGE), "input[1].content[1]", "input[1].content[1] cannot be used"),
         ("/v1/responses", input_with_image("http://127.0.0.1/"), "input[1].content[1]", "not fetched from"),

@@ -307,7 +307,7 @@ class EngineOptions(Options):
         low=-1,
     )
     enable_prompt_embeds: bool = option(
-        False, "Accept prompts that are given as embeddings (`prompt_embeds`), each of up to 56 MiB."
+        False, "Accept prompts that a Python program gives as embeddings (`prompt_embeds`), each of up to 56 MiB."
     )
     limit_mm_per_prompt: dict[str, Any] | None = option(
         None,

@@ -4,7 +4,10 @@ from typing import Annotated, Any, Literal
 
 from vllm_mp.server.http.body import Ignored, Refused, RequestBody, refused
 
-_PART = refused("must be 'text' or 'image_url': audio and files are not served yet")
+_PART = refused(
+    "must be 'text' or 'image_url': audio and files are not served yet, and prompt_embeds would be a pickle, which can "
+    "run code"
+)
 
 
 class ImageUrl(RequestBody):

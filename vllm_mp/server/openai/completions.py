@@ -41,8 +41,8 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionBody(GenerationBody, kw_only=True):
     """A request for completions."""
 
-    prompt: str | list[str | int | list[int]]
-    """Text, token ids, or a list of texts or lists of token ids."""
+    prompt: str | list[str | int | list[int]] | None = None
+    """Needed. Text, token ids, or a list of texts or lists of token ids."""
     max_completion_tokens: int | None = None
     """Another name of `max_tokens`."""
     echo: bool | None = None
@@ -106,6 +106,8 @@ def completion_prompts(call: Call, body: CompletionBody) -> list[PromptType]:
     """Return the prompts. Raises ApiError if there is none or more than may be live, or if the list mixes kinds."""
     limit, salt = call.server.admission.max_live, call.tenant.cache_salt(body.cache_salt)
     given = body.prompt
+    if given is None:
+        raise ApiError(400, "the field prompt is missing; add it", param="prompt")
     kinds = set() if isinstance(given, str) else set(map(type, given))
     prompts: list[Any]
     if isinstance(given, str):
