@@ -16,9 +16,9 @@ TEXTS = ["A cat sits on the mat.", "Stock prices fell today.", "A kitten rests o
 
 
 @contextlib.asynccontextmanager
-async def serving(engine):
-    """A client of an application in this process."""
-    transport = httpx.ASGITransport(build_app(engine, ServerOptions()))
+async def serving(engine, **options):
+    """A client of an application in this process with these options."""
+    transport = httpx.ASGITransport(build_app(engine, ServerOptions(**options)))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
@@ -190,6 +190,60 @@ def test_client_that_leaves_aborts_all_its_inputs(encoder):
 def test_decoder_gives_vectors_too(llm):
     [expected] = encoded(llm, TEXTS[:1])
     np.testing.assert_allclose(np.float32(vectors(llm, input=TEXTS[:1]))[0], expected, atol=2e-6)
+
+
+CONVERSATION = [{"role": "user", "content": "Where is the cat?"}, {"role": "assistant", "content": "On the"}]
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "user: Where is the cat?\nassistant: On the\n"),
+        ({"add_generation_prompt": True}, "user: Where is the cat?\nassistant: On the\nassistant:"),
+        ({"continue_final_message": True}, "user: Where is the cat?\nassistant: On the"),
+    ],
+    ids=["whole", "answer", "continued"],
+)
+@pytest.mark.parametrize("add_special_tokens", [None, True])
+def test_conversation_has_the_vector_of_the_text_that_the_chat_template_makes_of_it(
+    llm, fields, text, add_special_tokens
+):
+    [expected] = vectors(llm, input=text, add_special_tokens=bool(add_special_tokens))
+    body = {"messages": CONVERSATION, "chat_template": TEMPLATE, "add_special_tokens": add_special_tokens, **fields}
+
+    async def ask():
+        async with serving(llm, trust_request_chat_template=True) as client:
+            return [await client.post(path, json=body) for path in ("/v1/embeddings", "/pooling")]
+
+    embedding, pooled = (answer.json()["data"][0] for answer in asyncio.run(ask()))
+    np.testing.assert_allclose(embedding["embedding"], expected, atol=2e-6)
+    np.testing.assert_allclose(pooled["data"], expected, atol=2e-6)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eHg="}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"messages": CONVERSATION}, "messages", "the model has no chat template"),
+        ({"messages": CONVERSATION, "input": "a"}, "messages", "input and messages; give one of them"),
+        ({"messages": [CONVERSATION]}, "messages[0]", "expected `object`, got `array`"),
+        ({"messages": CONVERSATION, "chat_template": "{{ 1 }}"}, "chat_template", "does not run"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]", "image"),
+        ({}, "input", "the field input is missing; add it, or messages"),
+    ],
+    ids=["no template", "both", "batch", "template", "image", "neither"],
+)
+def test_conversation_that_has_no_vector_is_refused_by_field(encoder, body, param, said):
+    answer = post(encoder, **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert said in error["message"]
 
 
 def test_unknown_field_is_ignored_unless_the_request_is_strict(encoder):

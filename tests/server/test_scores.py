@@ -21,7 +21,13 @@ pytestmark = [pytest.mark.usefixtures("forked_cores"), pytest.mark.extended]
 
 QUERY = "How far away is the moon?"
 DOCUMENTS = ["Cheese is made of milk.", "The moon is 384,400 km away.", "Three days."]
-OPTIONS = {**ENGINE, "max_model_len": 64, "device": "cpu", "num_threads": 1}
+OPTIONS = {
+    **ENGINE,
+    "max_model_len": 64,
+    "device": "cpu",
+    "num_threads": 1,
+    "chat_template": "{{ messages[0].content }}",
+}
 
 
 @pytest.fixture
@@ -84,9 +90,10 @@ def test_classes_have_the_names_of_the_model(classifier, tmp_path):
     with torch.inference_mode():
         logits = torch.stack([model(**tokenizer(text, return_tensors="pt")).logits[0] for text in DOCUMENTS])
     probabilities = torch.softmax(logits, -1)
-    classes, raw, vectors, score = answers(
+    classes, of_messages, raw, vectors, score = answers(
         tmp_path,
         ("/classify", {"input": DOCUMENTS}),
+        ("/classify", {"messages": [{"role": "user", "content": DOCUMENTS[0]}], "add_special_tokens": True}),
         ("/pooling", {"input": DOCUMENTS[0], "use_activation": False, "encoding_format": "base64"}),
         ("/pooling", {"input": DOCUMENTS, "task": "embed"}),
         ("/score", {"text_1": QUERY, "text_2": DOCUMENTS}),
@@ -94,6 +101,7 @@ def test_classes_have_the_names_of_the_model(classifier, tmp_path):
     for found, expected in zip(classes.json()["data"], probabilities, strict=True):
         assert found["probs"] == pytest.approx(expected.tolist(), abs=TOLERANCE)
         assert (found["label"], found["num_classes"]) == (f"kind {int(expected.argmax())}", 3)
+    assert of_messages.json()["data"] == classes.json()["data"][:1]
     of_head = np.frombuffer(base64.b64decode(raw.json()["data"][0]["data"]), "<f4")
     np.testing.assert_allclose(of_head, logits[0], atol=10 * TOLERANCE)
     assert [len(vector["data"]) for vector in vectors.json()["data"]] == [48] * 3

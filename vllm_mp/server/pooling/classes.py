@@ -12,18 +12,15 @@ from vllm_mp.model_store.hf_config import read_hf_config
 from vllm_mp.server.http.endpoint import Call, post
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.openai.models import check_model
-from vllm_mp.server.pooling.embeddings import Input
-from vllm_mp.server.pooling.running import PoolingBody, PoolingUsage, pooling_params, read_inputs, run
+from vllm_mp.server.pooling.inputs import InputBody, adds_special_tokens, input_prompts
+from vllm_mp.server.pooling.running import PoolingUsage, pooling_params, run
 
 
-class ClassifyBody(PoolingBody, kw_only=True):
+class ClassifyBody(InputBody, kw_only=True):
     """A request for the classes of texts."""
 
-    input: Input
     use_activation: bool | None = None
     """False: the outputs for the classes as they are, instead of probabilities."""
-    add_special_tokens: bool | None = None
-    """Put the tokenizer's special tokens around a text; default: true."""
 
 
 class Classification(msgspec.Struct, kw_only=True):
@@ -56,8 +53,8 @@ async def classify(call: Call, body: ClassifyBody) -> Response:
         raise ApiError(400, f"{model.name} has no classes; use a model for sequence classification", param="model")
     request_id = f"classify-{call.request_id}"
     params = pooling_params(body, task="classify")
-    inputs = read_inputs(body.input, call.tenant.cache_salt(body.cache_salt), params)
-    outputs = await run(call, body, request_id, inputs, model.lora, body.add_special_tokens)
+    inputs = await input_prompts(call, body, params)
+    outputs = await run(call, body, request_id, inputs, model.lora, adds_special_tokens(body))
     labels = _labels(config.folder, config.load_format, config.architecture.num_classes)
     data = []
     for index, output in enumerate(outputs):

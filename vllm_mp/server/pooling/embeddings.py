@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import time
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -12,27 +12,16 @@ from starlette.responses import Response
 from vllm_mp.outputs import PoolingRequestOutput
 from vllm_mp.server.http.endpoint import Call, post
 from vllm_mp.server.openai.models import check_model
-from vllm_mp.server.pooling.running import (
-    MAX_INPUTS,
-    PoolingBody,
-    PoolingUsage,
-    pooling_params,
-    read_inputs,
-    run,
-)
+from vllm_mp.server.pooling.inputs import InputBody, adds_special_tokens, input_prompts
+from vllm_mp.server.pooling.running import PoolingUsage, pooling_params, run
 
 _VECTORS_PER_TURN = 16
 """Vectors that become JSON before other tasks get a turn on the event loop."""
-Input = Annotated[
-    str | list[str | int | list[int]],
-    msgspec.Meta(description=f"A text, its token ids, or a list of at most {MAX_INPUTS} texts or lists of ids."),
-]
 
 
-class EmbeddingsBody(PoolingBody, kw_only=True):
+class EmbeddingsBody(InputBody, kw_only=True):
     """A request for vectors."""
 
-    input: Input
     encoding_format: Literal["float", "base64"] | None = None
     """ "base64" stands for the bytes of the vector, by default in little-endian float32; default: "float"."""
     embed_dtype: Literal["float32", "float16", "bfloat16"] | None = None
@@ -45,8 +34,6 @@ class EmbeddingsBody(PoolingBody, kw_only=True):
     """Scale the vector to length 1; default: unless the model says otherwise."""
     pooling_type: str | None = None
     """ "last", "mean" or "cls"; default: what the model says."""
-    add_special_tokens: bool | None = None
-    """Put the tokenizer's special tokens, such as the begin of the sequence, around a text; default: true."""
 
 
 class VectorsBody(EmbeddingsBody, kw_only=True):
@@ -129,8 +116,8 @@ async def _outputs(
 ) -> tuple[str, list[PoolingRequestOutput]]:
     """Return the name of the model and its outputs; `own` are parameters that the endpoint sets."""
     model = check_model(call.server, body.model)
-    inputs = read_inputs(body.input, call.tenant.cache_salt(body.cache_salt), pooling_params(body, **own))
-    return model.name, await run(call, body, request_id, inputs, model.lora, body.add_special_tokens)
+    inputs = await input_prompts(call, body, pooling_params(body, **own))
+    return model.name, await run(call, body, request_id, inputs, model.lora, adds_special_tokens(body))
 
 
 async def _encoded(
