@@ -121,9 +121,10 @@ def _mapped_model(
     parameters = dict(model.named_parameters())
     try:
         for name, value in packed.parameters.items():
-            if name not in parameters or (parameters[name].shape, dtype) != (value.shape, value.dtype):
+            parameter = parameters.get(name)
+            if parameter is None or (parameter.shape, parameter.dtype) != (value.shape, value.dtype):
                 raise PackedFormError(f"the model has no parameter {name} {list(value.shape)} of {value.dtype}")
-            parameters[name].data = value
+            parameter.data = value
         # The other parameters have no values; the forms replace them.
         with reuse_forms(packed.forms):
             native.pack(quantization, dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.paged_steps import run_in_chunks
+from support.random_encoders import CLASSIFIERS, random_encoder
 
 from vllm_mp import AsyncEngineArgs
 from vllm_mp.core.models.loader import load_model
@@ -63,6 +64,8 @@ CASES = [
     ("gpt2", None, torch.float32),
     ("mixtral", None, torch.bfloat16),
     ("qwen2-moe", "int8", torch.float32),
+    ("gemma3", None, torch.bfloat16),
+    ("olmo2", "int8", torch.bfloat16),
 ]
 
 
@@ -82,6 +85,16 @@ def test_mapped_weights_give_the_same_logits_and_nothing_is_packed_again(
     assert torch.equal(got, expected)
     assert any(str(path) in line for line in Path("/proc/self/maps").read_text().splitlines())
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_mapped_classifier_in_bfloat16_keeps_the_float32_weights_of_its_head(tmp_path):
+    random_encoder(*CLASSIFIERS["roberta"], tmp_path / "model")
+    config = config_of(tmp_path / "model")
+    packed, _ = load_and_store(config, torch.bfloat16)
+    mapped, kept = load(config, torch.bfloat16)
+    assert kept == []
+    states = torch.randn(3, 48)
+    assert torch.equal(mapped.classify(states), packed.classify(states))
 
 
 def test_other_weights_dtype_or_quantization_is_another_file(folder):
