@@ -118,9 +118,8 @@ class LoopQueues:
             queue = self._queues[kind] = deque()
         queue.append(_Request(job, cost, future, self._loop.time()))
         if not self._running and not self._dispatch_soon:
-            # Dispatch at the end of the loop's tick, because more jobs may arrive in it.
-            self._dispatch_soon = True
-            self._loop.call_soon(self._dispatch)
+            # More jobs may arrive in this tick of the loop.
+            self._dispatch_in_next_tick()
         return future
 
     def fail_all(self) -> None:
@@ -131,8 +130,12 @@ class LoopQueues:
             if not request.future.done():
                 request.future.set_exception(_closed_error())
 
+    def _dispatch_in_next_tick(self) -> None:
+        self._dispatch_soon = True
+        self._loop.call_soon(self._dispatch)
+
     def _dispatch(self) -> None:
-        """Run the batch that is due first on the worker thread, or set a timer until a batch is due."""
+        """Run the batch that is due first, or set a timer until a batch is due."""
         self._dispatch_soon = False
         if self._timer is not None:
             self._timer.cancel()
@@ -156,7 +159,9 @@ class LoopQueues:
         batch, cost = self._take_batch(kind)
         self._running = batch
         if cost <= self._max_inline_cost:
-            self._work(batch, self._finish)
+            self._work(batch, self._answer)
+            # Not in this tick: other callbacks of the loop run between two batches, however many wait.
+            self._dispatch_in_next_tick()
             return
         try:
             self._executor.submit(self._work, batch, self._finish_soon)
@@ -204,7 +209,12 @@ class LoopQueues:
             self._loop.call_soon_threadsafe(self._finish, outcomes)
 
     def _finish(self, outcomes: list[_Outcome]) -> None:
-        """Answer the callers of a batch, and dispatch the next batch."""
+        """Answer the callers of a batch of the worker thread, and dispatch the next batch."""
+        self._answer(outcomes)
+        self._dispatch()
+
+    def _answer(self, outcomes: list[_Outcome]) -> None:
+        """Give the callers of a batch its outcomes."""
         self._running = []
         for request, result, error in outcomes:
             if request.future.done():
@@ -213,7 +223,6 @@ class LoopQueues:
                 request.future.set_result(result)
             else:
                 request.future.set_exception(error)
-        self._dispatch()
 
 
 def _alone(run: Callable[[list[Any]], list[Any]], request: _Request) -> _Outcome:

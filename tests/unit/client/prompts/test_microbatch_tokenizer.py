@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from vllm_mp.client.prompts.microbatch_tokenizer import AsyncMicrobatchTokenizer
+from vllm_mp.client.prompts.microbatcher import Microbatcher
 
 LONG_WAIT_S = 3600.0
 PROMPTS = ["hello world", "a", "", "the quick brown fox 你好 😀"]
@@ -191,6 +192,22 @@ def test_encodes_share_a_call_by_special_tokens_and_truncation(recorder: Recorde
     ]
     for (prompt, kwargs), result in zip(kinds.items(), results, strict=True):
         assert result.data == recorder.real(prompt, **kwargs).data
+
+
+def test_many_small_batches_run_on_the_loop_with_other_callbacks_between_them() -> None:
+    batches = Microbatcher(lambda jobs: jobs, max_batch_size=8, max_inline_cost=0)
+    kinds = range(2000)
+
+    async def main() -> tuple[list[Any], int]:
+        queues = batches.queues()
+        answers = [queues.add(kind, kind) for kind in kinds]
+        await answers[0]
+        num_answered = sum(answer.done() for answer in answers)
+        return await asyncio.gather(*answers), num_answered
+
+    answers, num_answered = asyncio.run(asyncio.wait_for(main(), 60))
+    assert answers == [*kinds]
+    assert num_answered < 10
 
 
 def test_decodes_share_a_call_by_their_keywords(recorder: Recorder) -> None:
