@@ -7,6 +7,7 @@ process of its own because it loads torch.
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -60,7 +61,7 @@ MAPPED_VERSION: Final = "m3"
 """Version of the folders of mapped files. Change it with every change of configurations or tokenizers."""
 
 _KEPT_SECONDS = 24 * 3600
-"""Time for which an older conversion is kept after its last use, which `build_once` notes."""
+"""Time for which an older folder is kept after an engine found it, which `build_once` notes."""
 
 
 class MappedGguf(msgspec.Struct, frozen=True):
@@ -115,6 +116,28 @@ def _mapped(path: Path) -> MappedGguf | None:
 def is_of_gguf(folder: Path) -> bool:
     """Tell whether the model folder `folder` is that of a GGUF file, mapped or converted."""
     return any((folder / name).is_file() for name in (PLACE_FILE, CONVERTED_FILE))
+
+
+def hold_folder(folder: Path) -> int | None:
+    """Return a descriptor that keeps the model folder of a GGUF file from being removed as unused until it is closed.
+
+    None if `folder` is of no GGUF file, or its file system has no locks.
+    """
+    try:
+        return _lock_folder(folder, fcntl.LOCK_SH) if is_of_gguf(folder) else None
+    except OSError:
+        return None
+
+
+def _lock_folder(folder: Path, kind: int) -> int:
+    """Return a descriptor of `folder` that holds a lock of this kind. Raises OSError if it cannot be had at once."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def gguf_model(source: Path, root: Path, progress: Progress, mmproj: Path | None = None) -> Path:
@@ -217,7 +240,8 @@ def _cache_folder(root: Path, file_name: str, key: str, version: str) -> Path:
 def remove_older(folder: Path) -> None:
     """Remove the conversions of the same file beside `folder` that older versions of the converter made.
 
-    A conversion that an engine found in the last day is kept: an engine of an older release may load it again.
+    A conversion that an engine found in the last day, or that a running engine holds, is kept: an engine of an older
+    release may load it again.
     """
     stem = folder.name.rpartition("-v")[0]
     for older in folder.parent.glob(f"{stem}-v*"):
@@ -227,9 +251,12 @@ def remove_older(folder: Path) -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a folder that no engine found in the last day."""
-    if time.time() - folder.stat().st_mtime > _KEPT_SECONDS:
-        shutil.rmtree(folder, ignore_errors=True)  # a cache that is read-only keeps it
+    """Remove a folder that no engine found in the last day, and that none holds by `hold_folder`."""
+    with contextlib.suppress(OSError):
+        if time.time() - folder.stat().st_mtime > _KEPT_SECONDS:
+            lock = _lock_folder(folder, fcntl.LOCK_EX)
+            shutil.rmtree(folder, ignore_errors=True)  # a cache that is read-only keeps it
+            os.close(lock)
 
 
 def run_converter(source: Path, workspace: Path, lock: int, progress: Progress) -> Path:

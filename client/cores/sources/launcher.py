@@ -34,7 +34,7 @@ from vllm_mp.core_link.core_status import NOT_SUSPENDED, CoreState
 from vllm_mp.core_link.status_page import MAX_TRIED, StatusPage
 from vllm_mp.errors import EngineStartError
 from vllm_mp.keys.operator_key import new_operator_key
-from vllm_mp.model_store.gguf import mapped_gguf
+from vllm_mp.model_store.gguf import hold_folder, mapped_gguf
 from vllm_mp.requests.lora_request import AdapterRecord
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,8 @@ class CoreLauncher:
         self._tried: dict[bytes, None] = {}
         """The digests of the constraints that the next core compiles without a trial, the earliest first."""
         self._cache = KeptCacheFiles(config)
+        self._held_folders = [held for model in config.models if (held := hold_folder(model.folder)) is not None]
+        """Descriptors that keep the folders of the models, which the next core reads, however old they are."""
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -543,6 +545,8 @@ class CoreLauncher:
                     os.close(descriptor)
             self._inheritance.close()
         self._cache.close(goes_on=self._has_let_go or self._inheritance is not None)
+        while self._held_folders:
+            os.close(self._held_folders.pop())
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

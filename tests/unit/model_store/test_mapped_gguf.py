@@ -14,6 +14,7 @@ from support.tiny_gguf import split, write_random_gguf, write_tiny_gguf
 from transformers import MixtralConfig, Phi3Config, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from vllm_mp import AsyncEngineArgs
+from vllm_mp.client.cores.sources.launcher import CoreLauncher
 from vllm_mp.model_config.families.registry import read_architecture
 from vllm_mp.model_store import gguf, resolve_model
 from vllm_mp.model_store.entries import cache_entries
@@ -130,6 +131,20 @@ def test_folder_of_a_replaced_file_is_removed_after_a_day_without_use(tmp_path: 
     assert first.exists()
     os.utime(first, (0, time.time() - 25 * 3600))
     assert resolve_model(str(source)) == second
+    assert not first.exists()
+
+
+def test_folder_of_a_running_engine_is_kept_until_the_engine_ends(tmp_path: Path, tokenizers: list[Path]) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_tiny_gguf(source)
+    first = resolve_model(str(source))
+    launcher = CoreLauncher(AsyncEngineArgs(str(source), skip_tokenizer_init=True).create_engine_config())
+    write_tiny_gguf(source, seed=1)
+    os.utime(first, (0, time.time() - 25 * 3600))
+    resolve_model(str(source))
+    assert first.exists()
+    launcher.close(None, None)
+    resolve_model(str(source))
     assert not first.exists()
 
 
