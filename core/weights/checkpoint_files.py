@@ -1,6 +1,5 @@
 """Read the weights of a Hugging Face folder: one file, or shards with an index."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_mp.core.weights.pickled_tensors import read_pickled
-from vllm_mp.model_store.folder import PICKLED, SAFETENSORS, no_weights, weight_files
+from vllm_mp.model_store.folder import PICKLED, SAFETENSORS, no_weights, read_weight_map, weight_files
 
 
 def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:
@@ -30,20 +29,8 @@ def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:
             f"{folder} has neither {form.single} nor {form.index_name}; point `model` at a folder with the "
             "weights of a Hugging Face checkpoint, or use load_format='dummy' for random ones"
         )
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        names = [(str(name), str(file)) for name, file in weight_map.items()]
-    except OSError as error:
-        raise _unreadable(index, error) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of weights ({error!r}); download it again") from None
     shards: dict[Path, list[str]] = {}
-    for name, file in names:
-        # The index is as untrusted as the checkpoint: it must not point outside the checkpoint's folder.
-        if Path(file).name != file or file == "..":
-            raise ValueError(
-                f"{index} places {name} in {file!r}, which is not the name of a file beside it; download it again"
-            )
+    for name, file in read_weight_map(index).items():
         shards.setdefault(folder / file, []).append(name)
     missing = [path.name for path in shards if not path.is_file()]
     if missing:

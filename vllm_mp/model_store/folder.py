@@ -1,7 +1,7 @@
 """The files that a model's folder must hold before an engine is started on it."""
 
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from vllm_mp.model_config.json_file import read_json
 
@@ -39,8 +39,8 @@ def folder_problem(folder: Path, load_format: str) -> str | None:
     """Return the reason why `folder` cannot be loaded, with the remedy, or None if it can.
 
     Checks that config.json can be read and, unless `load_format` is "dummy", that there are safetensors files, or
-    pytorch_model.bin where there are none, that each file of the index exists, and that none is a Git LFS pointer. The
-    tensors themselves are not read. With "tokenizer" only a tokenizer is required.
+    pytorch_model.bin where there are none, that each file that is loaded exists, and that none is a Git LFS pointer.
+    The tensors themselves are not read. With "tokenizer" only a tokenizer is required.
     """
     if load_format == "tokenizer":
         if has_tokenizer(folder):
@@ -58,6 +58,8 @@ def folder_problem(folder: Path, load_format: str) -> str | None:
         return None if load_format == "dummy" else _weights_problem(folder)
     except ValueError as error:
         return str(error)
+    except OSError as error:
+        return f"cannot read {error.filename or folder}: {error.strerror}; check the file and its permissions"
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -80,6 +82,24 @@ def weight_files(folder: Path) -> WeightFiles | None:
     return None
 
 
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return the name of the file of each tensor that the file `index` names.
+
+    Raises ValueError, naming `index` and the remedy, if it cannot be read, or places a tensor outside its folder.
+    """
+    weight_map = (read_json(index, dict) or {}).get("weight_map")
+    if not isinstance(weight_map, dict):
+        found = "no weight_map" if weight_map is None else f"a weight_map of {type(weight_map).__name__}"
+        raise ValueError(f"{index} is not an index of weights (it has {found}); download it again")
+    for name, file in weight_map.items():
+        # The index is as untrusted as the checkpoint: it must not point outside the checkpoint's folder.
+        if not isinstance(file, str) or Path(file).name != file or file == "..":
+            raise ValueError(
+                f"{index} places {name} in {file!r:.200}, which is not the name of a file beside it; download it again"
+            )
+    return weight_map
+
+
 def no_weights(folder: Path) -> str:
     """Return the error for a folder without weights that can be loaded, with the remedy."""
     others = sorted(path.name for pattern in _OTHER_PICKLES for path in folder.glob(pattern))
@@ -98,21 +118,35 @@ def no_weights(folder: Path) -> str:
 def _weights_problem(folder: Path) -> str | None:
     """Return the reason why the weights of `folder` cannot be loaded, or None.
 
-    Raises ValueError if the index cannot be read.
+    Raises ValueError if the index cannot be read, and OSError for another file.
     """
     form = weight_files(folder)
     if form is None:
         return no_weights(folder)
-    index: dict[str, Any] = read_json(folder / form.index_name, dict) or {}
-    files = set(index.get("weight_map", {}).values())
-    missing = sorted(name for name in files if not (folder / name).is_file())
-    if missing:
-        return (
-            f"{folder} lacks {len(missing)} of the {len(files)} files that {form.index_name} names, "
-            f"for example {missing[0]}: copy or download them again"
-        )
-    for shard in sorted(folder.glob(form.pattern)):
+    single, index = folder / form.single, folder / form.index_name
+    if single.is_file():
+        files = [single]  # an index beside it is of an earlier save
+    elif index.is_file():
+        names = sorted(set(read_weight_map(index).values()))
+        files = [folder / name for name in names]
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            return (
+                f"{folder} lacks {len(missing)} of the {len(names)} files that {form.index_name} names, "
+                f"for example {missing[0]}: copy or download them again"
+            )
+    else:
+        files = sorted(folder.glob(form.pattern))
+    for shard in files:
+        if not shard.is_file():
+            return f"{shard} is {_what_is_no_file(shard)}, not a file with weights: copy or download it again"
         with shard.open("rb") as file:
             if file.read(len(_POINTER_START)) == _POINTER_START:
                 return f"{shard} is a Git LFS pointer, not the weights: run `git lfs pull` in {folder}"
     return None
+
+
+def _what_is_no_file(path: Path) -> str:
+    if path.is_symlink() and not path.exists():
+        return "a link to a missing file"
+    return "a folder" if path.is_dir() else "a special file"

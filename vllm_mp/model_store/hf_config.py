@@ -10,7 +10,7 @@ from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.families.registry import decoder_without_head, read_architecture
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.quantization import stated_quantization
-from vllm_mp.model_store.folder import SAFETENSORS
+from vllm_mp.model_store.folder import SAFETENSORS, read_weight_map
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,9 @@ def _lacks_head(folder: Path) -> bool:
 
 def _tensor_names(folder: Path) -> Iterator[str]:
     """Yield the names of the tensors in safetensors files, from their index or their headers."""
-    index = read_json(folder / SAFETENSORS.index_name, dict)
-    if index is not None and not (folder / SAFETENSORS.single).is_file():
-        yield from map(str, index.get("weight_map", {}))
+    index = folder / SAFETENSORS.index_name
+    if index.is_file() and not (folder / SAFETENSORS.single).is_file():
+        yield from read_weight_map(index)
         return
     for path in sorted(folder.glob(SAFETENSORS.pattern)):
         with path.open("rb") as file:

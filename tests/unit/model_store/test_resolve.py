@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,18 @@ def model_folder(path: Path) -> Path:
     (path / "model.safetensors").write_bytes(b"\0" * 64)
     (path / "tokenizer.json").write_text("{}")
     return path
+
+
+def replace_weights(folder: Path, make: Callable[[Path], object]) -> None:
+    """Put what `make` makes in the place of model.safetensors."""
+    weights = folder / "model.safetensors"
+    weights.unlink()
+    make(weights)
+
+
+def replace_by_shards(folder: Path, weight_map: str) -> None:
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
 
 
 def test_cache_follows_its_variable_then_xdg_then_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,6 +81,12 @@ def test_local_folder_is_used_unchanged(tmp_path: Path, monkeypatch: pytest.Monk
     assert resolve_model("~/model") == folder
 
 
+def test_index_that_a_save_to_one_file_left_over_is_ignored(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    assert resolve_model(str(folder)) == folder
+
+
 @pytest.mark.parametrize("model", ["./x", "../x", "/no/such/x", "~/x", "x.gguf", "a/b/c", "some/x.GGUF"])
 def test_name_that_looks_like_a_path_is_never_sent_to_the_hub(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,13 +117,31 @@ def test_malformed_name_is_refused(model: str) -> None:
             "git lfs pull",
         ),
         (
-            lambda folder: (folder / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"a": "model.safetensors", "b": "gone.safetensors"}}'
-            ),
+            lambda folder: replace_by_shards(folder, '{"a": "a.safetensors", "b": "gone.safetensors"}'),
             "lacks 1 of the 2 files .* gone.safetensors",
         ),
+        (lambda folder: replace_by_shards(folder, "null"), r"index.json is not an index .*no weight_map"),
+        (lambda folder: replace_by_shards(folder, "[]"), r"index.json is not an index .*a weight_map of list"),
+        (lambda folder: replace_by_shards(folder, '{"a": 1}'), "places a in 1, which is not the name of a file"),
+        (lambda folder: replace_weights(folder, Path.mkdir), "model.safetensors is a folder, not a file with weights"),
+        (
+            lambda folder: replace_weights(folder, lambda path: path.symlink_to("gone")),
+            "model.safetensors is a link to a missing file, not a file with weights",
+        ),
     ],
-    ids=["no config", "broken config", "config is a list", "no weights", "git-lfs pointer", "missing shard"],
+    ids=[
+        "no config",
+        "broken config",
+        "config is a list",
+        "no weights",
+        "git-lfs pointer",
+        "missing shard",
+        "index without files",
+        "index with a list",
+        "index with a number",
+        "folder",
+        "link to nothing",
+    ],
 )
 def test_incomplete_folder_is_refused_with_what_is_missing(tmp_path: Path, damage, message: str) -> None:
     folder = model_folder(tmp_path / "model")

@@ -173,10 +173,18 @@ def test_index_must_not_point_outside_its_folder(tmp_path: Path, file: str) -> N
         load_weights(make_model(), tmp_path, "auto", 0)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}'])
-def test_damaged_index_is_named(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is not valid JSON .*; fetch the model again"),
+        ("[]", "holds a list, not a dict; fetch the model again"),
+        ("{}", r"is not an index of weights \(it has no weight_map\); download it again"),
+        ('{"weight_map": 3}', r"is not an index of weights \(it has a weight_map of int\); download it again"),
+    ],
+)
+def test_damaged_index_is_named(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ValueError, match=r"index\.json is not an index of weights.*download"):
+    with pytest.raises(ValueError, match=r"index\.json " + message):
         load_weights(make_model(), tmp_path, "auto", 0)
 
 
