@@ -41,4 +41,4 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
                 f"{path} holds {name!r:.100} of {type(value).__name__}, where only plain tensors with a name are "
                 "loaded; use a model with safetensors"
             )
-    return content
+    return {name: value.detach() for name, value in content.items()}  # a value may be a parameter

@@ -84,6 +84,15 @@ def test_safetensors_are_preferred_and_the_pickle_is_not_opened(tmp_path):
     assert loaded(tmp_path)
 
 
+def test_parameters_in_a_pickle_load_as_tensors(tmp_path):
+    tensors = save_random_model(CONFIGS["llama"], tmp_path).state_dict()
+    expected = loaded(tmp_path)
+    save_pickled(tmp_path, {name: torch.nn.Parameter(value) for name, value in tensors.items()})
+    found = loaded(tmp_path)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not any(value.requires_grad for value in read_pickled(tmp_path / "pytorch_model.bin").values())
+
+
 def test_mapped_tensors_take_no_memory_until_they_are_read(tmp_path):
     path = tmp_path / "pytorch_model.bin"
     torch.save({"x": torch.zeros(2**20)}, path)
