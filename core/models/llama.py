@@ -439,12 +439,12 @@ class LlamaForCausalLM(RankModule):
         return re.sub(r"\.[kv]_proj\.([kv]_scale)$", r".\1", name)
 
     def _ignores(self, name: str) -> bool:
-        """Tell whether a tensor is skipped: of images, rotary frequencies, static activation scales, an unused head."""
+        """Tell whether a tensor is skipped: of images, rotary tables, static activation scales, an unused head."""
         is_input_scale = name.endswith((".input_scale", ".activation_scale"))
         return (
             is_of_images(name)
             or (name == "lm_head.weight" and not self.arch.has_head)
-            or name.endswith("rotary_emb.inv_freq")
+            or name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
             or (self.arch.fp8 is not None and is_input_scale)
         )
 

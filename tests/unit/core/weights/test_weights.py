@@ -66,7 +66,8 @@ def save_sharded(folder: Path, tensors: dict[str, Tensor]) -> list[Path]:
 
 def test_single_file_fills_fused_parameters_and_casts(tmp_path: Path) -> None:
     tensors = make_checkpoint()
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    tables = ("inv_freq", "cos_cached", "sin_cached")  # which older releases of transformers saved
+    tensors |= {f"model.layers.0.self_attn.rotary_emb.{table}": torch.ones(2) for table in tables}
     save_file(tensors, tmp_path / "model.safetensors")
     model = make_model(dtype=torch.bfloat16)
     fractions: list[float] = []
