@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm_mp.arguments.suggestions import did_you_mean
 from vllm_mp.model_store.cache import cache_root
-from vllm_mp.model_store.folder import folder_problem, noun_of
+from vllm_mp.model_store.folder import folder_problem, noun_of, weight_files
 from vllm_mp.model_store.gguf import gguf_model
 from vllm_mp.model_store.gguf_file.mmproj import is_mmproj
 from vllm_mp.model_store.gguf_file.parts import first_part
@@ -35,8 +35,8 @@ def resolve_model(
 
     `model` is, in this order: the alias of a packaged model, a name that the user has given to a folder or file
     (`vllm-mp alias`), a local folder, a `.gguf` file or any part of a split one (or a folder with exactly one such file
-    and no config.json), or a hub id ("name" or "organisation/name"). A folder may also hold the GGUF file of the
-    model's image parts; for a model that is named by its file, `mmproj` is the path of that file.
+    that has no config.json or no other weights), or a hub id ("name" or "organisation/name"). A folder may also hold
+    the GGUF file of the model's image parts; for a model that is named by its file, `mmproj` is the path of that file.
 
     `revision` and `hf_token` are used for the hub only. `download_dir` replaces both the hub's cache and
     `cache_root()`. `load_format="dummy"` requires no weights, "tokenizer" requires only the tokenizer, and "gguf"
@@ -134,7 +134,10 @@ def _looks_like_path(model: str) -> bool:
 def _gguf_inside(folder: Path, load_format: str) -> Path | None:
     """Return the GGUF file to load from `folder`, or None if the folder is loaded as it is."""
     wanted = load_format == "gguf"
-    if not wanted and ((folder / "config.json").exists() or folder_problem(folder, load_format) is None):
+    # GGUF files often lie beside the config.json of the model from which they were made.
+    needs_no_gguf = load_format != "auto" or weight_files(folder) is not None
+    is_model = needs_no_gguf and (folder / "config.json").exists()
+    if not wanted and (is_model or folder_problem(folder, load_format) is None):
         return None
     found = _gguf_files(folder)
     files = _text_parts(found)

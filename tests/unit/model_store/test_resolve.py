@@ -247,6 +247,21 @@ def test_text_part_of_an_unmapped_architecture_has_no_images(tmp_path: Path) -> 
         resolve_model(str(tmp_path))
 
 
+def test_gguf_file_beside_a_config_is_loaded_if_there_are_no_other_weights(
+    tmp_path: Path, loaded: list[tuple[Path, Path | None]]
+) -> None:
+    folder = model_folder(tmp_path / "model")
+    write_tiny_gguf(folder / "tiny.gguf")
+    assert resolve_model(str(folder)) == folder
+    assert loaded == []
+    (folder / "model.safetensors").unlink()
+    assert resolve_model(str(folder), load_format="dummy") == folder
+    with pytest.raises(ValueError, match=r"holds no \.safetensors file"):
+        resolve_model(str(folder), load_format="safetensors")
+    resolve_model(str(folder))
+    assert [source for source, _ in loaded] == [folder / "tiny.gguf"]
+
+
 def test_gguf_load_format_requires_a_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="load_format='gguf'"):
         resolve_model(str(model_folder(tmp_path / "model")), load_format="gguf")
