@@ -181,6 +181,15 @@ def test_error_of_transformers_names_the_field_that_the_native_module_does_not_c
         load_ours(folder, load_format="dummy")
 
 
+@pytest.mark.parametrize("trust_remote_code", [True, False])
+def test_model_with_code_of_its_own_is_refused_by_name(trust_remote_code, tmp_path):
+    config = {"architectures": ["MineForCausalLM"], "model_type": "mine", **SIZES}
+    auto_map = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}))
+    with pytest.raises(ValueError, match=r"'MineForCausalLM' cannot run here: .*'auto_map'.*which is never run"):
+        load_ours(tmp_path, load_format="dummy", trust_remote_code=trust_remote_code)
+
+
 @pytest.mark.parametrize("name", THROUGH_A_CORE)
 def test_answers_with_chunks_and_preemption_equal_those_of_transformers(name, tmp_path):
     with one_thread():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hub_logging
 
 from vllm_mp.config import ModelConfig
@@ -134,7 +134,7 @@ def load_model(
             arch.name,
             arch.reason_not_native,
         )
-    model_class, hub_config = _find_class(arch, config.folder)
+    model_class, hub_config = _find_class(arch, config)
     check_class(arch, model_class, hub_config, config.max_model_len)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": SERVING}
     tensors = {} if config.load_format == "dummy" else dict(read_tensors(checkpoint_files(config.folder), None))
@@ -173,11 +173,19 @@ def load_model(
     return model
 
 
-def _find_class(arch: Architecture, folder: Path) -> tuple[Any, Any]:
-    """Return the class of transformers that runs the model in `folder`, and its configuration."""
+def _find_class(arch: Architecture, config: ModelConfig) -> tuple[Any, Any]:
+    """Return the class of transformers that runs the model of `config`, and its configuration."""
+    folder = config.folder
     try:
         hub_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a bad configuration raises errors of any type
+        if "auto_map" in config.hf_config and config.hf_config.get("model_type") not in CONFIG_MAPPING:
+            raise cannot_run(
+                arch.name,
+                f"the model brings code of its own ('auto_map' in {folder / 'config.json'}), which is never run: "
+                "trust_remote_code=True only allows that of a tokenizer; use a model of an architecture that "
+                "transformers has",
+            ) from error
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise cannot_run(arch.name, f"transformers cannot read {folder / 'config.json'}: {reason}") from error
     if type(hub_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from vllm_mp import AsyncEngineArgs
 from vllm_mp.core.models.transformers.backend import _find_class
 from vllm_mp.model_config.families.registry import read_architecture
 
@@ -22,7 +23,8 @@ CONFIG = {
 def test_unknown_architecture_is_named_in_the_log(tmp_path, caplog, name, is_known):
     config = {**CONFIG, "architectures": [name]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model_class, _ = _find_class(read_architecture(config), tmp_path)
+    engine_config = AsyncEngineArgs(str(tmp_path), skip_tokenizer_init=True, load_format="dummy").create_engine_config()
+    model_class, _ = _find_class(read_architecture(config), engine_config.model_config)
     assert model_class.__name__ == "LlamaForCausalLM"
     named = "names the architecture 'MyOwnForCausalLM', which transformers does not have; by its model_type 'llama'"
     assert (named in caplog.text) is not is_known
