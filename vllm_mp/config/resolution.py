@@ -395,9 +395,12 @@ def _max_model_len(args: EngineOptions, architecture: Architecture, max_seq_leng
     if args.max_model_len is None:
         return min(architecture.max_position, max_seq_length or architecture.max_position)
     if args.max_model_len > architecture.max_position:
+        rope = architecture.rope if isinstance(architecture, NativeArchitecture) else None
+        is_dynamic = rope is not None and rope.type == "dynamic"
+        also = " (dynamic rotary scaling beyond it is not served: it changes keys that are already cached)"
         raise ValueError(
             f"max_model_len={args.max_model_len} is longer than the context of {args.model}, "
-            f"{architecture.max_position} tokens; set it to at most that"
+            f"{architecture.max_position} tokens{also if is_dynamic else ''}; set it to at most that"
         )
     return args.max_model_len
 

@@ -595,6 +595,18 @@ def test_max_model_len_above_the_context_is_refused_by_name(model):
         config_of(model(), max_model_len=CONTEXT + 1)
 
 
+def test_context_stretched_by_linear_scaling_is_the_default_and_that_of_dynamic_scaling_is_not_served(model):
+    path = Path(model()) / "config.json"
+    config = json.loads(path.read_text())
+    for kind in ("linear", "dynamic"):
+        path.write_text(json.dumps({**config, "rope_scaling": {"type": kind, "factor": 4.0}}))
+        if kind == "linear":
+            assert config_of(str(path.parent)).model_config.max_model_len == 4 * CONTEXT
+        else:
+            with pytest.raises(ValueError, match=rf"{CONTEXT} tokens \(dynamic rotary scaling beyond it is not served"):
+                config_of(str(path.parent), max_model_len=4 * CONTEXT)
+
+
 @pytest.mark.parametrize(
     ("options", "seqs", "tokens"),
     [

@@ -75,6 +75,18 @@ def test_yarn_resolves_its_attention_factor_and_length() -> None:
     assert deepseek.attention_factor == pytest.approx((0.07 * 1.3862944 + 1) / (0.1 * 1.3862944 + 1))
 
 
+def test_linear_rope_stretches_the_context_except_that_of_gemma_3() -> None:
+    scaling = {"type": "linear", "factor": 2.5}
+    assert read(max_position_embeddings=100, rope_scaling=scaling).max_position == 250
+    other = {**OTHER, "vocab_size": 100, "hidden_size": 64, "max_position_embeddings": 100}
+    assert read(other, rope_scaling=scaling).max_position == 250
+    assert read(other, rope_scaling=scaling, model_type="gemma3_text").max_position == 100
+    gemma = {**GEMMA, "max_position_embeddings": 100}
+    assert (
+        as_class("Gemma3ForCausalLM", **gemma, rope_scaling={"rope_type": "linear", "factor": 8.0}).max_position == 100
+    )
+
+
 def test_context_of_dynamic_rope_ends_where_stretching_would_begin() -> None:
     arch = read(max_position_embeddings=512, rope_scaling={"type": "dynamic", "factor": 4.0})
     assert arch.max_position == 512

@@ -199,6 +199,10 @@ def llama_family(
     if rope.type == "yarn":
         # A checkpoint may state the stretched length only through the factor (Qwen2.5 does).
         max_position = max(max_position, int(rope.factor * rope.original_max_position))
+    elif rope.type == "linear" and "rope" not in variations:
+        # `max_position_embeddings` is the context before it is stretched, as in vLLM, except for Gemma 3, which has
+        # parameters for each type of layer.
+        max_position = int(rope.factor * max_position)
     fields: dict[str, Any] = {
         "activation": activation(config, "hidden_act", "silu"),
         "tie_word_embeddings": flag(config, "tie_word_embeddings", False),

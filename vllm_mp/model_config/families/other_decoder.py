@@ -81,10 +81,14 @@ def why_not_paged(config: Config) -> str | None:
 
 
 def _longest_context(config: Config) -> int:
-    """Return the context length in tokens: the stated length, stretched if the configuration uses YaRN."""
+    """Return the context length in tokens: the stated length, stretched by linear scaling of all layers, or by YaRN."""
     length = _first_integer(config, _POSITIONS)
-    for rope in rope_variants(config):
-        if rope.get("rope_type", rope.get("type")) == "yarn":
+    states_stretched = str(config.get("model_type")).startswith("gemma3")
+    for place, rope in enumerate(rope_variants(config)):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind == "yarn":
             original = optional_integer(rope, "original_max_position_embeddings", length) or length
             length = max(length, int(number(rope, "factor", minimum=1.0) * original))
+        elif kind == "linear" and place == 0 and not states_stretched:  # later ones are of one type of layer
+            length = int(number(rope, "factor", minimum=1.0) * length)
     return length
