@@ -169,6 +169,8 @@ def test_a_misspelt_path_is_refused_with_the_path_beside_it(tmp_path):
             ["--max-model-len", "65"],
             "max_model_len=65 is longer than the context of MODEL, 64 tokens; set it to at most",
         ),
+        (["--max-model-len", "-1"], "max_model_len=-1 is not served: the longest context that fits into the memory"),
+        (["--max-model-len", "auto"], "max_model_len=-1 is not served: the longest context that fits into the memory"),
         (["--max-model-len", "1"], "max_model_len must be at least 2, got 1"),
         (["--max-model-len", str(2**70)], f"max_model_len must be at least 2 and at most {2**63 - 1}, got {2**70}"),
         (["--gpu-memory-utilization", "nan"], "gpu_memory_utilization must be at least 0.01 and at most 1.0, got nan"),

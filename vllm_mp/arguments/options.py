@@ -5,9 +5,10 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Self
 
-from vllm_mp.arguments.sizes import byte_size, readable_int
+from vllm_mp.arguments.sizes import byte_size, readable_int, readable_int_or_auto
 from vllm_mp.arguments.suggestions import did_you_mean
 from vllm_mp.arguments.unserved_arguments import tell_without_effect
 
@@ -31,6 +32,7 @@ def option(
     without_effect: str = "",
     takes_list: bool = False,
     subject: str = "",
+    unserved: Mapping[int, str] = {},
 ) -> Any:
     """Declare an option, from which its flag, help and validation follow.
 
@@ -38,7 +40,8 @@ def option(
     any other default is added to the flag's help. `low` and `high` are the least and the greatest value.
     `without_effect` says why no value changes anything; empty: values do. `takes_list`: the flag of a tuple takes
     several values at once; else it is given once for each value. `subject` is the heading under which the help of a
-    command shows a common option; empty: only `--help-all` shows it.
+    command shows a common option; empty: only `--help-all` shows it. `unserved` has the integers that vLLM allows and
+    this engine does not, each with the meaning and the remedy that the error gives; the flag also takes "auto" for -1.
     """
     return dataclasses.field(
         default=default,
@@ -50,6 +53,7 @@ def option(
             "without_effect": without_effect,
             "takes_list": takes_list,
             "subject": subject,
+            "unserved": unserved,
         },
     )
 
@@ -127,7 +131,7 @@ def _add_flag(group: "argparse._ArgumentGroup", field: "dataclasses.Field[Any]",
             metavar=field.name.upper(),
         )
     else:
-        conversion = _conversion(field.name, value_type)
+        conversion = _conversion(field, value_type)
         action = group.add_argument(
             flag,
             type=conversion,
@@ -138,10 +142,11 @@ def _add_flag(group: "argparse._ArgumentGroup", field: "dataclasses.Field[Any]",
     action.help = _help(field).replace("%", "%%")
 
 
-def _conversion(name: str, value_type: Any) -> Any:
+def _conversion(field: "dataclasses.Field[Any]", value_type: Any) -> Any:
     """Return the function that makes the value of an option of the text of its flag."""
     if value_type is int:
-        return byte_size if name.endswith("_bytes") else readable_int
+        number = readable_int_or_auto if -1 in field.metadata["unserved"] else readable_int
+        return byte_size if field.name.endswith("_bytes") else number
     return json.loads if value_type is dict else value_type
 
 
@@ -162,6 +167,8 @@ def _check(field: "dataclasses.Field[Any]", hint: Any, value: Any) -> None:
     name, meta = field.name, field.metadata
     if value is None and type(None) in typing.get_args(hint):
         return
+    if isinstance(value, int) and value in meta["unserved"]:
+        raise ValueError(f"{name}={value!r} is not served: {meta['unserved'][value]}")
     expected = _value_type(hint)
     allowed = {float: (int, float), tuple: (list, tuple)}.get(expected, expected)
     if not isinstance(value, allowed) or (isinstance(value, bool) and expected is not bool):

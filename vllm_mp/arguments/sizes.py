@@ -22,6 +22,11 @@ def byte_size(text: str) -> int:
     return int(number) * factor if number.isdecimal() else round(float(number) * factor)
 
 
+def readable_int_or_auto(text: str) -> int:
+    """Return what `readable_int` does, and -1 for "auto", as vLLM does."""
+    return -1 if text.strip().lower() == "auto" else readable_int(text)
+
+
 def readable_int(text: str) -> int:
     """Return the integer that `text` means, as vLLM does: 32k is 32,000, 1.5k is 1,500, and 32K is 32,768.
 

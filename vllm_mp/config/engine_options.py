@@ -120,6 +120,10 @@ class EngineOptions(Options):
         "Allow a request at most N tokens, prompt and completion together. Default: the context of the model.",
         low=2,
         subject="memory and load",
+        unserved={
+            -1: "the longest context that fits into the memory is not computed before the start; give a number, or "
+            "leave it out: if the context of the model does not fit, the error says how many tokens do"
+        },
     )
     served_model_name: str | None = option(None, "Show users this name of the model. Default: the value of `model`.")
     device: str = option(

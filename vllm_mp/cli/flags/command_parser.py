@@ -8,13 +8,14 @@ from typing import Any, NoReturn
 
 from vllm_mp.arguments.argument_parser import FlexibleArgumentParser
 from vllm_mp.arguments.options import FURTHER, WITHOUT_EFFECT
-from vllm_mp.arguments.sizes import byte_size, readable_int
+from vllm_mp.arguments.sizes import byte_size, readable_int, readable_int_or_auto
 from vllm_mp.arguments.suggestions import did_you_mean
 from vllm_mp.arguments.unserved_table import COMMANDS, SERVER_FLAGS
 
 _NOUNS: dict[Any, str] = {
     int: "an integer",
     readable_int: "an integer, such as 4096, 32k or 32K",
+    readable_int_or_auto: "an integer, such as 4096, 32k or 32K",
     float: "a number",
     json.loads: "a JSON object",
     byte_size: "a size in bytes, such as 4GiB or 512MB",
