@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from vllm_mp.machine.deferred_modules import load_deferred_modules
+
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 256
@@ -33,6 +35,7 @@ class Profiler:
         """Record the next steps, at most `MAX_STEPS`; raise ValueError if the profiler is on already."""
         if self._profile is not None:
             raise ValueError("the profiler is on already; call stop_profile first")
+        load_deferred_modules()  # those that are executed amid the imports of PyTorch's profiler fail
         recording = profile(activities=self._activities)
         recording.start()
         self._profile = recording

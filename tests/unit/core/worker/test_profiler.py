@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +12,16 @@ import torch
 
 from vllm_mp.core.worker import profiler
 from vllm_mp.core.worker.profiler import Profiler
+
+PROFILE_IN_A_NEW_CORE = """
+from vllm_mp.core.core_imports import import_core
+import_core()
+import torch
+from vllm_mp.core.worker.profiler import Profiler
+core_profiler = Profiler(torch.device("cpu"))
+core_profiler.start()
+print("folder:", core_profiler.stop())
+"""
 
 
 def make_steps(core_profiler: Profiler, count: int) -> None:
@@ -39,6 +51,11 @@ def test_each_start_and_stop_writes_a_trace_of_the_steps_between(folder):
     first, second = sorted(folder.iterdir())
     assert names_in(first).count("aten::relu") == 3
     assert names_in(second).count("aten::relu") == 5
+
+
+def test_profiler_starts_in_a_process_that_has_imported_only_what_a_core_imports(folder):
+    found = subprocess.run([sys.executable, "-c", PROFILE_IN_A_NEW_CORE], capture_output=True, text=True, check=False)
+    assert f"folder: {folder}" in found.stdout, found.stderr
 
 
 def test_recording_stops_after_the_maximum_number_of_steps(folder, monkeypatch, caplog):
