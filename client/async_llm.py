@@ -801,9 +801,9 @@ class AsyncLLM(EngineClient):
         `get_memory_info()`, `get_model_info()`, `get_num_parameters()` and `get_supported_tasks()`. Arguments and
         results are plain data; no code travels.
 
-        Raises TypeError for arguments that are no plain data and for a function as `method`, EngineError with the
-        reason if the core refuses the call or the method fails, and TimeoutError after `timeout` seconds, by default
-        EngineError after `engine_iteration_timeout_s`.
+        Raises TypeError for arguments that are no plain data and for a function as `method`, ValueError for a `timeout`
+        that is not above 0, EngineError with the reason if the core refuses the call or the method fails, and
+        TimeoutError after `timeout` seconds, by default EngineError after `engine_iteration_timeout_s`.
         """
         return await self._control.collective_rpc(method, timeout, args, kwargs)
 

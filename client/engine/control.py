@@ -1,6 +1,7 @@
 """The operations that change an engine for all its clients: pauses, sleep, the prefix cache, calls of workers."""
 
 import asyncio
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from vllm_mp.arguments.unserved_arguments import check_unserved
 from vllm_mp.arguments.worker_arguments import pack_arguments
 from vllm_mp.client.engine.engine import Engine
 from vllm_mp.errors import EngineError
-from vllm_mp.validation.call_validation import check_pause, check_sleep, check_wake_up
+from vllm_mp.validation.call_validation import check_pause, check_sleep, check_timeout, check_wake_up
 
 
 class EngineControl:
@@ -47,12 +48,18 @@ class EngineControl:
             raise TypeError(
                 f"method must be the name of a worker's method, got {method!r}: no code is sent to the core"
             )
+        check_timeout(timeout)
         arguments = pack_arguments(args, kwargs)
         if timeout is None:
             results = await self._engine.ask("collective_rpc", method, arguments)
         else:
             self._engine.attach()
-            results = await self._engine.cores.call("collective_rpc", timeout, method, arguments)
+            try:
+                results = await self._engine.cores.call("collective_rpc", timeout, method, arguments)
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"collective_rpc({reprlib.repr(method)}) has not ended within timeout={timeout:g} s; raise timeout"
+                ) from error
         if self._engine.vllm_config.parallel_config.world_size == 1:
             return results
         return [result for of_core in results for result in of_core]

@@ -202,8 +202,11 @@ def test_only_names_and_plain_data_reach_the_worker(llm):
             await llm.collective_rpc("check_health", args=("x" * 2**17,))
         with pytest.raises(ValueError, match="not JSON compliant"):
             await llm.collective_rpc("check_health", args=(float("nan"),))
-        with pytest.raises(TimeoutError):
-            await llm.collective_rpc("check_health", 0.0)
+        with pytest.raises(TimeoutError, match=r"collective_rpc\('check_health'\) has not .* timeout=1e-09 s; raise"):
+            await llm.collective_rpc("check_health", 1e-9)
+        for timeout in (0.0, -1, float("nan"), True, "1"):
+            with pytest.raises(ValueError, match=f"timeout must be a number of seconds above 0.*got {timeout!r}"):
+                await llm.collective_rpc("check_health", timeout)
         for packed in ("", "{}", "[[]]", "[[], []]", '[[], {"a": ' + "[" * 60_000, 3, None, pack_arguments((), {}) * 2):
             with pytest.raises(EngineError, match="the arguments must be JSON"):
                 await llm.cores.call("collective_rpc", None, "check_health", packed)

@@ -92,4 +92,11 @@ def check_calls(call):
         refused = call("POST", path)
         assert refused.status_code == 400
         assert message in refused.json()["error"]["message"]
-    assert call("POST", "/collective_rpc", json={"method": "exec"}).status_code == 400
+    for given, status, message in (
+        ({"method": "exec"}, 400, "no public method 'exec'"),
+        ({"method": "check_health", "timeout": -1}, 400, "timeout must be a number of seconds above 0"),
+        ({"method": "check_health", "timeout": 1e-9}, 504, "collective_rpc('check_health') has not ended within"),
+    ):
+        refused = call("POST", "/collective_rpc", json=given)
+        assert refused.status_code == status
+        assert message in refused.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""The arguments of the operations pause, sleep and wake_up: the client checks them first, and the core again."""
+"""The arguments of the operations pause, sleep and wake_up, which the core checks again, and limits of time."""
 
 import reprlib
 from collections.abc import Collection
@@ -26,6 +26,15 @@ def check_sleep(level: Any, mode: Any) -> None:
         raise ValueError(
             f"mode must be one of {', '.join(SLEEP_MODES)}, got {reprlib.repr(mode)}; to let requests end, call "
             "pause_generation('wait') first"
+        )
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raise ValueError, naming the value, unless `timeout` is None or a number of seconds above 0."""
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and timeout > 0):
+        raise ValueError(
+            f"timeout must be a number of seconds above 0, or None for the default, got {reprlib.repr(timeout)}"
         )
 
 

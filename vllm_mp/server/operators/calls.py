@@ -12,7 +12,7 @@ from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.errors import EngineDeadError, EngineError, NotOperatorError
 from vllm_mp.server.http.body import RequestBody, is_strict, read_body
 from vllm_mp.server.http.endpoint import without_index
-from vllm_mp.server.http.errors import ApiError, as_refusal
+from vllm_mp.server.http.errors import ApiError, as_api_error, as_refusal
 from vllm_mp.server.operators.access import check_operator
 
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
@@ -29,7 +29,7 @@ class WorkerCall(RequestBody):
     args: list[Any] | None = None
     kwargs: dict[str, Any] | None = None
     timeout: float | None = None
-    """In seconds; default: no limit."""
+    """In seconds; default: the engine's `engine_iteration_timeout_s`."""
 
 
 class AbortBody(RequestBody):
@@ -128,7 +128,7 @@ async def _done(request: Request, act: Callable[[AsyncLLM], Awaitable[object]]) 
 
 
 async def _asked(request: Request, ask: Callable[[AsyncLLM], Awaitable[T]]) -> T:
-    """Return what the engine answers to an operator. Raises ApiError for a wrong parameter or a missing right."""
+    """Return what the engine answers to an operator. Raises ApiError if it refuses or takes too long."""
     server = check_operator(request)
     try:
         return await ask(server.engine)
@@ -138,6 +138,8 @@ async def _asked(request: Request, ask: Callable[[AsyncLLM], Awaitable[T]]) -> T
         raise
     except EngineError as error:  # such as a profiler that runs already
         raise ApiError(400, str(error)) from None
+    except TimeoutError as error:
+        raise as_api_error(error) from None
     except (ValueError, TypeError, NotImplementedError) as error:
         raise as_refusal(error, tuple(request.query_params)) from None
 
