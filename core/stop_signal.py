@@ -29,7 +29,10 @@ class StopSignal:
             raise StopSignal.Stopped
 
     def listen(self, drains: bool) -> None:
-        """Set this on SIGTERM and SIGINT, with `drain` on SIGINT if `drains`; the second signal kills the process."""
+        """Set this on SIGTERM and SIGINT, with `drain` on SIGINT if `drains`; the second signal kills the process.
+
+        Call this in the main thread. It unblocks both signals, which an app that blocks them passes on to its core.
+        """
 
         def handle(signum: int, _frame: object) -> None:
             if self.signal is not None:
@@ -41,3 +44,4 @@ class StopSignal:
 
         signal.signal(signal.SIGTERM, handle)
         signal.signal(signal.SIGINT, handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))

@@ -16,6 +16,7 @@ from typing import IO, NamedTuple
 
 import msgspec
 
+from vllm_mp.client.cores.process_activity import is_stopped
 from vllm_mp.client.cores.sources.held_address import HeldAddress, listen_at
 from vllm_mp.client.cores.sources.template import CoreTemplate
 from vllm_mp.config import VllmConfig
@@ -40,6 +41,8 @@ _MEMORY_LOG_BYTES = 2**20
 """Size of a log in memory; lines that come after it is full are lost."""
 _STOP_TIMEOUT_S = 10.0
 """Time that a core gets to stop by itself before it is killed."""
+_STOPPED_POLL_S = 0.2
+"""Time between two looks at whether a signal has stopped the core that is to end."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that no request can cause, and SIGKILL only through the memory that it takes."""
 _PIPE_BYTES = 2**20
@@ -349,7 +352,10 @@ class CoreProcess:
             )
 
     def stop(self, timeout: float | None = None) -> None:
-        """End the core, by force after `timeout` seconds (10 by default); idempotent, no-op in a forked child."""
+        """End the core, by force after `timeout` seconds (10 by default); idempotent, no-op in a forked child.
+
+        A core that a signal has stopped takes no SIGTERM, so it is killed at once.
+        """
         if os.getpid() != self._owner:
             return  # a forked child does not own the core
         assert self._popen.stdin is not None
@@ -359,9 +365,7 @@ class CoreProcess:
         self._popen.terminate()
         if self._is_given_up:
             timeout = 0.0
-        try:
-            self._popen.wait(_STOP_TIMEOUT_S if timeout is None else timeout)
-        except subprocess.TimeoutExpired:
+        if not self._ends_within(_STOP_TIMEOUT_S if timeout is None else timeout):
             self.kill()
         if self.pid_fd >= 0:
             os.close(self.pid_fd)
@@ -369,6 +373,18 @@ class CoreProcess:
         if self._memory_log is not None:
             os.close(self._memory_log)
             self._memory_log = None
+
+    def _ends_within(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds for the core's end; return False early if a signal has stopped it."""
+        deadline = time.monotonic() + timeout
+        while True:
+            remaining = deadline - time.monotonic()
+            try:
+                self._popen.wait(max(0.0, min(remaining, _STOPPED_POLL_S)))
+                return True
+            except subprocess.TimeoutExpired:
+                if remaining <= _STOPPED_POLL_S or is_stopped(self.pid):
+                    return False
 
     def remove_files(self) -> None:
         """Remove the files of a core that has ended, except its log."""

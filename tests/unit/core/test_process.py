@@ -1,7 +1,9 @@
-"""How a core process tells that its parent has died."""
+"""How a core process tells that its parent has died, and how signals stop it."""
 
 import os
 import signal
+import subprocess
+import sys
 import types
 
 import pytest
@@ -9,6 +11,16 @@ import pytest
 from vllm_mp.core import process
 from vllm_mp.core.stop_signal import StopSignal
 
+BLOCKED_SIGNALS = """
+import signal
+from vllm_mp.core.stop_signal import StopSignal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+for number in (signal.SIGTERM, signal.SIGINT):
+    stop = StopSignal()
+    stop.listen(drains=False)
+    signal.raise_signal(number)
+    print(stop.signal, stop.is_set)
+"""
 LAUNCH = types.SimpleNamespace(parent_pid=7)
 
 
@@ -44,3 +56,8 @@ def test_core_that_nothing_told_to_stop_does_not_wait_for_the_end_of_its_parent(
     monkeypatch.setattr(process, "_PARENT_END_S", 600)
 
     assert not process._parent_has_died(LAUNCH, stop)
+
+
+def test_core_of_an_app_that_blocks_signals_can_be_told_to_stop():
+    found = subprocess.run([sys.executable, "-c", BLOCKED_SIGNALS], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == [f"{number:d} True" for number in (signal.SIGTERM, signal.SIGINT)]

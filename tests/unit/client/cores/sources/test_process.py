@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import signal
 import subprocess
 import types
 from pathlib import Path
@@ -90,6 +91,19 @@ def test_core_that_its_device_keeps_from_ending_is_given_up(core_process, caplog
         "the core process 4711 was killed 20 s ago and still exists, with its device memory; if the next core "
         "finds no memory, restart the device or the machine"
     ]
+
+
+def test_core_that_a_signal_has_stopped_is_killed_at_once(core_process):
+    core_process.pid = os.posix_spawnp("sleep", ["sleep", "60"], os.environ)
+    try:
+        os.kill(core_process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, core_process.pid, os.WSTOPPED)
+        core_process.stop(60)
+    finally:
+        os.kill(core_process.pid, signal.SIGKILL)
+        os.waitpid(core_process.pid, 0)
+    assert core_process._popen.signals == ["term", "kill"]
+    assert core_process._popen.waited == [process._STOPPED_POLL_S, process._KILL_TIMEOUT_S]
 
 
 def test_end_is_described_with_the_last_lines_of_the_log(core_process):
