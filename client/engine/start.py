@@ -30,6 +30,7 @@ from vllm_mp.config import ModelConfig, VllmConfig
 from vllm_mp.config.engine_args import EngineArgs
 from vllm_mp.core_link.status_page import StatusPage
 from vllm_mp.keys.operator_key import read_operator_key
+from vllm_mp.machine.log_setup import log_settings
 
 if TYPE_CHECKING:
     from vllm_mp.client.ray import RayCore
@@ -94,6 +95,7 @@ async def start_engine_in_thread(engine_args: EngineArgs, stat_loggers: StatLogg
 
 def launch_cores(vllm_config: VllmConfig, check: Callable[[], None]) -> Engine:
     """Start the cores and return their engine when all are ready; `check` is called meanwhile, and may raise."""
+    log_settings()  # a wrong one is refused here rather than by each core
     tracer = _tracer(vllm_config, vllm_config.observability_config.otlp_traces_endpoint)
     size = vllm_config.parallel_config.data_parallel_size
     sources: list[CoreLauncher | RayCore] = []

@@ -10,6 +10,7 @@ from typing import Any
 LEVEL_VARIABLE = "VLLM_MP_LOG_LEVEL"
 FORMAT_VARIABLE = "VLLM_MP_LOG_FORMAT"
 FORMATS = ("text", "json")
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class _JsonFormatter(logging.Formatter):
@@ -37,27 +38,39 @@ def set_up_log(is_service: bool = False, log_format: str | None = None) -> None:
     """Write warnings to standard error; of a service also what this package does, with the time of each line.
 
     `log_format` is one of `FORMATS`, for this process and those that it starts; None: as `$VLLM_MP_LOG_FORMAT` says.
-    `$VLLM_MP_LOG_LEVEL` sets another level for all loggers. Raises ValueError if there is no such level or format.
+    `$VLLM_MP_LOG_LEVEL` sets another level for all loggers. Raises ValueError as `log_settings` does.
     """
     if log_format is not None:
         os.environ[FORMAT_VARIABLE] = log_format
-    level = os.environ.get(LEVEL_VARIABLE)
     form = "%(levelname)s %(name)s: %(message)s"
-    _configure(level or "WARNING", f"%(asctime)s {form}" if is_service else form, "")
-    if is_service and not level:
+    _configure("WARNING", f"%(asctime)s {form}" if is_service else form, "")
+    if is_service and not os.environ.get(LEVEL_VARIABLE):
         logging.getLogger("vllm_mp").setLevel(logging.INFO)
 
 
 def set_up_core_log(program: str) -> None:
-    """Write what a process of a core does to standard error; `program` names it in each line, as "core"."""
-    level = os.environ.get(LEVEL_VARIABLE, "INFO")
-    _configure(level, f"%(asctime)s %(levelname)s {program}: %(message)s", program)
+    """Write what a process of a core does to standard error; `program` names it in each line, as "core".
+
+    Raises ValueError as `log_settings` does.
+    """
+    _configure("INFO", f"%(asctime)s %(levelname)s {program}: %(message)s", program)
 
 
-def _configure(level: str, form: str, program: str) -> None:
-    chosen = os.environ.get(FORMAT_VARIABLE, FORMATS[0])
-    if chosen not in FORMATS:
-        raise ValueError(f"{FORMAT_VARIABLE} must be one of {', '.join(FORMATS)}, got {chosen!r:.100}")
+def log_settings() -> tuple[str | None, str]:
+    """Return the level, None if it is not set, and the format of the log that the environment of this process sets.
+
+    Raises ValueError, which names the variable, if there is no such level or format.
+    """
+    level, log_format = os.environ.get(LEVEL_VARIABLE), os.environ.get(FORMAT_VARIABLE)
+    if level and level.upper() not in LEVELS:
+        raise ValueError(f"{LEVEL_VARIABLE} must be one of {', '.join(LEVELS)}, got {level!r:.100}")
+    if log_format and log_format not in FORMATS:
+        raise ValueError(f"{FORMAT_VARIABLE} must be one of {', '.join(FORMATS)}, got {log_format!r:.100}")
+    return level.upper() if level else None, log_format or FORMATS[0]
+
+
+def _configure(default_level: str, form: str, program: str) -> None:
+    level, log_format = log_settings()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(program) if chosen == "json" else logging.Formatter(form))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    handler.setFormatter(_JsonFormatter(program) if log_format == "json" else logging.Formatter(form))
+    logging.basicConfig(level=level or default_level, handlers=[handler])

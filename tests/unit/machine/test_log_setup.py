@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from vllm_mp import AsyncEngineArgs, AsyncLLM
+
 PROGRAM = """
 import logging
 from vllm_mp.machine.log_setup import set_up_core_log, set_up_log
@@ -35,11 +37,27 @@ def test_each_line_is_an_object(set_up, environment, monkeypatch):
     assert entry.get("program") == ("core" if environment else None)
 
 
-def test_text_is_the_default():
-    assert "WARNING core: a line" in log_of("set_up_core_log('core')", PYTHONPATH=":".join(sys.path))
+@pytest.mark.parametrize(
+    "environment", [{}, {"VLLM_MP_LOG_LEVEL": "", "VLLM_MP_LOG_FORMAT": ""}], ids=["unset", "empty"]
+)
+def test_text_is_the_default(environment):
+    assert "WARNING core: a line" in log_of("set_up_core_log('core')", PYTHONPATH=":".join(sys.path), **environment)
 
 
-def test_unknown_format_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("variable", "value", "values"),
+    [
+        ("VLLM_MP_LOG_FORMAT", "xml", "text, json"),
+        ("VLLM_MP_LOG_LEVEL", "loud", "DEBUG, INFO, WARNING, ERROR, CRITICAL"),
+    ],
+)
+def test_wrong_variable_is_named_by_programs_and_before_a_core_starts(
+    variable, value, values, monkeypatch, small_model
+):
+    message = f"{variable} must be one of {values}, got '{value}'"
     with pytest.raises(subprocess.CalledProcessError) as failed:
-        log_of("set_up_log()", PYTHONPATH=":".join(sys.path), VLLM_MP_LOG_FORMAT="xml")
-    assert "VLLM_MP_LOG_FORMAT must be one of text, json, got 'xml'" in failed.value.stderr
+        log_of("set_up_log()", PYTHONPATH=":".join(sys.path), **{variable: value})
+    assert message in failed.value.stderr
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=message):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(small_model), device="cpu"))
