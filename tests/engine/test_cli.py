@@ -627,6 +627,14 @@ def test_bench_throughput_prints_and_writes_its_figures(small_options, tmp_path)
         assert 0 < figures[name]["p50"] <= figures[name]["p90"] <= figures[name]["p99"]
 
 
+@pytest.mark.parametrize("name", ["latency", "throughput"])
+def test_load_that_exceeds_the_context_is_refused_before_an_engine_starts(name, small_options, capsys):
+    flags = ("--input-len", "40", "--output-len", "25", "--max-model-len", "64")
+    assert cli.main(["bench", name, *small_options, *flags]) == 2
+    message = "--input-len 40 and --output-len 25 are 65 tokens together, more than max_model_len=64"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "flags",
     [

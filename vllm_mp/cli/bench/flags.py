@@ -18,6 +18,15 @@ def positive_integer(text: str) -> int:
     return int(text)
 
 
+def check_lengths(input_len: int, output_len: int, max_model_len: int) -> None:
+    """Raise ValueError, naming the flags, if a request of the longest prompt and completion exceeds `max_model_len`."""
+    if input_len + output_len > max_model_len:
+        raise ValueError(
+            f"--input-len {input_len} and --output-len {output_len} are {input_len + output_len} tokens together, more "
+            f"than max_model_len={max_model_len}; lower one of them, or raise --max-model-len if the model allows it"
+        )
+
+
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Add `--json FILE`, for `write_json`."""
     parser.add_argument(

@@ -6,7 +6,7 @@ import os
 import random
 
 from vllm_mp.cli.bench.drafts import print_drafts, read_drafts
-from vllm_mp.cli.bench.flags import add_json_flag, positive_integer, write_json
+from vllm_mp.cli.bench.flags import add_json_flag, check_lengths, positive_integer, write_json
 from vllm_mp.cli.bench.load_generator import LoadRequest, decode_rate, random_prompt, run_load, spread
 from vllm_mp.cli.bench.progress import progress
 from vllm_mp.config.engine_args import AsyncEngineArgs
@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
     )
     chance = random.Random(0)
     first_tokens, gaps, rates, seconds = [], [], [], []
-    llm = AsyncLLM.from_engine_args(engine_args)
+    config = engine_args.create_engine_config()
+    check_lengths(args.input_len, args.output_len, config.model_config.max_model_len)
+    llm = AsyncLLM.from_vllm_config(config)
     try:
         vocab_size = llm.model_config.get_vocab_size()
         with progress("rounds", 1 + args.rounds) as count_round:

@@ -5,7 +5,7 @@ import dataclasses
 import os
 
 from vllm_mp.cli.bench.drafts import print_drafts, read_drafts
-from vllm_mp.cli.bench.flags import add_json_flag, positive_integer, write_json
+from vllm_mp.cli.bench.flags import add_json_flag, check_lengths, positive_integer, write_json
 from vllm_mp.cli.bench.load_generator import LoadRequest, percentiles, run_load, uniform_load
 from vllm_mp.cli.bench.progress import progress
 from vllm_mp.config.engine_args import AsyncEngineArgs
@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     engine_args = dataclasses.replace(
         AsyncEngineArgs.from_cli_args(args), disable_log_requests=True, skip_tokenizer_init=True
     )
-    llm = AsyncLLM.from_engine_args(engine_args)
+    config = engine_args.create_engine_config()
+    check_lengths(args.input_len[1], args.output_len[1], config.model_config.max_model_len)
+    llm = AsyncLLM.from_vllm_config(config)
     try:
         vocab_size = llm.model_config.get_vocab_size()
         requests = uniform_load(
