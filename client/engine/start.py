@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import os
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm_mp.arguments.unserved_arguments import tell_without_effect
 from vllm_mp.client.cores.endpoint import endpoint
 from vllm_mp.client.cores.placement import config_of_place
 from vllm_mp.client.cores.recovery.restart_limit import RestartLimit
@@ -112,6 +114,7 @@ def launch_cores(vllm_config: VllmConfig, check: Callable[[], None]) -> Engine:
             CoreSupervisor(source, core, _restart_limit(vllm_config))
             for source, core in zip(sources, cores, strict=True)
         ]
+        _tell_of_memory_options(cores[0].config)
         return Engine(
             supervisors,
             prompt_tokenizer,
@@ -125,6 +128,22 @@ def launch_cores(vllm_config: VllmConfig, check: Callable[[], None]) -> Engine:
         if tracer is not None:
             tracer.close()
         raise
+
+
+def _tell_of_memory_options(config: VllmConfig) -> None:
+    """Write to the log what is set of vLLM's options for the size of the KV cache that a CPU does not use.
+
+    `config` names the device that the core has chosen.
+    """
+    if config.device_config.device != "cpu" or config.cache_config.kv_cache_memory_bytes is not None:
+        return
+    given: dict[str, object] = {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE")}
+    share = config.cache_config.gpu_memory_utilization
+    if share != EngineArgs.gpu_memory_utilization:
+        given["gpu_memory_utilization"] = share
+    for name, value in given.items():
+        if value:
+            tell_without_effect(name, value, "on a CPU kv_cache_memory_bytes sets the size of the KV cache, in bytes")
 
 
 def connect_engine(

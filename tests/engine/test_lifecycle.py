@@ -18,6 +18,7 @@ import pytest
 from support.engine_fixtures import SLOW_STEPS
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineDeadError, EngineStartError, SamplingParams, UsageContext
+from vllm_mp.arguments import unserved_arguments
 from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, rest
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
@@ -315,6 +316,18 @@ def test_engine_returns_its_configuration_tokenizer_and_status(llm):
     assert llm.is_running
     assert not llm.errored
     assert llm.dead_error is None
+
+
+def test_options_of_memory_that_a_cpu_does_not_use_are_told(small_model, monkeypatch, caplog):
+    monkeypatch.setattr(unserved_arguments, "_told", set())
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    options = {"model": str(small_model), "device": "cpu", "num_threads": 1, "gpu_memory_utilization": 0.25}
+    for size in (2**24, None):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(**options, kv_cache_memory_bytes=size)).shutdown()
+        told = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+        assert len(told) == (0 if size else 2)
+    assert told[0].startswith("VLLM_CPU_KVCACHE_SPACE='2' has no effect: on a CPU kv_cache_memory_bytes sets")
+    assert told[1].startswith("gpu_memory_utilization=0.25 has no effect: on a CPU kv_cache_memory_bytes sets")
 
 
 def test_engine_without_a_tokenizer_takes_and_returns_token_ids(make_small_engine):
