@@ -644,6 +644,8 @@ def test_load_that_exceeds_the_context_is_refused_before_an_engine_starts(name, 
         ["throughput", "--request-rate", "nan"],
         ["throughput", "--input-len", "9:3"],
         ["throughput", "--output-len", "many"],
+        ["latency", "--json", "no/such/folder/figures.json"],
+        ["throughput", "--json", "."],
     ],
     ids=" ".join,
 )

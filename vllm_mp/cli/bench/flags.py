@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Add `--json FILE`, for `write_json`."""
     parser.add_argument(
         "--json",
-        type=Path,
+        type=_writable_file,
         metavar="FILE",
         help="Write the figures to FILE, as JSON. Default: they are only printed.",
     )
@@ -41,3 +42,18 @@ def write_json(file: Path | None, report: dict[str, Any]) -> None:
     """Write `report` to `file`, unless the flag was not given."""
     if file is not None:
         write_output(file, json.dumps(report, indent=2) + "\n")
+
+
+def _writable_file(text: str) -> Path:
+    """Return a flag's value as the path of a file that can be written, before a benchmark takes its time.
+
+    Raises ArgumentTypeError, which argparse prints with the flag's name, for another value.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"it must be a file, got the folder {text!r}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}; create it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; choose a file in a folder of yours")
+    return path

@@ -1,11 +1,14 @@
 """The figures of benchmarks, and their progress."""
 
+import argparse
 import io
+import os
 import statistics
 import sys
 
 import pytest
 
+from vllm_mp.cli.bench.flags import add_json_flag
 from vllm_mp.cli.bench.load_generator import percentiles
 from vllm_mp.cli.bench.progress import progress
 
@@ -25,6 +28,21 @@ def test_percentiles_are_interpolated_between_values():
 def test_percentiles_of_no_values_are_refused():
     with pytest.raises(ValueError, match="no values"):
         percentiles([], (0.5,))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_file_for_figures_is_refused_at_once_if_it_cannot_be_written(is_there, tmp_path, monkeypatch, capsys):
+    parser = argparse.ArgumentParser()
+    add_json_flag(parser)
+    file = tmp_path / "figures.json"
+    assert parser.parse_args(["--json", str(file)]).json == file
+    if is_there:
+        file.touch()
+    refused = file if is_there else tmp_path
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (refused, os.W_OK))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--json", str(file)])
+    assert f"--json: '{file}' cannot be written" in capsys.readouterr().err
 
 
 def test_progress_of_a_benchmark_is_shown_on_a_terminal_only(monkeypatch, capfd):
