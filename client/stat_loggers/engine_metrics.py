@@ -12,6 +12,8 @@ from vllm_mp.client.stats import CoreReading, Counter, Histogram
 from vllm_mp.client.stats.cells import Values
 
 _ENGINE_LABELS = ("model_name", "engine")
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""vLLM's names of being awake and of the levels of sleep 1 and 2."""
 
 
 class EngineMetrics:
@@ -34,6 +36,7 @@ class EngineMetrics:
                 stats.prefix_cache_queries,
             ),
             "vllm:prefix_cache_hits": ("Tokens of prompts that the prefix cache held", stats.prefix_cache_hits),
+            "vllm:prompt_tokens_cached": ("The same as prefix_cache_hits", stats.prefix_cache_hits),
             "vllm_mp:recovered_requests": (
                 "Requests that were continued on the next core, once for each death",
                 stats.recovered_requests,
@@ -148,6 +151,15 @@ class EngineMetrics:
             for labels, core in cores.items():
                 gauge.add_metric(labels, getattr(core, attribute))
             yield gauge
+        sleep = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "1 for the state of the core: awake, weights_offloaded (level 1) or discard_all (level 2)",
+            labels=[*_ENGINE_LABELS, "sleep_state"],
+        )
+        for labels, core in cores.items():
+            for level, state in enumerate(_SLEEP_STATES):
+                sleep.add_metric([*labels, state], level == (core.sleep_level if core.is_sleeping else 0))
+        yield sleep
         counters = {
             "vllm:num_preemptions": ("Preemptions by the present core", "num_preemptions"),
             "vllm_mp:core_dropped_messages": (

@@ -23,6 +23,8 @@ class CoreReading(NamedTuple):
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: Sequence[int] = ()
     """Accepted drafts that were the first, second, ... of their row; empty without speculation."""
+    sleep_level: int = 0
+    """1: the core keeps its weights in host memory while it sleeps; 2: it has dropped them."""
 
     @classmethod
     def of(cls, incarnation: int, status: Mapping[str, Any]) -> "CoreReading":
@@ -40,8 +42,12 @@ class CoreReading(NamedTuple):
         sums = {name: sum(getattr(reading, name) for reading in readings) for name in names}
         any_of = {name: any(getattr(reading, name) for reading in readings) for name in ("is_paused", "is_sleeping")}
         columns = zip_longest(*(reading.num_accepted_tokens_per_pos for reading in readings), fillvalue=0)
-        other: dict[str, Any] = {"incarnation": readings[0].incarnation, per_pos: [sum(column) for column in columns]}
-        return cls(**other | sums | any_of)
+        other: dict[str, Any] = {
+            "incarnation": readings[0].incarnation,
+            "sleep_level": max(reading.sleep_level for reading in readings),
+            per_pos: [sum(column) for column in columns],
+        }
+        return cls(**sums | any_of | other)
 
     @property
     def accepted_drafts(self) -> float | None:

@@ -21,7 +21,9 @@ OF_VLLM = {
     "vllm:kv_cache_usage_perc": "gauge",
     "vllm:gpu_cache_usage_perc": "gauge",
     "vllm:prefix_cache_queries": "counter",
+    "vllm:engine_sleep_state": "gauge",
     "vllm:prefix_cache_hits": "counter",
+    "vllm:prompt_tokens_cached": "counter",
     "vllm:num_preemptions": "counter",
     "vllm:prompt_tokens": "counter",
     "vllm:generation_tokens": "counter",
@@ -96,6 +98,10 @@ def test_metrics_have_the_names_types_and_labels_of_vllm(in_process, replay_engi
     assert info.labels["num_gpu_blocks"] == str(cache.num_blocks - 1)
     reasons = {sample.labels["finished_reason"] for sample in found.families["vllm:request_success"].samples}
     assert reasons == {"stop", "length", "abort", "error"}
+    states = {
+        sample.labels["sleep_state"]: sample.value for sample in found.families["vllm:engine_sleep_state"].samples
+    }
+    assert states == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
 
 
 @pytest.mark.essential

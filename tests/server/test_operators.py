@@ -75,8 +75,10 @@ def check_calls(call):
     assert call("POST", "/resume/").status_code == 200, "a slash at the end changes nothing"
     assert call("POST", "/sleep?level=1").status_code == 200
     assert call("GET", "/is_sleeping").json() == {"is_sleeping": True}
+    assert 'sleep_state="weights_offloaded"} 1.0' in call("GET", "/metrics").text
     assert call("POST", "/wake_up?tags=weights&tags=kv_cache").status_code == 200
     assert call("GET", "/is_sleeping").json() == {"is_sleeping": False}
+    assert 'sleep_state="awake"} 1.0' in call("GET", "/metrics").text
     assert call("POST", "/reset_prefix_cache").status_code == 200
     assert call("POST", "/restart_core").status_code == 200
     [count] = call("POST", "/collective_rpc", json={"method": "get_num_parameters"}).json()["results"]
