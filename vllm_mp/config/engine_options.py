@@ -159,7 +159,7 @@ class EngineOptions(Options):
     )
     gpu_memory_utilization: float = option(
         0.9,
-        "Let the core use this share of the GPU's memory, 0 to 1. It has no effect on a CPU.",
+        "Let the core use this share of the GPU's memory, 0 to 1. A CPU does not use it.",
         low=0.01,
         high=1.0,
         subject="memory and load",
