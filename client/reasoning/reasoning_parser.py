@@ -29,15 +29,13 @@ class ReasoningParser(IncrementalParser):
     def __init__(self, prompt: str = "", begun: str = "") -> None:
         """`prompt` is the text of the prompt, or its end: the chat template may begin the thought there, or end it.
 
-        `begun` is the text at the end of the prompt that the answer continues: there the last marker counts.
+        `begun` is the text at the end of the prompt that the answer continues.
         """
-        begin, end = begun.rfind(self.start), begun.rfind(self.end)
-        if begin == end:  # it has no marker
-            before = prompt.rstrip().removesuffix(begun.rstrip()).rstrip()
-            begin, end = before.endswith(self.start), before.endswith(self.end)
-        self.may_think = begin >= end
+        before = prompt.rstrip().removesuffix(begun.strip()).rstrip()
+        begins = begun.lstrip().startswith(self.start)
+        self.may_think = self.end not in begun and (begins or not before.endswith(self.end))
         """The answer may hold a thought."""
-        self.in_thought = self.may_think and (self.always_thinks or begin > end)
+        self.in_thought = self.may_think and (self.always_thinks or begins or before.endswith(self.start))
         """The answer begins inside a thought."""
         super().__init__()
 

@@ -17,6 +17,8 @@ _PARAMETER_ENDS = ("\n</parameter>", "</parameter>")
 _VALUE_ENDS = (*_PARAMETER_ENDS, f"\n{_PARAMETER}", f"\n{_FUNCTION_END}")
 _KEY = re.compile(r"[^<>\n]*")
 _MAX_KEY_LENGTH = 256
+_MAX_LITERAL_LENGTH = 10_000
+"""Characters of a list or dict of Python that is read as one, because reading it keeps the event loop waiting."""
 _STRING_ONLY = frozenset(("string",))
 _WORDS = ("true", "false", "null")
 _TYPES_BY_BEGINNING = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
@@ -151,4 +153,5 @@ def _as_json(value: str) -> str | None:
         return "null"
     if is_json(value):
         return value
-    return python_to_json(value) if value.startswith(("[", "{")) else None
+    is_literal = value.startswith(("[", "{")) and len(value) <= _MAX_LITERAL_LENGTH
+    return python_to_json(value) if is_literal else None

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     )
     tls = tls_context(options)
     # Before the engine: a port in use must cost no loading of a model.
-    if options.uds is None:
+    if not options.uds:
         listeners = listen_together(options.host, options.port, options.api_server_count)
     else:
         listeners = listen_at_path(options.uds, options.api_server_count)

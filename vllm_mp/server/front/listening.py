@@ -97,14 +97,14 @@ def removing_file_of(listener: socket.socket) -> Generator[None, None, None]:
         yield
         return
     path = os.path.abspath(listener.getsockname())
-    own = os.lstat(path)
-    with listener.dup():  # no other file can get the inode as long as the socket is open
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError), _locked(Path(path).parent):
-                if os.path.samestat(own, os.lstat(path)):
-                    os.unlink(path)
+    own = os.open(path, os.O_PATH | os.O_NOFOLLOW)  # no other file can get the inode as long as this is open
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError), _locked(Path(path).parent):
+            if os.path.samestat(os.fstat(own), os.lstat(path)):
+                os.unlink(path)
+        os.close(own)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from vllm_mp.server.http.body import Ignored, Refused, refused, unserved
 from vllm_mp.server.http.endpoint import Call, post
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.http.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
-from vllm_mp.server.http.options import ServerOptions
 from vllm_mp.server.http.protocol import WriteNow
 from vllm_mp.server.http.state import ServerState
 from vllm_mp.server.openai.answer_parts import (
@@ -188,7 +187,8 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         tools=tools,
         image_paths=image_paths,
     )
-    role = _role(body, call.server.options)
+    continues = body.continue_final_message or body.add_generation_prompt is False
+    role = body.messages[-1].role if continues else call.server.options.response_role
     # The engine has the prompt now. The answer may take long, and its stream keeps the body.
     body.messages = []
     del prompt
@@ -244,14 +244,6 @@ def _tools(body: ChatBody, server: ServerState, params: SamplingParams, template
     if tools is not None and tools.form is not None:
         params.structured_outputs = tools.form
     return tools
-
-
-def _role(body: ChatBody, options: ServerOptions) -> str:
-    """Return the role of the answers; they have that of the last message if they continue it."""
-    begins_message = body.add_generation_prompt
-    if begins_message is None:
-        begins_message = not body.continue_final_message
-    return options.response_role if begins_message else body.messages[-1].role
 
 
 def _usage(generation: Generation, answer_format: AnswerFormat, parts: Iterable[AnswerParts]) -> Usage:

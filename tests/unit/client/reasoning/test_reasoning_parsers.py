@@ -101,6 +101,8 @@ def test_prompt_tells_whether_the_answer_begins_inside_a_thought(name, prompt, m
         (QWEN3, "<think>\nLet me see.\n</think>\n\nThe answer ", " is 4.", "", " is 4."),
         (QWEN3_OFF, "The answer ", " is <think>4.", "", " is <think>4."),
         ("What does <think> mean?" + QWEN3_OFF, "It begins", " a thought.", "", " a thought."),
+        (QWEN3_OFF, "The tag <think> begins", " a thought.", "", " a thought."),
+        (QWEN3, "<think>\nSo.\n</think>\n\nThe tag <think> begins", " a thought.", "", " a thought."),
     ],
 )
 def test_answer_goes_on_where_the_text_that_it_continues_ends(name, before, begun, text, reasoning, content):
