@@ -31,6 +31,8 @@ _MAX_DEPTH = 150
 """Nesting of expressions, across rules."""
 _MAX_TOTAL = 20_000
 """States that are made for all expressions of a grammar."""
+_MAX_STEPS = 1000
+"""Steps of all deterministic automata of a grammar. A parser may have to predict all of them at the same place."""
 
 
 class Step(NamedTuple):
@@ -60,26 +62,40 @@ class AutomatonMaker:
         self._rules = rules
         self._drafts: dict[Expression, _Draft | None] = {}
         self._num_left = _MAX_TOTAL
+        self._num_steps_left = _MAX_STEPS
 
     def is_regular(self, expression: Expression) -> bool:
         """Return whether an expression is regular, and small enough."""
         return isinstance(expression, Literal | Characters) or self._draft(expression) is not None
 
+    def has_loops(self, expression: Expression) -> bool:
+        """Return whether an expression has repetitions without end, or may have them because it is not regular."""
+        if isinstance(expression, Literal | Characters):
+            return False
+        draft = self._draft(expression)
+        return draft is None or draft.num_loops > 0
+
     def ambiguous(self, expression: Expression) -> Automaton | None:
         """Return the automaton of a regular expression that may be ambiguous without bound.
 
         That takes two repetitions without end. None for other expressions, and if the automaton is too large or matches
-        nothing.
+        nothing. None, too, for a sequence that begins without a repetition: only the rest of it needs an automaton.
         """
         if isinstance(expression, Literal | Characters):
+            return None
+        if isinstance(expression, Sequence) and expression.items and not self.has_loops(expression.items[0]):
             return None
         draft = self._draft(expression)
         if draft is None or draft.num_loops < 2:
             return None
         try:
-            return draft.determinized()
+            automaton = draft.determinized()
         except _UnfitError:
             return None
+        if len(automaton.steps) > self._num_steps_left:
+            return None
+        self._num_steps_left -= len(automaton.steps)
+        return automaton
 
     def _draft(self, expression: Expression) -> "_Draft | None":
         if expression not in self._drafts:

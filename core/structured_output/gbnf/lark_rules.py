@@ -80,14 +80,20 @@ class _Writer:
                 return self._sequence(items)
 
     def _sequence(self, items: tuple[Expression, ...]) -> str:
-        """Return a sequence; regular items beside each other may have one automaton."""
+        """Return a sequence; regular items beside each other may have one automaton.
+
+        It begins with the first of them that has a loop. The parser predicts all states of an automaton where it may
+        begin, so the literals that tell alternatives apart come before.
+        """
         texts = []
         for is_regular, group in groupby(items, self._automata.is_regular):
-            run = sequence(group)
-            if is_regular and run != Sequence(items):
-                texts.append(self._expression(run))
+            run = list(group)
+            while is_regular and run and not self._automata.has_loops(run[0]):
+                texts.append(self._expression(run.pop(0)))
+            if is_regular and len(run) > 1 and tuple(run) != items:
+                texts.append(self._expression(sequence(run)))
             else:
-                texts += map(self._expression, run.items if isinstance(run, Sequence) else [run])
+                texts += map(self._expression, run)
         return " ".join(texts) or '""'
 
     def _automaton(self, automaton: Automaton) -> str:

@@ -94,6 +94,7 @@ def test_a_text_is_allowed_if_the_grammar_derives_it(library, grammar, allowed, 
             'root ::= "(" root ")" | text\ntext ::= (word | space)+\nword ::= [a-z]+\nspace ::= " "*',
             "((abc  de " + "x" * 4000 + "))",
         ),
+        (r'root ::= "(" (root [a-z]* [a-z]*) ")" | "-"', "(-" + "abcdefgh" * 500 + ")"),
         (r'root ::= "\"" (char+ | "\\" .)* "\"" ws' + '\nchar ::= [^"\\\\]\nws ::= [ ]*', '"' + "ab\\n" * 1000 + '" '),
     ],
     ids=lambda value: value[:20],
@@ -106,6 +107,13 @@ def test_a_long_text_may_be_split_in_many_ways(library, grammar, text):
         allowed = library.allowed(matcher)
     assert len(text) > 3000
     assert library.eos in allowed
+
+
+@pytest.mark.parametrize("command", ['"name%d" ws arg ws arg', 'ws "name%d" ws arg ws arg ws'])
+def test_a_grammar_may_have_many_alternatives_with_repetitions(library, command):
+    commands = " | ".join(command % number for number in range(200))
+    grammar = f'root ::= cmd ("\\n" cmd)*\ncmd ::= {commands}\narg ::= [a-z0-9]+\nws ::= [ \\t]*'
+    assert library.allows(Constraint("grammar", grammar), "name7  some thing\nname142 other 2\nname199 a b")
 
 
 @pytest.mark.parametrize(
