@@ -2,7 +2,7 @@
 
 import re
 
-from vllm_mp.core.structured_output.gbnf.lark_rules import lark_rules
+from vllm_mp.core.structured_output.gbnf.lark_rules import to_lark
 from vllm_mp.core.structured_output.gbnf.reader import read_rules
 
 
@@ -16,4 +16,4 @@ def gbnf_to_lark(text: str) -> str:
 
     Raises GrammarError, which names the rule and the line, if the grammar cannot be read.
     """
-    return lark_rules(read_rules(text))
+    return to_lark(read_rules(text))

@@ -27,7 +27,7 @@ from vllm_mp.core.structured_output.gbnf.expressions import (
 _NO_CHARACTER = r"[^\x{0}-\x{10ffff}]"
 
 
-def lark_rules(rules: Rules) -> str:
+def to_lark(rules: Rules) -> str:
     """Return a grammar in Lark's notation."""
     return _Writer(rules).text()
 
