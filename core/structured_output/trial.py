@@ -241,8 +241,9 @@ def _walk(grammar: Grammar, source: TokenizerSource, is_timed: bool) -> None:
         accepted = time.thread_time()
         try:
             matcher.accept([token])
-        except GrammarError as error:  # the mask allows a token that stands for what the vocabulary does not have
-            raise GrammarError(_unspelled(grammar, tokens)) from error
+        except GrammarError as error:
+            _check_spelling(grammar, tokens, error)
+            raise
         end = time.thread_time()
         tokens.append(token)
         slowest = max(filled - begin, end - accepted)
@@ -255,15 +256,20 @@ def _walk(grammar: Grammar, source: TokenizerSource, is_timed: bool) -> None:
             return
 
 
-def _unspelled(grammar: Grammar, tokens: list[int]) -> str:
-    """Return the error of a grammar that demands a text after `tokens` which no tokens of the model spell."""
+def _check_spelling(grammar: Grammar, tokens: list[int], error: GrammarError) -> None:
+    """Raise GrammarError if the text that a grammar demands after `tokens` has no spelling in tokens of the model.
+
+    Then a mask allows a token that stands for what the vocabulary does not have, and accepting it fails with `error`.
+    """
     matcher = grammar.matcher()
     matcher.accept(tokens)
-    text = matcher.forced_bytes().decode(errors="replace")
-    return (
-        f"the constraint demands {text[:_MAX_QUOTED]!r}, which the model's vocabulary cannot spell; leave out its "
-        "rare characters, or use a model whose vocabulary has a token for each byte"
-    )
+    text = matcher.forced_bytes()
+    if grammar.bytes_of(grammar.tokens_of(text)) != text:
+        quoted = text.decode(errors="replace")[:_MAX_QUOTED]
+        raise GrammarError(
+            f"the constraint demands {quoted!r}, which the model's vocabulary cannot spell; leave out its rare "
+            "characters, or use a model whose vocabulary has a token for each byte"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -194,6 +194,17 @@ def test_text_that_the_vocabulary_cannot_spell_is_refused_with_the_remedy(tmp_pa
         _walk(library.compile(Constraint("choice", json.dumps([text]))), library.source, is_timed=False)
 
 
+def test_text_that_leads_to_a_limit_of_the_library_is_refused_with_that_reason(tmp_path):
+    backend = byte_level()
+    backend.add_special_tokens(["</s>"])
+    library = saved_library(tmp_path, backend)
+    names = [f"r{number}" for number in range(900)]
+    rules = "\n".join(f"{name}: A {name} | A" for name in names)
+    constraint = Constraint("grammar", f'start: "b" ({" | ".join(names)})\n{rules}\nA: "a"')
+    with pytest.raises(GrammarError, match=r"Current row has \d+ items"):
+        _walk(library.compile(constraint), library.source, is_timed=False)
+
+
 def test_a_folder_without_tokenizer_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(
         GrammarError, match=r"^structured output is not possible .*: it has no tokenizer files"
