@@ -79,8 +79,8 @@ def exact_tokenizer(tokenizer: dict[str, Any], eos_token_ids: Collection[int]) -
             token["content"] = token["content"].replace(mark, " ")
     added += [{"id": number, **_special(number)} for number in {*numbers.values()} - {*ids.values()}]
     _rename(tokenizer["model"], {piece: _name(number) for piece, number in numbers.items()}, mark)
+    tokenizer["pre_tokenizer"] = _without_marks(tokenizer)
     tokenizer["normalizer"] = None
-    tokenizer["pre_tokenizer"] = _without_marks(tokenizer.get("pre_tokenizer"))
     return msgspec.json.encode(tokenizer).decode(), SpecialTokens(ids)
 
 
@@ -111,13 +111,21 @@ def _is_special(token: dict[str, Any]) -> bool:
 
 def _space_mark(tokenizer: dict[str, Any]) -> str:
     """Return the character that stands for a space in the vocabulary, as in SentencePiece's; a space if none does."""
-    for part in _parts(tokenizer.get("normalizer"), "normalizers"):
-        if part["type"] == "Replace" and part["pattern"].get("String") == " ":
-            return str(part["content"])
+    mark = _mark_of_normalizer(tokenizer)
+    if mark is not None:
+        return mark
     for part in _parts(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         if part["type"] == "Metaspace":
             return str(part["replacement"])
     return " "
+
+
+def _mark_of_normalizer(tokenizer: dict[str, Any]) -> str | None:
+    """Return what the normalizer writes in place of a space, before the pre-tokenizer; None: it keeps spaces."""
+    for part in _parts(tokenizer.get("normalizer"), "normalizers"):
+        if part["type"] == "Replace" and part["pattern"].get("String") == " ":
+            return str(part["content"])
+    return None
 
 
 def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
@@ -127,10 +135,16 @@ def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     return [component] if name not in component else [each for part in component[name] for each in _parts(part, name)]
 
 
-def _without_marks(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a pre-tokenizer that adds no space before a text, and leaves the spaces in it."""
+def _without_marks(tokenizer: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a pre-tokenizer that adds no space before a text, and leaves the spaces in it.
+
+    A part that splits at spaces is left out if the normalizer replaces them: then it splits nothing.
+    """
+    replaces_spaces = _mark_of_normalizer(tokenizer) is not None
     kept = []
-    for part in _parts(pre_tokenizer, "pretokenizers"):
+    for part in _parts(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+        if replaces_spaces and part["type"] == "Split" and part["pattern"].get("String") == " ":
+            continue
         changed = dict(part)
         if part["type"] == "Metaspace":
             if not part.get("split", True):

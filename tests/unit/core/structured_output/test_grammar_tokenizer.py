@@ -130,6 +130,15 @@ def replaced_spaces():
     return backend
 
 
+def replaced_before_a_split():
+    """A tokenizer like Gemma's, whose pre-tokenizer never finds a space, because the normalizer replaces them all."""
+    backend = byte_fallback()
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    backend.decoder = SPACES
+    return backend
+
+
 def split_at_spaces():
     backend = metaspace()
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="always", split=True)])
@@ -162,7 +171,16 @@ def test_tokenizer_that_says_twice_whether_a_first_space_is_added_can_be_used():
 
 
 @pytest.mark.parametrize(
-    "backend", [prefix_space, metaspace, replaced_spaces, split_at_spaces, with_whole_words, truncating]
+    "backend",
+    [
+        prefix_space,
+        metaspace,
+        replaced_spaces,
+        replaced_before_a_split,
+        split_at_spaces,
+        with_whole_words,
+        truncating,
+    ],
 )
 def test_nothing_is_added_to_constants_or_cut_off(tmp_path, backend):
     backend = backend()
@@ -170,6 +188,15 @@ def test_nothing_is_added_to_constants_or_cut_off(tmp_path, backend):
     library = saved_library(tmp_path, backend)
     for text in ("the  quick\nbrown foxe\u0301", " the", "▁the▁ quick", "▁"):
         assert library.spelled(Constraint("choice", json.dumps([text]))) == text
+
+
+@pytest.mark.parametrize("backend", [byte_level, replaced_before_a_split])
+def test_a_text_has_the_tokens_that_the_model_knows_for_it(tmp_path, backend):
+    backend = backend()
+    backend.add_special_tokens(["</s>"])
+    library = saved_library(tmp_path, backend)
+    for text in ("the quick  brown fox", " the\nquick "):
+        assert library.tokens(text) == backend.encode(text).ids
 
 
 def test_a_character_that_stands_for_a_space_in_the_vocabulary_is_no_space_in_a_constraint(tmp_path):
