@@ -16,9 +16,10 @@ from vllm_mp.core.images.arrays import ImageShape, image_shape
 from vllm_mp.core.images.chunks import add_pause_points, pause, pausing
 from vllm_mp.core.models.text_part import is_of_images
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, listed
-from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
+from vllm_mp.core.weights.checkpoint_files import read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.core.weights.gguf_tensors import image_tensors
+from vllm_mp.model_store.folder import checkpoint_files
 from vllm_mp.model_store.gguf import mapped_mmproj
 from vllm_mp.requests.images import MAX_IMAGE_BYTES, ImageArray, ProcessedImage
 

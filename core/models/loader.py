@@ -15,7 +15,7 @@ from vllm_mp.core.collectives.group import ALONE, RankGroup, bind_group
 from vllm_mp.core.models import CausalLM, NativeModel, build_model
 from vllm_mp.core.weights.block_matrix import count_block_weights
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, count_parameters
-from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
+from vllm_mp.core.weights.checkpoint_files import read_tensors
 from vllm_mp.core.weights.cuts import is_of_stage
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.core.weights.four_bit_checkpoint import unpacked
@@ -28,6 +28,7 @@ from vllm_mp.model_config.architecture import NativeArchitecture
 from vllm_mp.model_config.families.registry import decoder_without_head
 from vllm_mp.model_config.pipeline_parallel import stage_of
 from vllm_mp.model_config.tensor_parallel import check_tensor_parallel, shard_of
+from vllm_mp.model_store.folder import checkpoint_files
 from vllm_mp.model_store.gguf import mapped_gguf
 
 logger = logging.getLogger(__name__)

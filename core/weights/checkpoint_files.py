@@ -1,4 +1,4 @@
-"""Read the weights of a Hugging Face folder: one file, or shards with an index."""
+"""Read the tensors of the files with the weights of a Hugging Face folder."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,38 +7,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_mp.core.weights.pickled_tensors import read_pickled
-from vllm_mp.model_store.folder import PICKLED, SAFETENSORS, no_weights, read_weight_map, weight_files
-
-
-def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:
-    """Return the files with the weights in `folder`, each with the names of the tensors to read from it (None: all).
-
-    They are safetensors, or pytorch_model.bin where there are none. Without an index all safetensors are read. Raises
-    ValueError, naming the file, the cause and the remedy, if there are none, or some are missing.
-    """
-    form = weight_files(folder)
-    if form is None:
-        raise ValueError(no_weights(folder))
-    single, index = folder / form.single, folder / form.index_name
-    if single.is_file():
-        return {single: None}
-    if not index.is_file() and form == SAFETENSORS:
-        return dict.fromkeys(sorted(folder.glob(form.pattern)))
-    if not index.is_file():
-        raise ValueError(
-            f"{folder} has neither {form.single} nor {form.index_name}; point `model` at a folder with the "
-            "weights of a Hugging Face checkpoint, or use load_format='dummy' for random ones"
-        )
-    shards: dict[Path, list[str]] = {}
-    for name, file in read_weight_map(index).items():
-        shards.setdefault(folder / file, []).append(name)
-    missing = [path.name for path in shards if not path.is_file()]
-    if missing:
-        raise ValueError(
-            f"{folder} lacks {len(missing)} of the {len(shards)} files that {form.index_name} names, the "
-            f"first being {missing[0]}; download the checkpoint again"
-        )
-    return dict(shards)
+from vllm_mp.model_store.folder import PICKLED, SAFETENSORS
 
 
 def read_tensors(

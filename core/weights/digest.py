@@ -10,7 +10,7 @@ from typing import BinaryIO
 import msgspec
 
 from vllm_mp.config import ModelConfig
-from vllm_mp.core.weights.checkpoint_files import checkpoint_files
+from vllm_mp.model_store.folder import checkpoint_files
 from vllm_mp.model_store.gguf import mapped_gguf, mapped_mmproj
 from vllm_mp.model_store.gguf_file.reader import GgufFile
 from vllm_mp.model_store.tokenizer_files import TokenizerFiles

@@ -19,7 +19,6 @@ import msgspec
 import torch
 
 from vllm_mp.config import ModelConfig
-from vllm_mp.core.weights.checkpoint_files import checkpoint_files
 from vllm_mp.core.weights.code_digest import code_digest
 from vllm_mp.core.weights.packed_file import (
     PARTIAL,
@@ -30,6 +29,7 @@ from vllm_mp.core.weights.packed_file import (
 )
 from vllm_mp.machine.file_owner import check_private
 from vllm_mp.model_store.cache import cache_root
+from vllm_mp.model_store.folder import checkpoint_files
 from vllm_mp.model_store.gguf import mapped_gguf
 from vllm_mp.model_store.packed_names import PACKED_SUFFIX, packed_folder, packed_prefix
 

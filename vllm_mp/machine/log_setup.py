@@ -62,7 +62,7 @@ def log_settings() -> tuple[str | None, str]:
     Raises ValueError, which names the variable, if there is no such level or format.
     """
     level, log_format = os.environ.get(LEVEL_VARIABLE), os.environ.get(FORMAT_VARIABLE)
-    if level and level.upper() not in LEVELS:
+    if level and level.upper() not in logging.getLevelNamesMapping():
         raise ValueError(f"{LEVEL_VARIABLE} must be one of {', '.join(LEVELS)}, got {level!r:.100}")
     if log_format and log_format not in FORMATS:
         raise ValueError(f"{FORMAT_VARIABLE} must be one of {', '.join(FORMATS)}, got {log_format!r:.100}")

@@ -88,8 +88,10 @@ def read_weight_map(index: Path) -> dict[str, str]:
     Raises ValueError, naming `index` and the remedy, if it cannot be read, or places a tensor outside its folder.
     """
     weight_map = (read_json(index, dict) or {}).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not weight_map:
         found = "no weight_map" if weight_map is None else f"a weight_map of {type(weight_map).__name__}"
+        if weight_map == {}:
+            found = "an empty weight_map"
         raise ValueError(f"{index} is not an index of weights (it has {found}); download it again")
     for name, file in weight_map.items():
         # The index is as untrusted as the checkpoint: it must not point outside the checkpoint's folder.
@@ -100,7 +102,39 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def no_weights(folder: Path) -> str:
+def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:
+    """Return the files with the weights in `folder`, each with the names of the tensors to read from it (None: all).
+
+    They are safetensors, or pytorch_model.bin where there are none. An index beside a single file is of an earlier
+    save. Without an index all safetensors are read. Raises ValueError, naming the file, the cause and the remedy, if
+    there are none, or some are missing.
+    """
+    form = weight_files(folder)
+    if form is None:
+        raise ValueError(_no_weights(folder))
+    single, index = folder / form.single, folder / form.index_name
+    if single.is_file():
+        return {single: None}
+    if not index.is_file() and form == SAFETENSORS:
+        return dict.fromkeys(sorted(folder.glob(form.pattern)))
+    if not index.is_file():
+        raise ValueError(
+            f"{folder} has neither {form.single} nor {form.index_name}; point `model` at a folder with the "
+            "weights of a Hugging Face checkpoint, or use load_format='dummy' for random ones"
+        )
+    shards: dict[Path, list[str]] = {}
+    for name, file in read_weight_map(index).items():
+        shards.setdefault(folder / file, []).append(name)
+    missing = sorted(path.name for path in shards if not path.is_file())
+    if missing:
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of the {len(shards)} files that {form.index_name} names, "
+            f"for example {missing[0]}: copy or download them again"
+        )
+    return dict(shards)
+
+
+def _no_weights(folder: Path) -> str:
     """Return the error for a folder without weights that can be loaded, with the remedy."""
     others = sorted(path.name for pattern in _OTHER_PICKLES for path in folder.glob(pattern))
     if others:
@@ -118,26 +152,9 @@ def no_weights(folder: Path) -> str:
 def _weights_problem(folder: Path) -> str | None:
     """Return the reason why the weights of `folder` cannot be loaded, or None.
 
-    Raises ValueError if the index cannot be read, and OSError for another file.
+    Raises ValueError as `checkpoint_files` does, and OSError if a file cannot be read.
     """
-    form = weight_files(folder)
-    if form is None:
-        return no_weights(folder)
-    single, index = folder / form.single, folder / form.index_name
-    if single.is_file():
-        files = [single]  # an index beside it is of an earlier save
-    elif index.is_file():
-        names = sorted(set(read_weight_map(index).values()))
-        files = [folder / name for name in names]
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            return (
-                f"{folder} lacks {len(missing)} of the {len(names)} files that {form.index_name} names, "
-                f"for example {missing[0]}: copy or download them again"
-            )
-    else:
-        files = sorted(folder.glob(form.pattern))
-    for shard in files:
+    for shard in checkpoint_files(folder):
         if not shard.is_file():
             return f"{shard} is {_what_is_no_file(shard)}, not a file with weights: copy or download it again"
         with shard.open("rb") as file:

@@ -354,7 +354,7 @@ class CoreProcess:
     def stop(self, timeout: float | None = None) -> None:
         """End the core, by force after `timeout` seconds (10 by default); idempotent, no-op in a forked child.
 
-        A core that a signal has stopped takes no SIGTERM, so it is killed at once.
+        A core that a signal or a debugger has stopped takes no SIGTERM, so it is killed at once.
         """
         if os.getpid() != self._owner:
             return  # a forked child does not own the core

@@ -35,11 +35,12 @@ from vllm_mp.core.models.transformers.probe import (
 from vllm_mp.core.models.transformers.shards import CannotSplitError, split_model
 from vllm_mp.core.models.transformers.stages import StageDecoder, keep_stage
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, count_parameters, listed
-from vllm_mp.core.weights.checkpoint_files import checkpoint_files, read_tensors
+from vllm_mp.core.weights.checkpoint_files import read_tensors
 from vllm_mp.core.weights.dummy import fill_with_dummy_weights
 from vllm_mp.kernels import ops
 from vllm_mp.kernels.ops import AttentionMetadata, TokenMasks
 from vllm_mp.model_config.architecture import Architecture
+from vllm_mp.model_store.folder import checkpoint_files
 
 logger = logging.getLogger(__name__)
 

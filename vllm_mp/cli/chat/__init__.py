@@ -91,7 +91,7 @@ def _silent_log() -> Iterator[None]:
     """
     logger = logging.getLogger("vllm_mp")
     before = logger.level
-    if "VLLM_MP_LOG_LEVEL" not in os.environ:
+    if not os.environ.get("VLLM_MP_LOG_LEVEL"):
         logger.setLevel(logging.CRITICAL)
     try:
         yield

@@ -156,7 +156,7 @@ def test_list_of_mismatches_is_bounded(tmp_path: Path) -> None:
 def test_missing_shard_is_named(tmp_path: Path) -> None:
     shards = save_sharded(tmp_path, make_checkpoint())
     shards[1].unlink()
-    with pytest.raises(ValueError, match=r"lacks 1 of the 2 files.*b\.safetensors; download"):
+    with pytest.raises(ValueError, match=r"lacks 1 of the 2 files.*b\.safetensors: copy"):
         load_weights(make_model(), tmp_path, "auto", 0)
 
 
@@ -180,6 +180,7 @@ def test_index_must_not_point_outside_its_folder(tmp_path: Path, file: str) -> N
         ("", "is not valid JSON .*; fetch the model again"),
         ("[]", "holds a list, not a dict; fetch the model again"),
         ("{}", r"is not an index of weights \(it has no weight_map\); download it again"),
+        ('{"weight_map": {}}', r"is not an index of weights \(it has an empty weight_map\); download it again"),
         ('{"weight_map": 3}', r"is not an index of weights \(it has a weight_map of int\); download it again"),
     ],
 )
