@@ -39,7 +39,7 @@ def test_killed_core_continues_all_requests_and_finds_what_accepted_drafts_compu
         async def run():
             assert await answers(engine, REPEATING) == expected
             status = await engine.core_status()
-            assert 20 < status["num_accepted_tokens"] < status["num_draft_tokens"]
+            assert 0 < status["num_accepted_tokens"] < status["num_draft_tokens"]
             for num_deaths, num_steps in enumerate((3, 7), 1):
                 found, status = await answers_through(engine, kill, num_steps, REPEATING)
                 assert found == expected

@@ -74,7 +74,6 @@ class CoreLauncher:
         self._has_log_files = has_log_files
         self._limits = config.liveness_config
         self._owner = os.getpid()
-        self.folder = folder or make_folder()
         self._public: HeldAddress | None = None
         self._first_incarnation = 1
         self._num_started = 0
@@ -112,6 +111,8 @@ class CoreLauncher:
         """The one before, which `clear_up` ends; None: there is none."""
         self._former: CoreProcess | None = None
         """The core that was discarded last, if it may not have ended yet."""
+        # At the end, so that an interrupt in the lines before leaves no folder behind.
+        self.folder = folder or make_folder()
 
     @property
     def standby_pid(self) -> int | None:
