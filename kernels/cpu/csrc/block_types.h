@@ -8,9 +8,9 @@
 
 #include "simd.h"
 
-// For functions that take so many instructions with vectors of 4 elements that a call costs nothing. Inlined, they would be
-// several times as much code.
-#if defined(__AVX2__)
+// For functions that take so many instructions with vectors of 4 elements, or with the model's where the processor has
+// shorter ones, that a call costs nothing. Inlined, they would be several times as much code.
+#if defined(__AVX512F__) || (defined(__AVX2__) && !defined(VMP_TILE_MODEL))
 #define INLINE_IF_WIDE ALWAYS_INLINE
 #else
 #define INLINE_IF_WIDE inline __attribute__((noinline))

@@ -226,6 +226,21 @@ void unpack_blocks(vf* out, const uint8_t* at, int64_t stride, int64_t inputs, c
     }
 }
 
+// Dequantizes a word of W rows to two vectors with a pair of inputs each, `out` and the second after it; with a `mask`,
+// only in its lanes.
+INLINE_IF_WIDE void dequantize_word(vi word, vf scale, vf less, const vi* mask, vi* out) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half, out += 2) {
+        const vf even = to_floats(byte_of(word, 2 * half)) * scale - less;
+        const vf odd = to_floats(byte_of(word, 2 * half + 1)) * scale - less;
+        bf16 pairs[NR];
+        store(pairs, even, odd);
+        constexpr vs order = vector_of<vs>([](int n) { return n / 2 + n % 2 * W; });
+        const vi both = (vi)__builtin_shuffle(read<vs>(pairs), order);
+        *out = mask ? (both & *mask) | (*out & ~*mask) : both;
+    }
+}
+
 // Dequantizes W rows of a matrix into half a panel, from `panel` on; with a `mask`, only in its lanes.
 template <class Source>
 void dequantize_blocks(vi* panel, const vi* mask, const uint8_t* at, int64_t stride, int64_t inputs, const uint8_t* next) {
@@ -238,17 +253,7 @@ void dequantize_blocks(vi* panel, const vi* mask, const uint8_t* at, int64_t str
             const vf less = Type::HAS_MINIMUM ? minimum : scale * float(1 << std::max(Type::OFFSET, 0));
             vi* out = panel + 32 * k + group_at<Type::GROUP>(index++) * Type::GROUP;  // a pair of inputs has two vectors
 #pragma GCC unroll 8
-            for (int i = 0; i < Type::GROUP / 4; ++i)
-#pragma GCC unroll 2
-                for (int half = 0; half < 2; ++half, out += 2) {
-                    const vf even = to_floats(byte_of(words[i], 2 * half)) * scale - less;
-                    const vf odd = to_floats(byte_of(words[i], 2 * half + 1)) * scale - less;
-                    bf16 pairs[NR];
-                    store(pairs, even, odd);
-                    constexpr vs order = vector_of<vs>([](int n) { return n / 2 + n % 2 * W; });
-                    const vi both = (vi)__builtin_shuffle(read<vs>(pairs), order);
-                    *out = mask ? (both & *mask) | (*out & ~*mask) : both;
-                }
+            for (int i = 0; i < Type::GROUP / 4; ++i, out += 4) dequantize_word(words[i], scale, less, mask, out);
         });
     }
 }
@@ -548,7 +553,7 @@ void multiply_panel(const BlockMatrix& w, int64_t i, const Next<BlockMatrix>& ne
             for (int64_t r = 0; r < rows; ++r) sums[2 * r + 1] = vf{};
         return sums.data();
     };
-    if (rows <= FEW_ROWS_IN_PLACE && !w.strips) {
+    if (rows <= FEW_ROWS_IN_PLACE) {
         vf* const sums = all_sums();
         panel.each([&](int half, const BlockSlice& slice, const BlockFunctions& functions, const uint8_t* next) {
             vf got[FEW_ROWS];
