@@ -318,7 +318,7 @@ def _run_out_of_memory(fault: Fault) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (in_use + _OOM_HEADROOM_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     allocated = []
     while True:
-        allocated.append(bytearray(2**24))
+        allocated.append(bytes(2**24))
 
 
 def _fill_disk(_fault: Fault) -> None:

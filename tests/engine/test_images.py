@@ -93,6 +93,12 @@ class Served:
         return made[0, len(token_ids) :].tolist()
 
 
+@pytest.fixture(autouse=True)
+def _one_image_process(monkeypatch):
+    """A second one takes long to start, and reads no more than the first."""
+    monkeypatch.setattr("vllm_mp.client.images.process_pool._NUM_PROCESSES", 1)
+
+
 @pytest.fixture(scope="module", params=["smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "gemma3"])
 def served(request, tmp_path_factory):
     return Served(request.param, tmp_path_factory.mktemp(request.param))
