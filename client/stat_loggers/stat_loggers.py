@@ -127,7 +127,8 @@ class StatLoggers:
         return list(self._loggers.values())
 
     def _begin_log(self) -> "list[Future[None]]":
-        """Begin to call `log` of all loggers."""
+        """Begin to call `log` of all loggers, except those that block, which are dropped."""
+        self._drop_blocked()
         return [named.call("log") for named in self._all()]
 
     def _begin_records(self) -> None:

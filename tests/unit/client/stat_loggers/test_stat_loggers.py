@@ -244,6 +244,26 @@ def test_do_log_stats_returns_although_a_logger_blocks(engine, loggers, monkeypa
     blocking.goes_on.set()
 
 
+def test_a_logger_that_only_logs_and_blocks_is_dropped_at_a_later_log(loggers, caplog, monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(logger_thread, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class BlocksInLog(StatLoggerBase):
+        def log(self) -> None:
+            begun.set()
+            goes_on.wait(WAIT_S)
+
+    loggers.add("blocking", BlocksInLog(None))
+    loggers._begin_log()
+    assert begun.wait(WAIT_S)
+    clock.now += stat_loggers.CALL_LIMIT_S + 1
+    loggers._begin_log()
+    assert "stat logger 'blocking' has blocked for 6.0 s in log, and is not called again" in caplog.text
+    assert not loggers._loggers
+    goes_on.set()
+
+
 def test_names_of_loggers_are_unique(loggers):
     loggers.add("mine", Logger())
     with pytest.raises(KeyError, match="a logger named 'mine' exists; remove it first"):
