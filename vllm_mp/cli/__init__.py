@@ -59,8 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: success; 1: the work failed; 2: bad arguments; 130: Ctrl-C.
     """
-    args = parser().parse_args(argv)
     try:
+        _open_closed_streams()
+        args = parser().parse_args(argv)
         _prepare_streams()
         set_up_log(args.is_service, getattr(args, "log_format", None))
         code: int = args.run(args)
@@ -85,6 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return _INTERRUPTED
     return code
+
+
+def _open_closed_streams() -> None:
+    """Give each standard stream that is closed /dev/null, so that no other file gets its descriptor."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 def _description(error: OSError) -> str:
