@@ -109,6 +109,8 @@ def _urls_of(pid: int) -> list[str]:
         return []
     if "serve" not in arguments or not any("vllm" in argument for argument in arguments[: arguments.index("serve")]):
         return []
+    # Underscores in the names of flags are taken for hyphens.
+    arguments = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), argument) for argument in arguments]
     scheme = "https" if any(argument.startswith("--ssl-certfile") for argument in arguments) else "http"
     joined = "\0".join(arguments)
     if path := re.search(r"\0--uds[=\0]([^\0]+)", joined):

@@ -118,6 +118,13 @@ def test_health_finds_the_servers_of_this_machine_by_the_addresses_at_which_they
     assert "Connection refused" in capsys.readouterr().out
 
 
+def test_flags_of_a_server_may_be_written_with_underscores():
+    code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    arguments = (sys.executable, "-c", code, "vllm-mp", "serve", "--ssl_certfile=c")
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert f"https://127.0.0.1:{int(server.stdout.readline())}" in server_urls()
+
+
 @pytest.mark.parametrize("flags", [["--uds", "http socket"], ["--uds=http socket"]])
 def test_health_finds_a_server_on_a_unix_socket_by_its_flag(tmp_path, capsys, flags):
     code = """if True:
