@@ -92,6 +92,6 @@ def _make_folder() -> Path:
     wanted = os.environ.get("VLLM_TORCH_PROFILER_DIR")
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="vllm_mp-profile-"))
-    folder = Path(wanted).expanduser().absolute()
+    folder = Path(os.path.expanduser(wanted)).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder

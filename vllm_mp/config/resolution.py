@@ -286,7 +286,7 @@ def _read_chat_template(chat_template: str) -> str:
     if any(mark in chat_template for mark in ("{{", "{%", "{#", "\n")):
         return chat_template
     try:
-        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(chat_template)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"chat_template={chat_template!r} is neither a Jinja template nor a file that can be read ({error}): "

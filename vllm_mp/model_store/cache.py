@@ -29,9 +29,9 @@ def cache_root() -> Path:
     Creates nothing. Raises OSError if neither variable is set and there is no home folder.
     """
     if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen).expanduser().absolute()
+        return Path(os.path.expanduser(chosen)).absolute()
     if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base).expanduser().absolute() / "vllm_mp"
+        return Path(os.path.expanduser(base)).absolute() / "vllm_mp"
     try:
         return Path.home() / ".cache" / "vllm_mp"
     except RuntimeError as error:

@@ -4,6 +4,7 @@ The name is an alias, a folder, a GGUF file or a hub id; a module beside this on
 """
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,10 +53,10 @@ def resolve_model(
     if not model.strip() or "\0" in model:
         raise ValueError(f"{noun} is {model!r}: name a folder, a .gguf file, a hub id or {DEFAULT_MODEL!r}")
     report = Progress(progress)
-    cache = Path(download_dir).expanduser().absolute() if download_dir else None
+    cache = Path(os.path.expanduser(download_dir)).absolute() if download_dir else None
     if model.lower() in PACKAGED_MODELS and mmproj is None:
         return packaged_model(model.lower(), cache or cache_root(), report)
-    path = named_path(model) or Path(model).expanduser()
+    path = named_path(model) or Path(os.path.expanduser(model))
     local = local_model(model, path, load_format)
     if local is not None and local.is_file():
         parts = _image_parts(path) if mmproj is None else _given_image_parts(mmproj)
@@ -178,7 +179,7 @@ def _image_parts(path: Path) -> Path | None:
 
 def _given_image_parts(mmproj: str) -> Path:
     """Return the path of the file `mmproj`. Raises ValueError if there is no such file."""
-    path = Path(mmproj).expanduser()
+    path = Path(os.path.expanduser(mmproj))
     if not path.is_file():
         raise ValueError(f"mmproj is {mmproj!r}: no such file; name the GGUF file with the image parts of the model")
     return path.absolute()

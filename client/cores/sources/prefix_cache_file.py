@@ -42,7 +42,7 @@ class PrefixCacheFile:
         if parallel.data_parallel_size > 1:
             path = f"{path}.{parallel.data_parallel_rank}"
         try:
-            file = Path(path).expanduser()
+            file = Path(os.path.expanduser(path))
             self.descriptor = _inherited(file, inherited)
             if self.descriptor is None:
                 self.descriptor = _open(file)

@@ -82,7 +82,7 @@ def _paths(begin: str, is_image: bool) -> list[str]:
     """Return the paths that begin so, hidden ones only if asked for: folders, and files (`is_image`: of images)."""
     folder, name = os.path.split(begin)
     try:
-        with os.scandir(Path(folder or ".").expanduser()) as entries:
+        with os.scandir(os.path.expanduser(folder or ".")) as entries:
             found = [
                 os.path.join(folder, f"{entry.name}/" if entry.is_dir() else entry.name)
                 for entry in itertools.islice(entries, _MAX_ENTRIES)
@@ -189,7 +189,7 @@ def _image(session: "ChatSession", file: str, prompt_line: PromptLine) -> None:
 def _file(file: str) -> Path:
     if not file:
         raise ValueError("give the name of a file, as in /save chat.json")
-    return Path(file).expanduser()
+    return Path(os.path.expanduser(file))
 
 
 COMMANDS = {

@@ -70,7 +70,7 @@ class Conversation:
 
         Raises ValueError if the file cannot be written or holds something else.
         """
-        if path.exists():
+        if os.path.exists(path):  # what cannot be looked at cannot be written either
             self._read(path)  # refuses what is not a saved chat
         chat = {
             "vllm_mp_chat": _WITH_IMAGES if num_images(self.messages) else _WITHOUT_IMAGES,
@@ -111,6 +111,8 @@ class Conversation:
     @staticmethod
     def _read(path: Path) -> SavedChat:
         try:
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{path} is not a file; give a file that /save has written, or a new name")
             chat = msgspec.json.decode(path.read_bytes(), type=SavedChat)
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}; give a file that /save has written") from error

@@ -2,6 +2,7 @@
 
 import base64
 import mimetypes
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,14 +30,14 @@ def num_images(messages: Sequence[Message]) -> int:
 
 def image_file(text: str) -> Path:
     """Return the file that a user names. Quotes, and backslashes before spaces, may be as terminals paste them."""
-    path = Path(text).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(text))
+    if os.path.exists(path):
         return path
     try:
         words = shlex.split(text)
     except ValueError:  # a quotation mark is a part of the name
         return path
-    return Path(words[0]).expanduser() if len(words) == 1 else path
+    return Path(os.path.expanduser(words[0])) if len(words) == 1 else path
 
 
 def read_image_file(path: Path) -> bytes:

@@ -52,7 +52,11 @@ class _Lines:
     def read(self) -> str | None:
         while True:
             try:
-                return input("> " if sys.stdin.isatty() else "").strip()
+                prompt = "> " if sys.stdin.isatty() else ""
+                if not sys.stdout.isatty():  # the answers go elsewhere
+                    print(prompt, end="", file=sys.stderr, flush=True)
+                    prompt = ""
+                return input(prompt).strip()
             except EOFError:
                 return None
             except KeyboardInterrupt:
@@ -73,11 +77,18 @@ class _Editor:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
+        class OptionalHistory(FileHistory):
+            """What cannot be written, such as on a full disk, is known to this chat alone."""
+
+            def store_string(self, string: str) -> None:
+                with contextlib.suppress(OSError):
+                    super().store_string(string)
+
         self._help_line = help_line
         self._typed = ""
         """What the user typed during the start or the last answer; the next prompt begins with it."""
         path = _history_file()
-        history: History = InMemoryHistory() if path is None else FileHistory(path)
+        history: History = InMemoryHistory() if path is None else OptionalHistory(path)
         self._session: PromptSession[str] = PromptSession(
             "> ",
             history=history,
@@ -190,7 +201,7 @@ def _history_file() -> Path | None:
     """
     try:
         base = os.environ.get("XDG_STATE_HOME")
-        folder = (Path(base).expanduser() if base else Path.home() / ".local/state") / "vllm_mp"
+        folder = (Path(os.path.expanduser(base)) if base else Path.home() / ".local/state") / "vllm_mp"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / "chat_history"
         os.close(open_own_file(path))

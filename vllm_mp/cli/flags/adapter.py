@@ -1,6 +1,7 @@
 """The flag that chooses a LoRA adapter."""
 
 import argparse
+import os
 from pathlib import Path
 
 from vllm_mp.requests.lora_request import LoRARequest, parse_adapter
@@ -23,7 +24,7 @@ def chosen_adapter(args: argparse.Namespace) -> LoRARequest | None:
         return None
     args.enable_lora = True
     adapter = parse_adapter(args.lora, 1 + len(args.lora_modules or ()), "--lora")
-    if args.connect is None and not (Path(adapter.path).expanduser() / "adapter_config.json").is_file():
+    if args.connect is None and not (Path(os.path.expanduser(adapter.path)) / "adapter_config.json").is_file():
         raise ValueError(
             f"--lora: {adapter.path} has no adapter_config.json; give the folder that PEFT's save_pretrained wrote"
         )

@@ -1,6 +1,7 @@
 """The command `alias`: give a model folder or a GGUF file a name of its own."""
 
 import argparse
+import os
 from pathlib import Path
 
 USAGE = "NAME PATH"
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mp.model_store.own_names import give_name
     from vllm_mp.model_store.resolve import local_model
 
-    path = Path(args.path).expanduser().absolute()
+    path = Path(os.path.expanduser(args.path)).absolute()
     if local_model(args.path, path) is None:
         raise ValueError(f"{args.path!r} is neither a file nor a folder; correct the path")
     for entry in cache_entries(cache_root(), Path(HF_HUB_CACHE)):

@@ -13,11 +13,34 @@ from vllm_mp.arguments.counted import counted
 from vllm_mp.cli.chat.commands import EndOfChat, completions, message_in, run_if_command
 from vllm_mp.cli.chat.conversation import Conversation
 from vllm_mp.cli.chat.images import content_with_images
-from vllm_mp.cli.chat.prompt_line import _is_open, _unquoted
+from vllm_mp.cli.chat.prompt_line import _Editor, _is_open, _unquoted, prompt_line
 from vllm_mp.cli.flags import connect as connect_flags
 
 URL = "data:image/png;base64,AAAA"
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello é"}]
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~no such user/chat.json", "/dev/zero"])
+@pytest.mark.parametrize("command", ["/save", "/load"])
+def test_path_that_cannot_be_used_is_refused_by_its_name(command, name):
+    with pytest.raises(ValueError, match=f"(cannot (write|read) )?{name}(: .*| is not a file); "):
+        run_if_command(Session(), f"{command} {name}", None)
+    assert completions(f"{command} ~no such user/") == []
+
+
+def test_prompt_goes_where_the_answers_do_not(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda prompt: f"{prompt} Hi ")
+    assert prompt_line(completions, "help").read() == "Hi"
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "> ")
+
+
+def test_history_that_cannot_be_written_costs_nothing_else(monkeypatch, tmp_path):
+    monkeypatch.setattr("vllm_mp.cli.chat.prompt_line._history_file", lambda: tmp_path)  # a folder
+    history = _Editor(completions, "help")._session.history
+    history.append_string("Hi")
+    assert history.get_strings() == ["Hi"]
 
 
 class Session:
