@@ -8,7 +8,7 @@ import ray
 
 import vllm_mp
 from vllm_mp.client.cores.shared_core import SharedCore
-from vllm_mp.client.cores.sources.launcher import make_folder
+from vllm_mp.client.cores.sources.runtime_folder import make_folder
 from vllm_mp.client.ray.node_config import config_on_node
 from vllm_mp.errors import EngineStartError
 from vllm_mp.keys.authorized_clients import AuthorizedClients

@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 import vllm_mp
-from vllm_mp.client.cores.sources.launcher import make_folder
+from vllm_mp.client.cores.sources.runtime_folder import make_folder
 from vllm_mp.client.ray.node_config import config_on_node
 from vllm_mp.client.threads.background_call import call_in_thread
 from vllm_mp.core_link.core_environment import core_environment, package_path

@@ -5,11 +5,8 @@ import logging
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from pathlib import Path
-
-import zmq
 
 from vllm_mp import wire
 from vllm_mp.client.cores.connection import CoreConnection
@@ -26,6 +23,7 @@ from vllm_mp.client.cores.sources.handover import Estate, Inheritance, Offer, wa
 from vllm_mp.client.cores.sources.held_address import HeldAddress
 from vllm_mp.client.cores.sources.kept_cache_files import KeptCacheFiles
 from vllm_mp.client.cores.sources.process import CoreProcess, Templates
+from vllm_mp.client.cores.sources.runtime_folder import make_folder, own_folder
 from vllm_mp.client.cores.sources.template import TEMPLATE, CoreTemplate
 from vllm_mp.config import VllmConfig
 from vllm_mp.config.nodes import is_missing_node, prepare_node_0
@@ -91,7 +89,7 @@ class CoreLauncher:
         """The digests of the constraints that the next core compiles without a trial, the earliest first."""
         self._cache = KeptCacheFiles(config)
         self._held_folders = [held for model in config.models if (held := hold_folder(model.folder)) is not None]
-        """Descriptors that keep the folders of the models, which the next core reads, however old they are."""
+        """Descriptors that keep `folder`, and the folders of the models, which the next core reads."""
         self._process: CoreProcess | None = None
         self._connection: CoreConnection | None = None
         self._standby: CoreProcess | None = None
@@ -113,6 +111,8 @@ class CoreLauncher:
         """The core that was discarded last, if it may not have ended yet."""
         # At the end, so that an interrupt in the lines before leaves no folder behind.
         self.folder = folder or make_folder()
+        if (owned := own_folder(self.folder)) is not None:
+            self._held_folders.append(owned)
 
     @property
     def standby_pid(self) -> int | None:
@@ -563,14 +563,3 @@ def _uses_template(config: VllmConfig) -> bool:
         return False
     # OpenMP chooses the places of its threads when it is imported, before a fork limits its CPUs.
     return not config.device_config.cpus or _PLACES.isdisjoint(os.environ)
-
-
-def make_folder() -> Path:
-    """Make a private folder for the files of cores, and return its path."""
-    return Path(tempfile.mkdtemp(prefix="vllm_mp-", dir=_socket_root()))
-
-
-def _socket_root() -> str | None:
-    """Return None for the usual folder of temporary files, or /tmp if the path of a socket there would be too long."""
-    longest = len(os.fsencode(tempfile.gettempdir())) + len("/vllm_mp-xxxxxxxx/core-9999999999999.sock")
-    return None if longest <= zmq.IPC_PATH_MAX_LEN else "/tmp"

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from vllm_mp import AsyncLLM, EngineArgs
-from vllm_mp.client.cores.sources.launcher import make_folder
+from vllm_mp.client.cores.sources.runtime_folder import make_folder
 from vllm_mp.client.engine.input_processor import InputProcessor
 from vllm_mp.client.outputs import output_path
 from vllm_mp.testing.engines import replay_core
