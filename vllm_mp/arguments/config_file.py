@@ -15,7 +15,7 @@ def flags_in(path: str, known: Mapping[str, bool], given: Collection[str]) -> li
     naming the file and the option.
     """
     arguments: list[str] = []
-    for name, value in _read(path).items():
+    for name, value in read_options(path).items():
         flag = f"--{str(name).replace('_', '-')}"
         opposite = flag.replace("--no-", "--", 1) if flag.startswith("--no-") else flag.replace("--", "--no-", 1)
         if flag not in known:
@@ -34,7 +34,8 @@ def flags_in(path: str, known: Mapping[str, bool], given: Collection[str]) -> li
     return arguments
 
 
-def _read(path: str) -> dict[Any, Any]:
+def read_options(path: str) -> dict[Any, Any]:
+    """Return what a file of options has. Raises ValueError naming the file if it is none."""
     import yaml  # imported here, because few commands read a file
 
     try:

@@ -1,6 +1,7 @@
 """The engines of this user that run on this machine, found by their core processes and the parents of these."""
 
 import contextlib
+import itertools
 import os
 import re
 import time
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from vllm_mp.arguments.config_file import read_options
 from vllm_mp.core_link.core_description import CoreDescription
 from vllm_mp.core_link.core_status import CoreState, CoreStatus
 from vllm_mp.core_link.status_page import VERSION, StatusPage
@@ -109,19 +111,31 @@ def _urls_of(pid: int) -> list[str]:
         return []
     if "serve" not in arguments or not any("vllm" in argument for argument in arguments[: arguments.index("serve")]):
         return []
-    # Underscores in the names of flags are taken for hyphens.
-    arguments = [re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), argument) for argument in arguments]
-    scheme = "https" if any(argument.startswith("--ssl-certfile") for argument in arguments) else "http"
-    joined = "\0".join(arguments)
-    if path := re.search(r"\0--uds[=\0]([^\0]+)", joined):
+    options = _options(arguments, f"/proc/{pid}/cwd")
+    scheme = "https" if "ssl-certfile" in options else "http"
+    if path := options.get("uds"):
         with contextlib.suppress(OSError):
-            return [f"{'https+' * (scheme == 'https')}unix:{os.path.join(os.readlink(f'/proc/{pid}/cwd'), path[1])}"]
+            return [f"{'https+' * (scheme == 'https')}unix:{os.path.join(os.readlink(f'/proc/{pid}/cwd'), path)}"]
     # A server that listens at every address is asked at that of the machine itself.
     local = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
     hosts = (address.rpartition(":") for address in listening_addresses(pid))
-    metrics = re.search(r"\0--metrics-port[=\0](\d+)", joined)
-    metrics_port = metrics and metrics[1]
-    return [f"{scheme}://{local.get(host, host)}:{port}" for host, _, port in hosts if port != metrics_port]
+    return [
+        f"{scheme}://{local.get(host, host)}:{port}" for host, _, port in hosts if port != options.get("metrics-port")
+    ]
+
+
+def _options(arguments: list[str], folder: str) -> dict[str, str]:
+    """Return the options of a command that runs in `folder`, also of its `--config` file, by names with hyphens."""
+    given = {}
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            given[name.replace("_", "-")] = value if equals else following
+    if path := given.get("config"):
+        with contextlib.suppress(ValueError):  # the file has changed meanwhile
+            in_file = read_options(os.path.join(folder, path))
+            given = {str(name).replace("_", "-"): str(value) for name, value in in_file.items() if value} | given
+    return given
 
 
 def running_engines() -> list[RunningEngine]:

@@ -118,14 +118,17 @@ def test_health_finds_the_servers_of_this_machine_by_the_addresses_at_which_they
     assert "Connection refused" in capsys.readouterr().out
 
 
-def test_flags_of_a_server_may_be_written_with_underscores():
+@pytest.mark.parametrize("flags", [["--ssl_certfile=c"], ["--config", "a file.yaml"]])
+def test_options_of_a_server_count_with_underscores_and_in_a_file(tmp_path, flags):
+    (tmp_path / "a file.yaml").write_text("ssl_certfile: c\nport: 8000\n")
     code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
-    arguments = (sys.executable, "-c", code, "vllm-mp", "serve", "--ssl_certfile=c")
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    arguments = (sys.executable, "-c", code, "vllm-mp", "serve", *flags)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(arguments, cwd=tmp_path, **pipes) as server:
         assert f"https://127.0.0.1:{int(server.stdout.readline())}" in server_urls()
 
 
-@pytest.mark.parametrize("flags", [["--uds", "http socket"], ["--uds=http socket"]])
+@pytest.mark.parametrize("flags", [["--uds", "http socket"], ["--uds=http socket"], ["--config=c.yaml"]])
 def test_health_finds_a_server_on_a_unix_socket_by_its_flag(tmp_path, capsys, flags):
     code = """if True:
         import socket
@@ -138,6 +141,7 @@ def test_health_finds_a_server_on_a_unix_socket_by_its_flag(tmp_path, capsys, fl
             connection.recv(4096)
             connection.sendall(b"HTTP/1.1 204 No Content\\r\\n\\r\\n")"""
     url = f"unix:{tmp_path}/http socket"
+    (tmp_path / "c.yaml").write_text("uds: http socket")
     arguments = (sys.executable, "-c", code, "vllm-mp", "serve", *flags, "--metrics-port", "0")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as server:
         server.stdout.readline()
