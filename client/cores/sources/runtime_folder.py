@@ -24,8 +24,8 @@ def make_folder() -> Path:
 def own_folder(folder: Path) -> int | None:
     """Return a descriptor that keeps a result of `make_folder` from being removed until it is closed.
 
-    The system closes it also when the process is killed. None if the file system has no room or no locks; then nobody
-    removes the folder of a process that was killed.
+    The system closes it also when the process is killed. None if the file system has no room or no locks; then the
+    folder of a process that was killed stays.
     """
     path = folder / f"{_LOCK}.new"
     try:
