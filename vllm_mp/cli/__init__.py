@@ -107,8 +107,6 @@ def _description(error: OSError) -> str:
 
 def _prepare_streams() -> None:
     """Set up stdin and stdout so that no byte of the input and no character of a completion raises an error."""
-    if sys.stdin is None:  # the parent process has closed it
-        sys.stdin = open(os.devnull)  # noqa: SIM115
     # Invalid bytes of the input pass here; the check of the prompt refuses them and says where they are.
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
