@@ -166,8 +166,8 @@ class EngineOptions(Options):
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "Give the KV cache N bytes. Default: what gpu_memory_utilization leaves on a GPU, or a quarter of the free "
-        "memory up to 4 GiB on a CPU.",
+        "Give the KV cache N bytes. Default: what gpu_memory_utilization leaves on a GPU, on a CPU a quarter of the "
+        "free memory up to 4 GiB, and up to half of it if one request of max_model_len needs that.",
         low=1,
         subject="memory and load",
     )

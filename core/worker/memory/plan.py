@@ -12,7 +12,7 @@ from vllm_mp.machine.host_memory import host_memory
 from vllm_mp.model_config.architecture import NativeArchitecture
 
 _CPU_CACHE_LIMIT = 4 * 2**30
-"""Most bytes that the KV cache gets on a CPU unless the config says more."""
+"""Most bytes that the KV cache gets on a CPU, unless a request of `max_model_len` or the config needs more."""
 
 
 def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, graph_bytes: int = 0) -> int:
@@ -26,6 +26,7 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
     model, cache = config.model_config, config.cache_config
     block_bytes = token_bytes * cache.block_size
     request_blocks = -(-model.max_model_len // cache.block_size)
+    needed = (request_blocks + 1) * block_bytes
     useful = request_blocks * config.scheduler_config.max_num_seqs
     if not block_bytes:
         return useful + 1
@@ -39,19 +40,19 @@ def cache_blocks(config: VllmConfig, device: torch.device, token_bytes: int, gra
     else:
         parallel = config.parallel_config
         num_shares = parallel.data_parallel_size * parallel.ranks_per_node  # cores and ranks load together
-        memory = min(_CPU_CACHE_LIMIT, available_memory() // 4 // num_shares)
-        source = "a quarter of the free memory" if num_shares == 1 else f"a quarter of the free memory / {num_shares}"
+        free = available_memory() // num_shares
+        memory = max(min(_CPU_CACHE_LIMIT, free // 4), min(needed, free // 2))
+        source = "half of the free memory" if num_shares == 1 else f"half of the free memory / {num_shares}"
     blocks = min(memory // block_bytes, useful + 1)
     if blocks < request_blocks + 1:
         fits = max(0, blocks - 1) * cache.block_size
         raise ValueError(
             f"no space for the cache: max_model_len={model.max_model_len} needs "
-            f"{(request_blocks + 1) * block_bytes:,} bytes of KV cache, {source} gives {memory:,}, enough for "
+            f"{needed:,} bytes of KV cache, {source} gives {memory:,}, enough for "
             f"{fits} tokens; set kv_cache_memory_bytes higher or max_model_len to at most {fits}"
             if fits
             else f"no space for the cache: {source} gives {memory:,} bytes, one block of {cache.block_size} "
-            f"tokens takes {block_bytes:,}; set kv_cache_memory_bytes to at least "
-            f"{(request_blocks + 1) * block_bytes:,}"
+            f"tokens takes {block_bytes:,}; set kv_cache_memory_bytes to at least {needed:,}"
         )
     if device.type == "cpu" and blocks * block_bytes > available_memory():
         raise ValueError(
