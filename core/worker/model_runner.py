@@ -559,7 +559,7 @@ class ModelRunner:
         num_rows = -(-num_tokens // model.max_model_len)
         count = -(-num_tokens // num_rows)
         num_blocks = -(-count // block_size)
-        batch = Batch(num_rows, count, block_size, [])
+        batch = Batch(num_rows, count + 1, block_size, [], model.architecture.has_rope_positions)
         blocks = np.arange(1, num_rows * num_blocks + 1, dtype=np.int32).reshape(num_rows, num_blocks)
         for slot in range(num_rows):
             prompt = np.zeros(count, np.int32)

@@ -11,6 +11,7 @@ from support.random_encoders import CLASSIFIERS
 from transformers import Gemma2Config, LlamaConfig, Phi3Config
 
 from vllm_mp.core.worker.cuda_graphs import step_shapes
+from vllm_mp.testing.image_models import save_image_model
 from vllm_mp.testing.random_models import CONFIGS, SIZES, save_config
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -137,6 +138,17 @@ UNLIKE_CASES = [
 @pytest.mark.parametrize(("name", "numbers", "steps", "level"), UNLIKE_CASES)
 def test_unlike_models_start_serve_and_sleep(name, numbers, steps, level, tmp_path, monkeypatch):
     check(save_config(config_of(name), tmp_path), monkeypatch, level, **numbers, **steps)
+
+
+@pytest.mark.extended
+def test_steps_of_a_model_with_several_positions_of_a_token_compile_nothing(tmp_path):
+    save_image_model("qwen2_vl", tmp_path, max_position_embeddings=1024)
+    options = {"dtype": "bfloat16", "max_num_seqs": 4, "limit_mm_per_prompt": {"image": 0}}
+    with engine_on_fake_cuda(tmp_path, **options) as (engine, device):
+        num_compiled = len(device.compilations)
+        engine.play()
+        assert device.compilations[num_compiled:] == []
+    assert not device.faults, "\n".join(dict.fromkeys(device.faults))
 
 
 LOGITS = ["copy to the device", "_copy_step_kernel", "replay", "_few_rows_kernel"]
