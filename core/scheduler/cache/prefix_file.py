@@ -237,6 +237,8 @@ class PrefixFile:
     def _begin(self, header: PrefixFileHeader) -> None:
         """Empty the file, and give it a header with another nonce."""
         os.ftruncate(self._descriptor, 0)
+        # If blocks filled the disk first, none could become an entry.
+        os.posix_fallocate(self._descriptor, 0, header.slots_at)
         write_header(self._descriptor, msgspec.structs.replace(header, nonce=secrets.token_hex(16)))
         self.load()
 

@@ -390,6 +390,15 @@ def test_whole_blocks_alone_are_found_after_an_end_before_any_single_write(descr
     assert ends_at > 20
 
 
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_entries_have_their_room_on_the_disk_before_blocks_fill_it(is_cleared, descriptors):
+    core = Core(*descriptors, num_slots=10_000)
+    if is_cleared:
+        core.reader.clear()
+    found = os.fstat(core.file)
+    assert found.st_blocks * 512 >= found.st_size >= 10_000 * (ROW_BYTES + 8)
+
+
 def test_full_disk_keeps_what_is_there_and_replaces_it_without_growing(core, monkeypatch, caplog):
     for number in (1, 2):
         core.fill(number, number)
