@@ -77,16 +77,16 @@ def _end(server: "subprocess.Popen[bytes]") -> None:
     server.wait()
 
 
-def our_server(python: Path = Path(sys.executable)) -> HttpPeer:
-    """Return this engine's server, in bfloat16."""
-    options = ("--dtype", "bfloat16", "--served-model-name", SERVED_NAME)
+def our_server(python: Path = Path(sys.executable), dtype: str = "bfloat16") -> HttpPeer:
+    """Return this engine's server."""
+    options = ("--dtype", dtype, "--served-model-name", SERVED_NAME)
     command = (python, "-m", "vllm_mp.cli", "serve", resolve_model(MODEL), *options)
     return HttpPeer("vllm_mp", command, {"PYTHONPATH": str(ROOT)}, "/ready")
 
 
-def vllm_server(vllm: VllmCpu) -> HttpPeer:
-    """Return vLLM's server, in bfloat16, compiled."""
-    options = ("--dtype", "bfloat16", "--served-model-name", SERVED_NAME, "--host", "127.0.0.1")
+def vllm_server(vllm: VllmCpu, dtype: str = "bfloat16") -> HttpPeer:
+    """Return vLLM's server, compiled."""
+    options = ("--dtype", dtype, "--served-model-name", SERVED_NAME, "--host", "127.0.0.1")
     return HttpPeer(
         "vLLM", (vllm.program("vllm"), "serve", resolve_model(MODEL), *options), {"VLLM_CPU_KVCACHE_SPACE": "4"}
     )

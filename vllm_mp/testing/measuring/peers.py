@@ -197,14 +197,14 @@ class AsyncEngine(TimedEngine):
         return {"package": self._package, "engine_args": engine_args}
 
 
-def ours(quantization: str | None = None, file: Path | None = None) -> AsyncEngine:
+def ours(quantization: str | None = None, file: Path | None = None, dtype: str = "bfloat16") -> AsyncEngine:
     """Return this engine, in this environment, with the weights of the GGUF file `file` if it is given.
 
     Requests to a file have at most 4,096 tokens, because the KV cache may be too small for the context of its model.
     """
     weights = {"quantization": quantization} if file is None else {"model": str(file), "max_model_len": 4096}
-    name = f"vllm_mp {file.stem if file else quantization or 'bfloat16'}"
-    return AsyncEngine(name, Path(sys.executable), "vllm_mp", **weights, disable_log_requests=True)
+    name = f"vllm_mp {file.stem if file else quantization or dtype}"
+    return AsyncEngine(name, Path(sys.executable), "vllm_mp", **weights, dtype=dtype, disable_log_requests=True)
 
 
 class VllmCpu(AsyncEngine):
@@ -213,8 +213,8 @@ class VllmCpu(AsyncEngine):
     _VERSION = "0.32.0"
     _NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-headless")
 
-    def __init__(self, folder: Path, name: str, **engine_args: Any) -> None:
-        super().__init__(name, folder / "venv/bin/python", "vllm", **engine_args)
+    def __init__(self, folder: Path, dtype: str = "bfloat16") -> None:
+        super().__init__(f"vLLM {dtype}", folder / "venv/bin/python", "vllm", dtype=dtype)
         self._folder = folder
 
     def program(self, name: str) -> Path:
