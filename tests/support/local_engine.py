@@ -74,7 +74,9 @@ class LocalEngine:
             captures_late=captures_late,
         )
         scheduler, cache = config.scheduler_config, config.cache_config
-        self.batch = Batch(scheduler.max_num_seqs, config.model_config.max_model_len, cache.block_size, [])
+        model = config.model_config
+        has_rope_positions = model.architecture.has_rope_positions
+        self.batch = Batch(scheduler.max_num_seqs, model.max_model_len, cache.block_size, [], has_rope_positions)
         kv_cache = KVCacheManager(self.batch, cache.num_blocks, cache.block_size)
         self.pool = kv_cache.pool
         num_stages = config.parallel_config.pipeline_parallel_size
