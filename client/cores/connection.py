@@ -139,13 +139,14 @@ class CoreConnection:
         """
         deadline, latest = time.monotonic() + timeout, progress()
         hello = wire.encode(wire.hello(self._operator_key, self._token))
-        self._socket.send(hello)
+        self._send_or_raise(hello)
         while True:
             is_broken = self.is_broken()
             if self._refusal:
                 raise EngineStartError(self._refusal)
+            self._check_address()
             if is_broken:  # the core died while it loaded; greet the next core at this address
-                self._socket.send(hello)
+                self._send_or_raise(hello)
             if self._socket.poll(_POLL_MS):
                 frame = self._socket.recv(copy=False)
                 try:
@@ -177,12 +178,12 @@ class CoreConnection:
         """
         deadline = time.monotonic() + timeout
         call_id = secrets.randbits(62)  # the core carries out a pause or a sleep once per id
-        self._socket.send(wire.encode(wire.Call(self.incarnation, call_id, name, list(args))))
+        self._send_or_raise(wire.encode(wire.Call(self.incarnation, call_id, name, list(args))))
         while time.monotonic() < deadline and not self.is_broken():
             if self._socket.poll(_POLL_MS):
                 message = self._decode(self._socket.recv())
                 if isinstance(message, wire.Mark):  # else the core would take all later output for unread
-                    self._socket.send(wire.encode(wire.MarkSeen(self.incarnation, message.mark)))
+                    self._send_or_raise(wire.encode(wire.MarkSeen(self.incarnation, message.mark)))
                 elif isinstance(message, wire.PauseChanged):
                     self.was_paused = message.is_paused
                 elif isinstance(message, wire.ModelChanged):
@@ -211,6 +212,23 @@ class CoreConnection:
                 f"the configuration of the core at {self.address} cannot be read: {error}; install the same vllm-mp on "
                 "both sides"
             ) from error
+
+    def _send_or_raise(self, frame: bytes) -> None:
+        """Send `frame` without waiting. Raises as `_check_address`."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self._check_address()
+
+    def _check_address(self) -> None:
+        """Raise EngineStartError if ZeroMQ has given the address up, as after an answer in another protocol."""
+        if self._socket.poll(0, zmq.POLLOUT):
+            return
+        self.is_broken()  # learns of a refusal
+        raise EngineStartError(
+            self._refusal
+            or f"the peer at {self.address} is not a core: ZeroMQ's handshake with it fails; check the address"
+        )
 
     def is_broken(self) -> bool:
         """Return whether the connection has broken since the last call."""

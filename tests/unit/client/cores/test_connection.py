@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import socket
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from vllm_mp.client.stats import EngineStats
 from vllm_mp.core.suspension_record import SuspensionRecord
 from vllm_mp.core_link.core_status import NOT_SUSPENDED
 from vllm_mp.core_link.status_page import StatusPage
+from vllm_mp.keys.curve_keys import make_client_key, make_server_key
 
 
 @contextlib.contextmanager
@@ -61,6 +63,29 @@ def test_answer_that_is_no_welcome_is_reported_with_its_cause(tmp_path, answer, 
 
         with pytest.raises(EngineStartError, match=words):
             connection.greet(30, respond)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 503 No\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", bytes(100)])
+def test_tcp_peer_with_another_protocol_is_reported_at_once(tmp_path, answer):
+    client = tmp_path / "client.key"
+    make_client_key(client, make_server_key(tmp_path / "server.key").public)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def respond():
+            peer, _ = listener.accept()
+            with peer, contextlib.suppress(ConnectionResetError):
+                peer.sendall(answer)
+                while peer.recv(4096):
+                    pass
+
+        responded = pool.submit(respond)
+        connection = CoreConnection(f"tcp://127.0.0.1:{listener.getsockname()[1]}", str(client))
+        with contextlib.closing(connection):
+            with pytest.raises(EngineStartError, match=r"the peer at tcp://.* is not a core"):
+                connection.greet(float("inf"), lambda: None)
+            with pytest.raises(EngineStartError, match=r"the peer at tcp://.* is not a core"):
+                connection.ask(30, "question")
+        responded.result()
 
 
 def test_marks_are_returned_and_pauses_noted_while_the_core_is_asked(tmp_path):
