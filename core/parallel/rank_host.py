@@ -137,9 +137,10 @@ class RankHost:
         )
         while True:
             if time.monotonic() > deadline:
+                trouble = f" ({link.trouble})" if link.trouble else ""
                 raise RefusedError(
-                    f"no core at {self._address} has taken this machine for start_timeout_s={timeout_s:g} s; start the "
-                    "engine on node 0, or check --master-addr, --master-port and the key file"
+                    f"no core at {self._address} has taken this machine for start_timeout_s={timeout_s:g} s{trouble}; "
+                    "start the engine on node 0, or check --master-addr, --master-port and the key file"
                 )
             link.wait([], BEAT_S)
             link.follow_connection(hello)
@@ -217,6 +218,8 @@ class CoreLink:
         self._socket.curve_publickey, self._socket.curve_secretkey, self._socket.curve_serverkey = key
         self._monitor = self._socket.get_monitor_socket()
         self._is_open = False
+        self.trouble = ""
+        """Why there is no connection, as far as known."""
         self._socket.connect(address)
 
     def wait(self, descriptors: list[int], seconds: float) -> None:
@@ -227,7 +230,7 @@ class CoreLink:
         poller.poll(int(1000 * seconds))
 
     def follow_connection(self, hello: Hello | None = None) -> None:
-        """Say `hello` once the connection is made.
+        """Say `hello` once the connection is made; connect again if another program has answered at the address.
 
         Raises CoreLostError when it has ended, and RefusedError if the core does not know the key of this machine.
         """
@@ -238,11 +241,24 @@ class CoreLink:
                     f"the core at {self._address} does not know the key of this machine; copy the key file that it "
                     "names from node 0, or add this key there with `vllm-mp keys allow`"
                 )
+            if event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
+                self._note_trouble("it ends the connection at once: was the key file made with that core's public key?")
             if event == zmq.Event.HANDSHAKE_SUCCEEDED and hello is not None:
                 self._is_open = True
                 self.say(hello)
             if event == zmq.Event.DISCONNECTED and self._is_open:
                 raise CoreLostError
+        if not (self._is_open or self._socket.poll(0, zmq.POLLOUT)):
+            # ZeroMQ gives up an address whose peer speaks another protocol.
+            self._note_trouble("another program answers there")
+            time.sleep(_RECONNECT_MS / 1000)
+            self._socket.disconnect(self._address)
+            self._socket.connect(self._address)
+
+    def _note_trouble(self, trouble: str) -> None:
+        if trouble != self.trouble:
+            logger.warning("no core at %s takes this machine yet: %s", self._address, trouble)
+        self.trouble = trouble
 
     def messages(self) -> list[list[bytes]]:
         """Return the messages of the core that have arrived."""

@@ -1,6 +1,7 @@
 """What a machine without a core does: it runs ranks for one core after another, and leaves none behind."""
 
 import contextlib
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from vllm_mp.core.parallel.node_messages import ANSWER
 from vllm_mp.core.parallel.node_ranks import NodeRanks
 from vllm_mp.core.parallel.rank_host import RankHost, RefusedError
 from vllm_mp.core.parallel.rank_state import WorkerFailedError
-from vllm_mp.keys.curve_keys import make_client_key, read_client_key
+from vllm_mp.keys.curve_keys import make_client_key, make_server_key, read_client_key
 
 RANK = """
 import json, mmap, socket, sys
@@ -154,6 +155,33 @@ def test_machine_without_a_core_ends(configs):
     limits = msgspec.structs.replace(other.liveness_config, start_timeout_s=0.3)
     with pytest.raises(RefusedError, match=r"no core at tcp://.* has taken this machine for start_timeout_s=0.3 s"):
         RankHost(msgspec.structs.replace(other, liveness_config=limits)).serve_next_core()
+
+
+def test_machine_joins_a_core_that_follows_another_program_at_its_address(configs):
+    own, other = configs
+    parallel = own.parallel_config
+    with socket.create_server((parallel.master_addr, parallel.master_port)) as listener:
+        serving = Serving(other)
+        for _ in range(2):
+            peer, _ = listener.accept()
+            with peer:
+                peer.sendall(b"HTTP/1.1 503 No\r\n\r\n")
+                with contextlib.suppress(ConnectionResetError):
+                    while peer.recv(4096):
+                        pass
+    with contextlib.closing(NodeRanks(own, "")) as core:
+        receive_until(core, lambda: core.ranks[1].pid)
+    assert serving.join() is None
+
+
+def test_machine_with_the_key_for_another_core_says_so(configs, tmp_path):
+    own, other = configs
+    make_client_key(tmp_path / "other.key", make_server_key(tmp_path / "server.key").public)
+    parallel = msgspec.structs.replace(other.parallel_config, node_key_file=str(tmp_path / "other.key"))
+    limits = msgspec.structs.replace(other.liveness_config, start_timeout_s=1.0)
+    config = msgspec.structs.replace(other, parallel_config=parallel, liveness_config=limits)
+    with contextlib.closing(NodeRanks(own, "")), pytest.raises(RefusedError, match="made with that core's public key"):
+        RankHost(config).serve_next_core()
 
 
 def test_rank_host_that_follows_its_parent_ends_when_its_standard_input_does(configs):
