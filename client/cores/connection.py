@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from vllm_mp import wire
+from vllm_mp.client.cores.endpoint import name_trouble
 from vllm_mp.client.cores.socket_owner import check_peer
 from vllm_mp.config import VllmConfig
 from vllm_mp.errors import EngineStartError
@@ -166,9 +167,9 @@ class CoreConnection:
             if (seen := progress()) != latest:
                 deadline, latest = time.monotonic() + timeout, seen
             if time.monotonic() > deadline:
+                remedy = self._handshake_failure or name_trouble(self.address) or is_engine_running(self.address)
                 raise EngineStartError(
-                    f"the core at {self.address} did not answer within {round(timeout, 2):g} s; "
-                    f"{self._handshake_failure or is_engine_running(self.address)}"
+                    f"the core at {self.address} did not answer within {round(timeout, 2):g} s; {remedy}"
                 )
 
     def ask(self, timeout: float, name: str, *args: wire.CallArgument) -> Any:

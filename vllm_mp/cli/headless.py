@@ -38,7 +38,8 @@ def run_headless(engine_args: AsyncEngineArgs) -> NoReturn:
         read_client_key(parallel.node_key_file)
     except ValueError as error:
         raise ValueError(
-            f"this machine has no key: {error}; the log of the engine on node 0 names the file to copy"
+            f"this machine has no key: copy the file that the log of the engine on node 0 names to "
+            f"{parallel.node_key_file} ({error})"
         ) from error
     line = os.memfd_create("launch")
     os.write(line, msgspec.json.encode(config) + b"\n")
