@@ -11,11 +11,12 @@ from vllm_mp.client.images.media import GivenImage, image_job
 from vllm_mp.client.images.messages import ImageJob, ImageResult
 from vllm_mp.client.images.placement import ImageTokens, expand_ids, expand_text, place
 from vllm_mp.client.images.process_pool import ImageProcessError, ImageProcesses
-from vllm_mp.client.images.processor import ModelProcessor, model_processor
+from vllm_mp.client.images.processor import ModelProcessor, bounded_options, model_processor
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 from vllm_mp.config import VllmConfig
 from vllm_mp.requests.image_options import packed_processor_options
 from vllm_mp.requests.images import MAX_IMAGE_SPANS, PlacedImage, ProcessedImage
+from vllm_mp.validation.image_validation import image_shape
 
 _MAX_CACHE_SHARE: Final = 0.25
 """Share of `mm_processor_cache_gb` that a client may fill with processed images."""
@@ -122,7 +123,7 @@ class PromptImages:
         else:
             expand_ids(token_ids, config.placeholder_id, image_token, [()] * len(given))
         all_options = {**(self._config.multimodal_config.mm_processor_kwargs or {}), **options}
-        packed = packed_processor_options("mm_processor_kwargs", all_options)
+        packed = packed_processor_options("mm_processor_kwargs", bounded_options(all_options, config))
         results: list[ImageResult] = []
         for number, image in enumerate(given):
             results.append(await self._result(image, number, packed, cache_salt))
@@ -160,7 +161,10 @@ class PromptImages:
         return str(self._prompt_tokenizer.tokenizer.convert_ids_to_tokens(token_id))
 
     def _tokens(self, result: ImageResult, number: int, image_token: str) -> ImageTokens:
-        """Return the tokens of the image `number`. Raises ValueError if it has none, or too many runs of them."""
+        """Return the tokens of the image `number`.
+
+        Raises ValueError if it has none, or too many runs of them, or arrays that the model does not take.
+        """
         assert self._processor is not None
         text = self._processor.text_of(result)
         num_tokens, num_tiles = text.count(image_token), result.rows * result.columns + 1
@@ -170,6 +174,15 @@ class PromptImages:
                 f"{num_tiles} tiles, and there must be a token, and at most {MAX_IMAGE_SPANS} tiles; correct "
                 "mm_processor_kwargs"
             )
+        config = self._config.model_config.images
+        assert config is not None
+        try:
+            image_shape(ProcessedImage(result.digest, result.arrays), config)
+        except ValueError as error:
+            raise ValueError(
+                f"multi_modal_data['image'][{number}] cannot be used: its processor makes what the model does not take "
+                f"({error}); correct mm_processor_kwargs"
+            ) from None
         return ImageTokens(result.digest, text, num_tokens)
 
     async def _result(self, image: GivenImage, number: int, options: bytes, cache_salt: str) -> ImageResult:

@@ -26,6 +26,8 @@ _MAX_MEMORY_BYTES: Final = 4 * 2**30
 _HIDDEN: Final = ("torch", "torchvision", "tensorflow", "jax")
 _MODULES: Final = {"Qwen2VL": "qwen2_vl"}
 """The modules of processors whose names differ from those of their classes by more than case."""
+_MAX_VALUE: Final = 2.0**15
+"""Bound on the values of arrays; those of usual options are below 300."""
 _SPLIT_SIZES: Final = ("rows", "cols")
 """What a processor says of the tiles of an image, beside its arrays."""
 
@@ -102,7 +104,7 @@ def process(processor: Any, job: ImageJob) -> ImageResult:
             f"the model's image processor refuses it: {str(error) or repr(error):.300}; {remedy}"
         ) from None
     if "image_grid_thw" in made:
-        made["pixel_values"] = _one_frame(made["pixel_values"], processor.temporal_patch_size, options)
+        made["pixel_values"] = _one_frame(made["pixel_values"], processor.temporal_patch_size)
     rows, columns = (int(made.pop(name)[0][0]) if name in made else 0 for name in _SPLIT_SIZES)
     if "num_crops" in made:  # of Gemma 3, beside the whole image
         rows, columns = 1, int(made.pop("num_crops")[0])
@@ -116,9 +118,8 @@ def process(processor: Any, job: ImageJob) -> ImageResult:
     return ImageResult(digest.digest(), arrays, rows, columns)
 
 
-def _one_frame(patches: Any, num_frames: int, options: dict[str, Any]) -> Any:
+def _one_frame(patches: Any, num_frames: int) -> Any:
     """Return patches [n, 3 * size * size] of an image, which a processor of videos repeats for each frame."""
-    num_frames = options.get("temporal_patch_size", num_frames)
     frames = patches.reshape(len(patches), 3, num_frames, -1)
     return frames[:, :, 0].reshape(len(patches), -1)
 
@@ -140,6 +141,11 @@ def _array(name: str, value: Any) -> ImageArray:
         array = array.astype(np.float32)
     if array.dtype.name not in IMAGE_DTYPES or array.ndim > 8:
         raise ValueError(f"the processor made {name} of {array.dtype}, which models cannot use; correct its options")
+    if array.dtype == np.float32 and not np.abs(array).max(initial=0.0) <= _MAX_VALUE:
+        raise ValueError(
+            f"the processor made {name} with values beyond {_MAX_VALUE:g}, or that are no numbers; correct "
+            "rescale_factor, image_mean and image_std in mm_processor_kwargs"
+        )
     return ImageArray.of(name, array)
 
 

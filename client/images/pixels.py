@@ -59,7 +59,7 @@ def rgb_of(image: "Image.Image") -> "Image.Image":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             upright = ImageOps.exif_transpose(image)
-            if upright.mode == "RGB":
+            if upright.mode == "RGB" and "transparency" not in upright.info:
                 upright.load()
                 return upright
             if upright.mode in ("I;16", "I;16B", "I;16L", "I;16N", "I"):
@@ -81,9 +81,11 @@ def _not_decodable(error: Exception) -> ValueError:
 
 
 def _of_16_bits(image: "Image.Image") -> "Image.Image":
-    """Return an image of 16 bits with the upper 8 of them."""
+    """Return an image of 16 bits with the upper 8 of them; one of 32 bits may also hold values of 8 bits."""
     import numpy as np
     from PIL import Image
 
     values: Any = np.asarray(image)
-    return Image.fromarray(np.clip(values >> 8, 0, 255).astype(np.uint8))
+    if image.mode != "I" or values.max() > 255:
+        values = values >> 8
+    return Image.fromarray(np.clip(values, 0, 255).astype(np.uint8))

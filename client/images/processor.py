@@ -24,8 +24,11 @@ _PROCESSORS: Final = {
 }
 """The image processors that a model of each family may have; the first is that of a folder which names none."""
 _PIXEL_LIMITS: Final = ("min_pixels", "max_pixels", "size")
+_SIZES: Final = (*_PIXEL_LIMITS, "crop_size")
 _DEFAULT_SIZE: Final = {"shortest_edge": 56 * 56, "longest_edge": 1280 * 28 * 28}
 """Least and most pixels of an image of Qwen2-VL if the folder does not say, as in transformers."""
+_MAX_SIDE: Final = 8192
+"""Bound on the pixels of a side to which a request may have an image scaled."""
 _GRID_BYTES: Final = 24
 _DEFAULT_TOKENS_PER_TILE: Final = 169
 """Image tokens of a tile if the folder of an Idefics3 or SmolVLM model does not say, as in transformers."""
@@ -131,8 +134,7 @@ def _tiled_text(image_token: str, num_tokens: int) -> Callable[[ImageResult], st
 
 def _bounded(settings: dict[str, Any], images: ImageConfig) -> dict[str, Any]:
     """Return settings by which an image has no more pixels than its arrays may have bytes."""
-    limit = (MAX_IMAGE_BYTES - _GRID_BYTES) // 12  # 3 colours in float32
-    limit -= limit % (images.patch_size * images.merge_size) ** 2
+    limit = _max_pixels(images)
     given = settings.get("size")
     size = dict(given) if isinstance(given, dict) else dict(_DEFAULT_SIZE)
     for name, old_name in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
@@ -140,6 +142,32 @@ def _bounded(settings: dict[str, Any], images: ImageConfig) -> dict[str, Any]:
         if value is not None:
             size[name] = min(_integer(old_name, value, 1, 2**31), limit)
     return {**{name: value for name, value in settings.items() if name not in _PIXEL_LIMITS}, "size": size}
+
+
+def _max_pixels(images: ImageConfig) -> int:
+    """Return the most pixels that an image may have of a model whose images are grids of patches."""
+    limit = (MAX_IMAGE_BYTES - _GRID_BYTES) // 12  # 3 colours in float32
+    return limit - limit % (images.patch_size * images.merge_size) ** 2
+
+
+def bounded_options(options: dict[str, Any], images: ImageConfig) -> dict[str, Any]:
+    """Return `mm_processor_kwargs` with sizes that an image process has time and memory for.
+
+    The most pixels of an image are lowered to what its arrays may have. Raises ValueError, naming the option, for other
+    sizes that are too large.
+    """
+    limit = _max_pixels(images) if images.merge_size else _MAX_SIDE
+
+    def bounded(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: bounded(f"{name}.{key}", each) for key, each in value.items()}
+        if not isinstance(value, int | float) or value <= limit:
+            return value
+        if images.merge_size and name in ("max_pixels", "size.longest_edge"):
+            return limit
+        raise ValueError(f"mm_processor_kwargs: {name} must be at most {limit}, got {value}; lower it")
+
+    return {name: bounded(name, value) if name in _SIZES else value for name, value in options.items()}
 
 
 def _grid_text(image_token: str, merge_size: int) -> Callable[[ImageResult], str]:

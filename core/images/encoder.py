@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mp.config import ModelConfig
-from vllm_mp.core.images.arrays import ImageShape, image_shape
 from vllm_mp.core.images.chunks import add_pause_points, pause, pausing
 from vllm_mp.core.models.text_part import is_of_images
 from vllm_mp.core.weights.checkpoint import CheckpointMismatchError, listed
@@ -22,6 +21,7 @@ from vllm_mp.core.weights.gguf_tensors import image_tensors
 from vllm_mp.model_store.folder import checkpoint_files
 from vllm_mp.model_store.gguf import mapped_mmproj
 from vllm_mp.requests.images import MAX_IMAGE_BYTES, ImageArray, ProcessedImage
+from vllm_mp.validation.image_validation import ImageShape, image_shape
 
 _TEXT_PARTS: Final = ("text_model", "language_model")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
-from vllm_mp.core.images.arrays import ImageShape
 from vllm_mp.requests.images import ImageArray, ImageDigest, PlacedImage, ProcessedImage
+from vllm_mp.validation.image_validation import ImageShape
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -148,6 +148,7 @@ def test_prompt_that_fails_is_reported_in_its_place_and_harms_no_other(small_llm
         ({"tokenization_kwargs": {"truncation_side": "top"}}, ValueError, "truncation_side must be .*, got 'top'"),
         ({"mm_processor_kwargs": [1]}, TypeError, "mm_processor_kwargs must be a dict"),
         ({"mm_processor_kwargs": {"device": "cuda"}}, ValueError, "must not hold 'device', which the engine sets"),
+        ({"mm_processor_kwargs": {"merge_size": 1}}, ValueError, "must not hold 'merge_size', which the engine sets"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_anything_runs(small_llm, options, error, words):

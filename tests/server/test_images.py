@@ -146,6 +146,14 @@ def test_options_of_a_request_reach_the_processor(served):
         (image_prompt(file_of(CAT)[:300]), "truncated"),
         (image_prompt(CAT, mm_processor_kwargs={"crop": 1}), "'crop'; correct mm_processor_kwargs"),
         (image_prompt(CAT, mm_processor_kwargs={"return_tensors": "pt"}), "return_tensors.*which the engine sets"),
+        (
+            image_prompt(CAT, mm_processor_kwargs={"size": {"longest_edge": 100_000}}),
+            r"mm_processor_kwargs: size\.longest_edge must be at most 8192, got 100000; lower it",
+        ),
+        (
+            image_prompt(CAT, mm_processor_kwargs={"rescale_factor": 1e30}),
+            r"cannot be used: .* values beyond 32768, .* in mm_processor_kwargs",
+        ),
         (image_prompt(CAT, multi_modal_uuids={"image": []}), None),
         (image_prompt(CAT, multi_modal_uuids={"image": ["a", "b"]}), "2 entries for 1 images"),
         ({"prompt_embeds": [[0.0]], "multi_modal_data": {"image": CAT}}, "prompt_embeds and multi_modal_data"),

@@ -18,7 +18,6 @@ from vllm_mp.client.outputs.output_processor import OutputProcessor
 from vllm_mp.client.outputs.stream import GenerationStream
 from vllm_mp.client.prompts.request import GenerationRequest
 from vllm_mp.client.stats import EngineStats
-from vllm_mp.core.images.arrays import ImageShape
 from vllm_mp.core.images.image_store import StoredImage
 from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.core.scheduler.waiting.memory_quota import MAX_BYTES, MemoryQuota
@@ -26,6 +25,7 @@ from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
 from vllm_mp.requests.prompt_embeds import MAX_EMBEDS_BYTES, PromptEmbeds
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.testing.fuzzing import ClientFrames, CoreFrames, slots_named
+from vllm_mp.validation.image_validation import ImageShape
 
 VOCAB_SIZE = 97
 SEEDS = st.integers(0, 2**32)

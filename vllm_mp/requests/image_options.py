@@ -14,14 +14,18 @@ _FIXED: Final = frozenset(
         "disable_grouping",
         "images_kwargs",
         "input_data_format",
+        "max_image_size",
+        "merge_size",
+        "patch_size",
         "return_row_col_info",
         "return_tensors",
+        "temporal_patch_size",
         "text_kwargs",
         "use_fast",
         "videos_kwargs",
     }
 )
-"""Options that decide in which form the arrays come; the engine sets them."""
+"""Options that decide in which form the arrays come; the engine sets them, as the model needs them."""
 
 
 def check_processor_options(name: str, options: Any) -> dict[str, Any]:

@@ -62,6 +62,9 @@ _PATCHES: Final = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 """The matrix of patches; the second is that for the second frame of a video, which patches of Qwen2-VL have."""
 _WINDOW_PIXELS: Final = 112
 """Pixels of a side of a window of Qwen2.5-VL, if a file does not state it."""
+_QWEN_MIN_PIXELS: Final = 56 * 56
+_QWEN_MAX_PIXELS: Final = 128 * 128 * 28 * 28
+"""Least and most pixels of an image of Qwen2-VL and Qwen2.5-VL, as published, if a file does not state them."""
 _SWAPPED: Final = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 _TOWER_NAMES: Final = {
     "v.patch_embd": "embeddings.patch_embedding",
@@ -393,11 +396,6 @@ class _Reader(GgufFields):
             }
             text = {**text, "model_type": "qwen2_5_vl_text"}
             config = self._config("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", text, vision)
-        sizes = {
-            f"{bound}_pixels": self.integer(f"vision.image_{bound}_pixels")
-            for bound in ("min", "max")
-            if self.value(f"vision.image_{bound}_pixels", None) is not None
-        }
         return Mmproj(
             config,
             {
@@ -406,7 +404,8 @@ class _Reader(GgufFields):
                     "patch_size": patch,
                     "merge_size": merge,
                     "temporal_patch_size": len(_PATCHES),
-                    **sizes,
+                    "min_pixels": self.integer("vision.image_min_pixels", _QWEN_MIN_PIXELS),
+                    "max_pixels": self.integer("vision.image_max_pixels", _QWEN_MAX_PIXELS),
                     **self._normalization(),
                 }
             },

@@ -175,6 +175,23 @@ def test_pixels_of_an_image_are_bounded_by_settings_and_options(settings, option
     assert placed.spans == [(0, num_tokens)]
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "said"),
+    [
+        ("qwen2_vl", {"min_pixels": 10**9, "max_pixels": 10**9}, "mm_processor_kwargs: min_pixels must be at most"),
+        ("qwen2_vl", {"size": {"shortest_edge": 10**9}}, r"mm_processor_kwargs: size\.shortest_edge must be at most"),
+        ("llava", {"crop_size": {"height": 16, "width": 16}}, r"what the model does not take \(pixel_values must be"),
+    ],
+)
+def test_options_that_make_what_a_model_does_not_take_are_refused(family, options, said):
+    prompts = Prompts(family)
+    try:
+        with pytest.raises(ValueError, match=said):
+            prompts.prompt(IMAGES[:1], IMAGE_TOKEN, **options)
+    finally:
+        prompts.images.close()
+
+
 def test_image_of_more_pixels_than_a_message_holds_is_scaled_down():
     files = {"preprocessor_config.json": {"size": {"shortest_edge": 3136, "longest_edge": 12_845_056}}}
     images = ImageConfig(

@@ -44,10 +44,26 @@ def animation():
         (file_of(plain("RGBA", (255, 0, 0, 0))), WHITE),
         (file_of(plain("LA", (0, 255))), (0, 0, 0)),
         (file_of(Image.fromarray(np.full((2, 3), 0x4D00, np.uint16))), (77, 77, 77)),
+        (file_of(plain("I", 0x4D00), "TIFF"), (77, 77, 77)),
+        (file_of(plain("I", 77), "TIFF"), (77, 77, 77)),
+        (file_of(plain("RGB", RED), transparency=RED), WHITE),
         (file_of(plain("CMYK", (0, 0, 0, 255)), "TIFF"), (0, 0, 0)),
         (animation(), RED),
     ],
-    ids=["rgb", "one pixel", "palette", "gray", "transparent", "opaque gray", "16 bits", "cmyk", "first frame"],
+    ids=[
+        "rgb",
+        "one pixel",
+        "palette",
+        "gray",
+        "transparent",
+        "opaque gray",
+        "16 bits",
+        "16 of 32 bits",
+        "8 of 32 bits",
+        "transparent color",
+        "cmyk",
+        "first frame",
+    ],
 )
 def test_file_becomes_rgb(file, pixel):
     image = decoded(file)

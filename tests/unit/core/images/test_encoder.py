@@ -10,7 +10,6 @@ from support.image_gguf import F16, F32, Q8_0, make_half_model, rounded, write_m
 from support.image_models import image_tokenizer
 
 from vllm_mp import AsyncEngineArgs
-from vllm_mp.core.images.arrays import ImageShape, image_shape
 from vllm_mp.core.images.encoder import ImageEncoder
 from vllm_mp.core.images.image_store import ImageStore
 from vllm_mp.core.images.request_images import RequestImages
@@ -21,6 +20,7 @@ from vllm_mp.model_config.images import read_image_config
 from vllm_mp.model_store import gguf
 from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
 from vllm_mp.testing.image_models import IMAGE_MODELS, image_arrays, save_image_model
+from vllm_mp.validation.image_validation import ImageShape, image_shape
 
 
 @pytest.fixture(params=IMAGE_MODELS)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from vllm_mp.core.images.arrays import ImageShape
 from vllm_mp.core.images.image_store import _FRESH_BYTES, ImageStore, StoredImage
 from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
 from vllm_mp.testing.image_models import IMAGE_TOKEN, make_image_model
+from vllm_mp.validation.image_validation import ImageShape
 
 
 def image(number, content=None):

@@ -20,7 +20,6 @@ from support.stand_in_engine import Engine
 from vllm_mp import AsyncEngineArgs, __version__, wire
 from vllm_mp.client.cores.connection import CoreConnection
 from vllm_mp.client.cores.sources.held_address import HeldAddress, listen_at
-from vllm_mp.core.images.arrays import ImageShape
 from vllm_mp.core.images.image_store import ImageStore
 from vllm_mp.core.ipc import clients
 from vllm_mp.core.ipc import request_handler as module
@@ -41,6 +40,7 @@ from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.testing.engines import make_keys
+from vllm_mp.validation.image_validation import ImageShape
 
 HELLO = wire.encode(wire.hello())
 TOKENS = [bytes([number]) * wire.TOKEN_BYTES for number in (1, 2)]

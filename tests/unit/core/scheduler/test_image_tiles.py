@@ -5,12 +5,12 @@ import random
 import pytest
 from support.stand_in_engine import Engine
 
-from vllm_mp.core.images.arrays import ImageShape
 from vllm_mp.core.images.image_store import StoredImage
 from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.core.scheduler.encoding_pace import MAX_SLICE_S, EncodingPace
 from vllm_mp.core.scheduler.waiting import image_turns
 from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
+from vllm_mp.validation.image_validation import ImageShape
 
 TILE, FIRST = 4, 2
 

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from support.stand_in_engine import Engine
 
-from vllm_mp.core.images.arrays import ImageShape
 from vllm_mp.core.images.image_store import StoredImage
 from vllm_mp.core.images.request_images import RequestImages
 from vllm_mp.requests.images import ImageArray, PlacedImage, ProcessedImage
+from vllm_mp.validation.image_validation import ImageShape
 
 TILE = 6
 IMAGE_TOKEN = 90

@@ -108,7 +108,8 @@ def test_configuration_and_image_processor_are_those_of_qwen(
     assert new.config["text_config"]["model_type"] == "qwen2_5_vl_text"
     found = new.config["vision_config"]
     assert (found["fullatt_block_indexes"], found["window_size"], found["intermediate_size"]) == ([1], 16, 64)
-    assert new.processor["preprocessor_config.json"].keys().isdisjoint({"min_pixels", "max_pixels"})
+    processor = new.processor["preprocessor_config.json"]
+    assert (processor["min_pixels"], processor["max_pixels"]) == (3136, 12_845_056)  # of the published checkpoints
 
 
 def test_file_is_found_by_its_name_or_its_header(tmp_path: Path, models: dict[str, PreTrainedModel]) -> None:
