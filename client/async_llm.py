@@ -989,15 +989,15 @@ class AsyncLLM(EngineClient):
         """
         return await self._tokenizer.tokenize(text, options)
 
-    async def prompt_tokens(self, prompt: PromptType, **options: Any) -> list[int]:
+    async def prompt_tokens(self, prompt: PromptType, *, tenant: int = 0, **options: Any) -> list[int]:
         """Return the token ids that the model reads for `prompt`, those of its images included.
 
-        `options` are those of the tokenizer. Raises ValueError or TypeError for a prompt that no request can have,
-        however long it is, and NoRoomError if too many images wait.
+        `options` are those of the tokenizer; `tenant` is as for `add_request`. Raises ValueError or TypeError for a
+        prompt that no request can have, however long it is, and NoRoomError if too many images wait.
         """
         self._engine.check_process()
         with self._engine.explaining_shutdown():
-            return await self._inputs.prompt_tokens(prompt, options)
+            return await self._inputs.prompt_tokens(prompt, options, checked_tenant(tenant))
 
     async def has_room(self, text: str, num_output_tokens: int, **options: Any) -> bool:
         """Return whether the context has room for `text`, tokenized with `options`, and for that many output tokens.

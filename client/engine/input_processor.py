@@ -105,6 +105,7 @@ class InputProcessor:
                     options.of_tokenizer,
                     max_tokens,
                     cache_salt,
+                    given.tenant,
                 )
                 token_ids = with_images.token_ids
                 placed, images = with_images.placed, with_images.images
@@ -155,7 +156,7 @@ class InputProcessor:
         interval = self._config.scheduler_config.stream_interval
         return GenerationStream(request, completions, interval, self._token_text(params))
 
-    async def prompt_tokens(self, prompt: Any, tokenization_kwargs: dict[str, Any]) -> list[int]:
+    async def prompt_tokens(self, prompt: Any, tokenization_kwargs: dict[str, Any], tenant: int) -> list[int]:
         """Return the token ids of `prompt` as a request has them, with those of its images, however many they are.
 
         Raises what `generation` raises for the prompt, ValueError for embeddings too.
@@ -173,6 +174,7 @@ class InputProcessor:
                 tokenization_kwargs,
                 None,
                 parsed.cache_salt,
+                tenant,
             )
             return with_images.token_ids
         if parsed.token_ids is not None:

@@ -106,12 +106,14 @@ class PromptImages:
         tokenization_kwargs: dict[str, Any],
         max_tokens: int | None,
         cache_salt: str,
+        tenant: int,
     ) -> PromptWithImages:
         """Return the prompt, `text` unless it is None or else `token_ids`, with the images `given` in it.
 
         `options` are those of the request for the image processor; names of images are known to prompts with the same
-        options and `cache_salt`. Raises ValueError or TypeError, naming the image or the field at fault, NoRoomError if
-        too many images wait, and TooManyTokensError for more than `max_tokens`.
+        options and `cache_salt`. Tenants take turns at the image processes. Raises ValueError or TypeError,
+        naming the image or the field at fault, NoRoomError if too many images wait, and TooManyTokensError for more
+        than `max_tokens`.
         """
         self.check_count(len(given))
         config, image_token = self._config.model_config.images, self.image_token
@@ -126,7 +128,7 @@ class PromptImages:
         packed = packed_processor_options("mm_processor_kwargs", bounded_options(all_options, config))
         results: list[ImageResult] = []
         for number, image in enumerate(given):
-            results.append(await self._result(image, number, packed, cache_salt))
+            results.append(await self._result(image, number, packed, cache_salt, tenant))
             num_bytes = sum(len(array.data) for result in results for array in result.arrays)
             if num_bytes > _MAX_PROMPT_BYTES:
                 raise ValueError(
@@ -185,7 +187,9 @@ class PromptImages:
             ) from None
         return ImageTokens(result.digest, text, num_tokens)
 
-    async def _result(self, image: GivenImage, number: int, options: bytes, cache_salt: str) -> ImageResult:
+    async def _result(
+        self, image: GivenImage, number: int, options: bytes, cache_salt: str, tenant: int
+    ) -> ImageResult:
         """Return a processed image, from the cache or made now. Raises ValueError, naming the image by its number."""
         name = None if image.name is None else _Name(image.name, options, cache_salt)
         if image.value is None:
@@ -201,7 +205,7 @@ class PromptImages:
         if (known := self._cache.get(key)) is not None:
             return known
         try:
-            result = await self._started().run(job)
+            result = await self._started().run(job, tenant)
         except ImageProcessError as error:
             raise ValueError(f"multi_modal_data['image'][{number}] cannot be used: {error}") from None
         if result.error:

@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 
 from vllm_mp.client.images.messages import HEADER, MAX_FRAME_BYTES, ImageJob, ImageResult, ProcessorSettings
+from vllm_mp.client.images.waiting_jobs import WaitingJobs
 from vllm_mp.core_link.core_environment import package_path
-from vllm_mp.errors import NoRoomError
 
 _NUM_PROCESSES: Final = 2
 """So that a slow image does not hold up all others."""
@@ -24,8 +24,6 @@ _TIME_LIMIT_S: Final = 30.0
 """Longest time for one image."""
 _START_LIMIT_S: Final = 120.0
 """Longest time for the start of a process, which imports transformers."""
-_MAX_WAITING: Final = 1024
-"""Bound on the images of an engine that wait for a process."""
 _CHUNK_BYTES: Final = 2**20
 
 
@@ -151,7 +149,7 @@ def _wait_for(descriptor: int, event: int, deadline: float) -> None:
 
 
 class ImageProcesses:
-    """Runs the image jobs of an engine, each on one of a few processes, in the order in which they come.
+    """Runs the image jobs of an engine, each on one of a few processes; tenants take turns.
 
     A process is started when there is a job and no process is free. One that dies, or takes too long over an image,
     fails this job alone, and is replaced at the next. If it was killed, perhaps not because of the image, the job has
@@ -162,8 +160,7 @@ class ImageProcesses:
         self._settings = settings
         self._changed = threading.Condition()
         """Guards the fields below."""
-        self._jobs: dict[Future[ImageResult], ImageJob] = {}
-        """Those that wait, by the future of the answer, the oldest first."""
+        self._waiting = WaitingJobs()
         self._num_free = 0
         """Threads that wait for a job."""
         self._num_threads = 0
@@ -177,8 +174,8 @@ class ImageProcesses:
         with self._changed:
             return [process.pid for process in self._processes]
 
-    async def run(self, job: ImageJob) -> ImageResult:
-        """Return the answer to a job.
+    async def run(self, job: ImageJob, tenant: int) -> ImageResult:
+        """Return the answer to a job of a tenant.
 
         Raises ImageProcessError if the process died of it or it took too long, NoRoomError if too many images wait, and
         RuntimeError after `close`.
@@ -187,10 +184,8 @@ class ImageProcesses:
         with self._changed:
             if self._is_closed or os.getpid() != self._owner:
                 raise RuntimeError("the engine was shut down")
-            if len(self._jobs) >= _MAX_WAITING:
-                raise NoRoomError(f"{len(self._jobs)} images wait to be processed, the limit; send the request later")
-            self._jobs[future] = job
-            if self._num_free < len(self._jobs) and self._num_threads < _NUM_PROCESSES:
+            self._waiting.add(future, job, tenant)
+            if self._num_free < len(self._waiting) and self._num_threads < _NUM_PROCESSES:
                 self._num_threads += 1
                 threading.Thread(target=self._work, name="vllm-mp-images", daemon=True).start()
             self._changed.notify()
@@ -198,7 +193,7 @@ class ImageProcesses:
             return await asyncio.wrap_future(future)
         finally:
             with self._changed:
-                self._jobs.pop(future, None)  # the caller was cancelled: the image needs neither memory nor a place
+                self._waiting.remove(future, tenant)  # if the caller was cancelled
 
     def close(self) -> None:
         """End the processes; callers that wait get a RuntimeError. Idempotent; from any thread."""
@@ -206,7 +201,7 @@ class ImageProcesses:
             return
         with self._changed:
             self._is_closed = True
-            futures, self._jobs = list(self._jobs), {}
+            futures = self._waiting.clear()
             for process in self._processes:
                 process.end()
             self._changed.notify_all()
@@ -220,12 +215,11 @@ class ImageProcesses:
         while True:
             with self._changed:
                 self._num_free += 1
-                self._changed.wait_for(lambda: self._jobs or self._is_closed)
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 self._num_free -= 1
                 if self._is_closed:
                     break
-                future = next(iter(self._jobs))
-                job = self._jobs.pop(future)
+                future, job = self._waiting.take()
             if not future.set_running_or_notify_cancel():
                 continue
             try:

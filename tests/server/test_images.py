@@ -14,6 +14,7 @@ from vllm_mp.cli.chat.commands import run_if_command
 from vllm_mp.cli.chat.conversation import Conversation
 from vllm_mp.cli.chat.session import ChatSession
 from vllm_mp.cli.terminal.screen import Screen
+from vllm_mp.client.images.process_pool import ImageProcesses
 from vllm_mp.server.app import build_app
 from vllm_mp.server.http.options import ServerOptions
 
@@ -21,7 +22,13 @@ pytestmark = pytest.mark.extended
 CAT, DOG = picture(50, 40), picture(20, 20, seed=1)
 NUM_TOKENS = 5 * TOKENS_PER_TILE
 """Image tokens of either image: four tiles and the whole."""
-URL = f"data:image/png;base64,{base64.b64encode(file_of(CAT)).decode()}"
+
+
+def url_of(image):
+    return f"data:image/png;base64,{base64.b64encode(file_of(image)).decode()}"
+
+
+URL = url_of(CAT)
 
 
 class Served:
@@ -46,10 +53,14 @@ class Served:
         asyncio.run(answers())
         return self.core.requests[before:]
 
-    def post(self, path, body):
+    def post(self, path, body, keys=(), key=""):
+        """Return the answer of a server with API keys `keys` to a request with `key`."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+
         async def ask():
-            app = build_app(self.llm, ServerOptions())
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            app = build_app(self.llm, ServerOptions(api_key=keys))
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
                 return await client.post(path, json={"model": self.llm.model_config.served_model_name, **body})
 
         return asyncio.run(ask())
@@ -269,6 +280,20 @@ def test_tokens_of_conversations_with_images_are_those_of_the_request(served):
     assert served.post("/v1/responses", of_tool).status_code == 200
     assert num_image_tokens(served.core.requests[-1]) == [NUM_TOKENS]
     assert served.post("/v1/responses/input_tokens", asked).json()["input_tokens"] == num_tokens
+
+
+def test_images_wait_for_a_process_in_the_turns_of_their_api_key(served, monkeypatch):
+    tenants, run = [], ImageProcesses.run
+
+    async def run_and_note(processes, job, tenant):
+        tenants.append(tenant)
+        return await run(processes, job, tenant)
+
+    monkeypatch.setattr(ImageProcesses, "run", run_and_note)
+    for number, path in enumerate((CHAT, "/tokenize")):
+        body = chat_body(url_part(url_of(picture(50, 40, seed=90 + number))))
+        assert served.post(path, body, ("a", "b"), "b").status_code == 200
+    assert tenants == [1, 1]
 
 
 CHAT = "/v1/chat/completions"

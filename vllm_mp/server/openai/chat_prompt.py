@@ -11,6 +11,7 @@ from vllm_mp.server.http.endpoint import Call
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.openai.chat_messages import ChatMessage
 from vllm_mp.server.openai.sampling_fields import refused_parameters
+from vllm_mp.wire import MAX_TENANTS
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much the model thinks: OpenAI's words, which the chat template reads as they are."""
@@ -97,7 +98,8 @@ async def prompt_tokens(
     can have.
     """
     try:
-        return await call.server.engine.prompt_tokens(prompt, add_special_tokens=add_special_tokens)
+        tenant = call.tenant.number % MAX_TENANTS
+        return await call.server.engine.prompt_tokens(prompt, tenant=tenant, add_special_tokens=add_special_tokens)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise refused_parameters(error, field, image_paths) from None
 

@@ -59,7 +59,7 @@ class Prompts:
 
     def prompt(self, images, text=None, token_ids=None, **options):
         given = [GivenImage(image) for image in images]
-        return asyncio.run(self.images.prompt(given, options, text, token_ids, {}, None, ""))
+        return asyncio.run(self.images.prompt(given, options, text, token_ids, {}, None, "", 0))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

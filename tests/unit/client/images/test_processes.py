@@ -26,7 +26,7 @@ def processes():
 
 def run(processes, *jobs):
     async def answers():
-        return await asyncio.gather(*map(processes.run, jobs), return_exceptions=True)
+        return await asyncio.gather(*[processes.run(job, 0) for job in jobs], return_exceptions=True)
 
     return asyncio.run(answers())
 
@@ -65,9 +65,9 @@ async def answers_while_processes_are_killed(processes, number):
     former = set(processes.pids)
     for pid in former:
         os.kill(pid, signal.SIGSTOP)  # so that the job does not end first
-    jobs = asyncio.gather(*[processes.run(JOB) for _ in former], return_exceptions=True)
+    jobs = asyncio.gather(*[processes.run(JOB, 0) for _ in former], return_exceptions=True)
     await asyncio.sleep(0)
-    while processes._jobs:  # noqa: ASYNC110, one that waits would be processed by the next process
+    while processes._waiting:  # noqa: ASYNC110, one that waits would be processed by the next process
         await asyncio.sleep(0.01)
     for pid in former:
         os.kill(pid, signal.SIGKILL)
@@ -108,12 +108,12 @@ def test_image_of_a_caller_that_has_left_keeps_neither_memory_nor_a_place(monkey
     processes = ImageProcesses(SETTINGS)
 
     async def leave():
-        callers = [asyncio.create_task(processes.run(JOB)) for _ in range(3)]
+        callers = [asyncio.create_task(processes.run(JOB, 0)) for _ in range(3)]
         await asyncio.sleep(0)
-        assert len(processes._jobs) == 3
+        assert len(processes._waiting) == 3
         callers[1].cancel()
         await asyncio.wait(callers[1:2])
-        assert len(processes._jobs) == 2
+        assert len(processes._waiting) == 2
         processes.close()
         return await asyncio.gather(*callers, return_exceptions=True)
 
@@ -142,9 +142,9 @@ def test_end_of_the_engine_ends_processes_and_jobs(monkeypatch):
     processes = ImageProcesses(SETTINGS)
 
     async def closed():
-        await processes.run(JOB)
+        await processes.run(JOB, 0)
         os.kill(processes.pids[0], signal.SIGSTOP)
-        jobs = asyncio.gather(processes.run(JOB), processes.run(JOB), return_exceptions=True)
+        jobs = asyncio.gather(processes.run(JOB, 0), processes.run(JOB, 0), return_exceptions=True)
         await asyncio.sleep(0)
         processes.close()
         return await jobs
@@ -153,4 +153,4 @@ def test_end_of_the_engine_ends_processes_and_jobs(monkeypatch):
         assert isinstance(error, RuntimeError)
         assert "shut down" in str(error)
     with pytest.raises(RuntimeError, match="shut down"):
-        asyncio.run(processes.run(JOB))
+        asyncio.run(processes.run(JOB, 0))
