@@ -1,17 +1,16 @@
 """Where an image of a conversation comes from: a data URL, a host that the operator allows, or an object."""
 
+import asyncio
 import base64
 import binascii
+import contextlib
 import functools
 import http.client
 import ipaddress
 import socket
 import ssl
-import time
 import urllib.parse
-from asyncio import get_running_loop
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from vllm_mp.client.images.messages import MAX_FILE_BYTES
@@ -36,7 +35,9 @@ class ImageSources:
     def __init__(self, allowed_domains: Collection[str]) -> None:
         """`allowed_domains` are the hosts, in lower case, from which images are fetched."""
         self._allowed = frozenset(allowed_domains)
-        self._executor = ThreadPoolExecutor(_NUM_FETCHES, thread_name_prefix="vllm-mp-image-fetch")
+        self._places = asyncio.Semaphore(_NUM_FETCHES)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop of `_places`."""
 
     async def load(self, value: Any) -> Any:
         """Return the bytes that the URL `value` names; any other value as it is.
@@ -50,8 +51,15 @@ class ImageSources:
                 return data_of(value)
             return await call_in_thread(functools.partial(data_of, value))
         host = self._checked_host(value)
-        loop = get_running_loop()
-        return await loop.run_in_executor(self._executor, functools.partial(fetch, value, host))
+        async with self._places_of_loop():
+            return await fetch(value, host)
+
+    def _places_of_loop(self) -> asyncio.Semaphore:
+        """Return the places for fetches in the running event loop; only one loop at a time uses an engine."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._places = loop, asyncio.Semaphore(_NUM_FETCHES)
+        return self._places
 
     def _checked_host(self, url: str) -> str:
         """Return the host of a URL from which images may be fetched. Raises ValueError for other URLs."""
@@ -91,26 +99,35 @@ def data_of(url: str) -> bytes:
         raise ValueError(f"the data URL holds no valid base64: {error}; encode the image again") from None
 
 
-def fetch(url: str, host: str) -> bytes:
-    """Return the body of the answer to `url`, without following redirects, in the calling thread.
+async def fetch(url: str, host: str) -> bytes:
+    """Return the body of the answer to `url`, without following redirects.
 
     The address of `host` must be a public one. Raises ValueError, with the cause, for any other answer than an image of
     at most `MAX_FILE_BYTES` bytes within `_FETCH_LIMIT_S`.
     """
-    deadline = time.monotonic() + _FETCH_LIMIT_S
     parts = urllib.parse.urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    connection = _Connection(host, parts.port, is_tls=parts.scheme == "https")
     try:
-        connection = _Connection(host, port, public_address(host, port), is_tls=parts.scheme == "https")
-        try:
-            path = urllib.parse.quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
-            query = f"?{urllib.parse.quote(parts.query, safe='/%:@!$&()*+,;=~-._?')}" if parts.query else ""
-            connection.request("GET", path + query, headers={"Accept": "image/*", "User-Agent": "vllm-mp"})
-            return _body(connection.getresponse(), deadline)
-        finally:
-            connection.close()
+        async with asyncio.timeout(_FETCH_LIMIT_S):
+            return await call_in_thread(functools.partial(_fetch, connection, url))
+    except TimeoutError:
+        raise ValueError(f"the image did not arrive within {_FETCH_LIMIT_S:g} s; send it as a data URL") from None
+    finally:
+        connection.stop()
+
+
+def _fetch(connection: "_Connection", url: str) -> bytes:
+    """Do the work of `fetch` in the calling thread, until `connection` is stopped."""
+    parts = urllib.parse.urlsplit(url)
+    path = urllib.parse.quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
+    query = f"?{urllib.parse.quote(parts.query, safe='/%:@!$&()*+,;=~-._?')}" if parts.query else ""
+    try:
+        connection.request("GET", path + query, headers={"Accept": "image/*", "User-Agent": "vllm-mp"})
+        return _body(connection.getresponse())
     except (OSError, http.client.HTTPException) as error:
         raise ValueError(f"the image at {url!r:.200} cannot be fetched: {str(error) or repr(error):.200}") from None
+    finally:
+        connection.close()
 
 
 def public_address(host: str, port: int) -> str:
@@ -126,26 +143,39 @@ def public_address(host: str, port: int) -> str:
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to an address that was checked, so that no second look-up can give another."""
+    """A connection to an address that is checked, so that no second look-up can give another."""
 
-    def __init__(self, host: str, port: int, address: str, *, is_tls: bool) -> None:
-        super().__init__(host, port, timeout=_SOCKET_LIMIT_S)
-        self._address = address
+    def __init__(self, host: str, port: int | None, *, is_tls: bool) -> None:
+        super().__init__(host, port or (443 if is_tls else 80), timeout=_SOCKET_LIMIT_S)
         self._is_tls = is_tls
+        self._socket: socket.socket | None = None
+        """The socket, as long as the answer is read; `sock` is None from the end of its headers on."""
+        self._is_stopped = False
 
     def connect(self) -> None:
-        plain = socket.create_connection((self._address, self.port), _SOCKET_LIMIT_S)
-        if not self._is_tls:
-            self.sock = plain
-            return
-        try:
-            self.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=self.host)
-        except BaseException:
-            plain.close()
-            raise
+        address = public_address(self.host, self.port)
+        self._use(socket.create_connection((address, self.port), _SOCKET_LIMIT_S))
+        if self._is_tls:
+            context = ssl.create_default_context()
+            tls = context.wrap_socket(self.sock, server_hostname=self.host, do_handshake_on_connect=False)
+            self._use(tls)
+            tls.do_handshake()
+
+    def stop(self) -> None:
+        """End what another thread reads or writes, however long its host would keep it."""
+        self._is_stopped = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                # Of SSLSocket, this method would also change what the other thread uses.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def _use(self, sock: socket.socket) -> None:
+        self.sock = self._socket = sock
+        if self._is_stopped:  # `stop` did not see it
+            raise ConnectionAbortedError
 
 
-def _body(response: http.client.HTTPResponse, deadline: float) -> bytes:
+def _body(response: http.client.HTTPResponse) -> bytes:
     if response.status != http.client.OK:
         remedy = "; redirects are not followed, so name the file itself" if 300 <= response.status < 400 else ""
         raise ValueError(f"the host of the image answered with the status {response.status}{remedy}")
@@ -157,6 +187,4 @@ def _body(response: http.client.HTTPResponse, deadline: float) -> bytes:
         body += chunk
         if len(body) > MAX_FILE_BYTES:
             raise ValueError(f"the image has more than {MAX_FILE_BYTES} bytes, the limit; name a smaller one")
-        if time.monotonic() > deadline:
-            raise ValueError(f"the image did not arrive within {_FETCH_LIMIT_S:g} s; send it as a data URL")
     return bytes(body)

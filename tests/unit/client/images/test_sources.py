@@ -1,8 +1,10 @@
-"""Which URLs images may come from."""
+"""Which URLs images may come from, and how long a host may take."""
 
 import asyncio
 import base64
 import socket
+import threading
+import time
 
 import pytest
 from support.image_models import file_of, picture
@@ -110,3 +112,68 @@ def test_file_that_is_too_large_is_not_read_to_its_end(monkeypatch):
     monkeypatch.setattr(sources, "MAX_FILE_BYTES", 10)
     with pytest.raises(ValueError, match="more than 10 bytes"):
         asyncio.run(Host(monkeypatch, answer("200 OK", "image/png")).load())
+
+
+class SlowHost:
+    """A host that begins an answer and goes on with a byte at a time, for a few seconds or until it is cut off."""
+
+    def __init__(self, monkeypatch, begin):
+        monkeypatch.setattr(sources, "public_address", lambda host, port: "127.0.0.1")
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.begin = begin
+        self.port = self.server.getsockname()[1]
+        self.was_cut_off = False
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+
+    def _serve(self):
+        with self.server, self.server.accept()[0] as peer:
+            peer.recv(4096)
+            try:
+                peer.sendall(self.begin)
+                for _ in range(300):
+                    peer.sendall(b"a")
+                    time.sleep(0.01)
+            except OSError:
+                self.was_cut_off = True
+
+
+@pytest.mark.parametrize(
+    ("scheme", "begin"),
+    [
+        ("http", b"HTTP/1.1 200 OK\r\nX: "),
+        ("http", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;"),
+        ("http", b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"),
+        ("https", b"\x16\x03\x03\x3f\xff"),  # the head of a record of TLS
+    ],
+)
+def test_host_that_sends_slowly_is_cut_off_at_the_limit(monkeypatch, scheme, begin):
+    monkeypatch.setattr(sources, "_FETCH_LIMIT_S", 0.2)
+    host = SlowHost(monkeypatch, begin)
+    with pytest.raises(ValueError, match=r"did not arrive within 0\.2 s; send it as a data URL"):
+        load(f"{scheme}://images.example.com:{host.port}/a.png", "images.example.com")
+    host.thread.join()
+    assert host.was_cut_off
+
+
+def test_look_up_that_hangs_keeps_no_place_of_other_images(monkeypatch):
+    monkeypatch.setattr(sources, "_FETCH_LIMIT_S", 0.1)
+    monkeypatch.setattr(sources, "_NUM_FETCHES", 1)
+    is_over = threading.Event()
+
+    def look_up(host, port):
+        is_over.wait(5)
+        raise OSError("unknown host")
+
+    monkeypatch.setattr(sources, "public_address", look_up)
+
+    async def load_both():
+        images = ImageSources(["images.example.com"])
+        urls = [f"http://images.example.com/{name}.png" for name in "ab"]
+        return await asyncio.gather(*map(images.load, urls), return_exceptions=True)
+
+    try:
+        for error in asyncio.run(load_both()):
+            assert "did not arrive within 0.1 s" in str(error)
+    finally:
+        is_over.set()
