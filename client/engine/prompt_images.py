@@ -200,17 +200,17 @@ class PromptImages:
                 )
             return result
         key, job = await asyncio.to_thread(_job_with_key, image.value, number, options)
+        result = self._cache.get(key)
+        if result is None:
+            try:
+                result = await self._started().run(job, tenant)
+            except ImageProcessError as error:
+                raise ValueError(f"multi_modal_data['image'][{number}] cannot be used: {error}") from None
+            if result.error:
+                raise ValueError(f"multi_modal_data['image'][{number}] cannot be used: {result.error}")
+            self._cache.put(key, result)
         if name is not None:
             self._cache.set_name(name, key)
-        if (known := self._cache.get(key)) is not None:
-            return known
-        try:
-            result = await self._started().run(job, tenant)
-        except ImageProcessError as error:
-            raise ValueError(f"multi_modal_data['image'][{number}] cannot be used: {error}") from None
-        if result.error:
-            raise ValueError(f"multi_modal_data['image'][{number}] cannot be used: {result.error}")
-        self._cache.put(key, result)
         return result
 
     def _started(self) -> ImageProcesses:

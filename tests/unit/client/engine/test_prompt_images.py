@@ -57,8 +57,8 @@ class Prompts:
         config = SimpleNamespace(model_config=model, multimodal_config=MultiModalConfig(**options))
         self.images = PromptImages(config, PromptTokenizer(self.tokenizer), lambda: files or files_of(family))
 
-    def prompt(self, images, text=None, token_ids=None, **options):
-        given = [GivenImage(image) for image in images]
+    def prompt(self, images, text=None, token_ids=None, names=None, **options):
+        given = list(map(GivenImage, images, names or [None] * len(images)))
         return asyncio.run(self.images.prompt(given, options, text, token_ids, {}, None, "", 0))
 
 
@@ -222,6 +222,17 @@ def test_placeholders_of_gemma_3_without_images_are_refused():
     prompts = Prompts("gemma3")
     with pytest.raises(ValueError, match=r"has 1 image tokens .'<start_of_image>'. and no image"):
         prompts.images.check_without_images(prompts.tokenizer(f"A {BEGIN}").input_ids)
+
+
+def test_name_stays_with_its_image_when_another_cannot_be_used():
+    prompts = Prompts("llava")
+    try:
+        made = prompts.prompt(IMAGES[:1], IMAGE_TOKEN, names=["cat"])
+        with pytest.raises(ValueError, match="it is no image in the format"):
+            prompts.prompt([b"x"], IMAGE_TOKEN, names=["cat"])
+        assert prompts.prompt([None], IMAGE_TOKEN, names=["cat"]) == made
+    finally:
+        prompts.images.close()
 
 
 def test_options_that_leave_no_token_of_an_image_are_refused():
