@@ -203,7 +203,7 @@ class PromptImages:
         result = self._cache.get(key)
         if result is None:
             try:
-                result = await self._started().run(job, tenant)
+                result = await self._started().run(job, key, tenant)
             except ImageProcessError as error:
                 raise ValueError(f"multi_modal_data['image'][{number}] cannot be used: {error}") from None
             if result.error:

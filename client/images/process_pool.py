@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -148,6 +149,14 @@ def _wait_for(descriptor: int, event: int, deadline: float) -> None:
         raise TimeoutError
 
 
+@dataclass
+class _SharedJob:
+    """A job for all callers that ask for it until it has ended."""
+
+    future: Future[ImageResult] = field(default_factory=Future)
+    num_callers: int = 0
+
+
 class ImageProcesses:
     """Runs the image jobs of an engine, each on one of a few processes; tenants take turns.
 
@@ -161,6 +170,8 @@ class ImageProcesses:
         self._changed = threading.Condition()
         """Guards the fields below."""
         self._waiting = WaitingJobs()
+        self._shared: dict[tuple[int, bytes], _SharedJob] = {}
+        """The jobs that callers wait for, by tenant and key."""
         self._num_free = 0
         """Threads that wait for a job."""
         self._num_threads = 0
@@ -174,26 +185,34 @@ class ImageProcesses:
         with self._changed:
             return [process.pid for process in self._processes]
 
-    async def run(self, job: ImageJob, tenant: int) -> ImageResult:
-        """Return the answer to a job of a tenant.
+    async def run(self, job: ImageJob, key: bytes, tenant: int) -> ImageResult:
+        """Return the answer to a job of a tenant; calls at a time with the same tenant and `key` run one job.
 
-        Raises ImageProcessError if the process died of it or it took too long, NoRoomError if too many images wait, and
+        Equal jobs of different tenants are not shared, because each has the turn of its tenant. Raises
+        ImageProcessError if the process died of the job or it took too long, NoRoomError if too many images wait, and
         RuntimeError after `close`.
         """
-        future: Future[ImageResult] = Future()
         with self._changed:
             if self._is_closed or os.getpid() != self._owner:
                 raise RuntimeError("the engine was shut down")
-            self._waiting.add(future, job, tenant)
-            if self._num_free < len(self._waiting) and self._num_threads < _NUM_PROCESSES:
-                self._num_threads += 1
-                threading.Thread(target=self._work, name="vllm-mp-images", daemon=True).start()
-            self._changed.notify()
+            shared = self._shared.get((tenant, key))
+            if shared is None:
+                shared = _SharedJob()
+                self._add(shared.future, job, tenant)
+                self._shared[tenant, key] = shared
+            shared.num_callers += 1
         try:
-            return await asyncio.wrap_future(future)
+            # A caller that is cancelled must not cancel the job of the others.
+            return await asyncio.shield(asyncio.wrap_future(shared.future))
         finally:
             with self._changed:
-                self._waiting.remove(future, tenant)  # if the caller was cancelled
+                shared.num_callers -= 1
+                if not shared.num_callers:
+                    self._waiting.remove(shared.future, tenant)
+                    shared.future.cancel()
+                is_over = shared.future.done() or not shared.num_callers
+                if is_over and self._shared.get((tenant, key)) is shared:
+                    del self._shared[tenant, key]
 
     def close(self) -> None:
         """End the processes; callers that wait get a RuntimeError. Idempotent; from any thread."""
@@ -208,6 +227,14 @@ class ImageProcesses:
         for future in futures:
             if future.set_running_or_notify_cancel():
                 future.set_exception(RuntimeError("the engine was shut down"))
+
+    def _add(self, future: Future[ImageResult], job: ImageJob, tenant: int) -> None:
+        """Let a job wait for a process, and start one if it may be needed."""
+        self._waiting.add(future, job, tenant)
+        if self._num_free < len(self._waiting) and self._num_threads < _NUM_PROCESSES:
+            self._num_threads += 1
+            threading.Thread(target=self._work, name="vllm-mp-images", daemon=True).start()
+        self._changed.notify()
 
     def _work(self) -> None:
         """Run jobs until `close`, on a process of this thread's own."""

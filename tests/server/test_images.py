@@ -285,9 +285,9 @@ def test_tokens_of_conversations_with_images_are_those_of_the_request(served):
 def test_images_wait_for_a_process_in_the_turns_of_their_api_key(served, monkeypatch):
     tenants, run = [], ImageProcesses.run
 
-    async def run_and_note(processes, job, tenant):
+    async def run_and_note(processes, job, key, tenant):
         tenants.append(tenant)
-        return await run(processes, job, tenant)
+        return await run(processes, job, key, tenant)
 
     monkeypatch.setattr(ImageProcesses, "run", run_and_note)
     for number, path in enumerate((CHAT, "/tokenize")):

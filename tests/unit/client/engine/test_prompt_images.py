@@ -29,6 +29,7 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from vllm_mp.client.engine.prompt_images import PromptImages
 from vllm_mp.client.images.media import GivenImage
+from vllm_mp.client.images.process_pool import ImageProcess
 from vllm_mp.client.images.processor import model_processor
 from vllm_mp.client.prompts.prompt_tokenizer import PromptTokenizer
 from vllm_mp.config import MultiModalConfig
@@ -222,6 +223,27 @@ def test_placeholders_of_gemma_3_without_images_are_refused():
     prompts = Prompts("gemma3")
     with pytest.raises(ValueError, match=r"has 1 image tokens .'<start_of_image>'. and no image"):
         prompts.images.check_without_images(prompts.tokenizer(f"A {BEGIN}").input_ids)
+
+
+def test_equal_images_of_requests_at_a_time_are_processed_once(monkeypatch):
+    prompts, jobs, run = Prompts("llava"), [], ImageProcess.run
+
+    def run_and_note(process, job):
+        jobs.append(job)
+        return run(process, job)
+
+    async def at_a_time():
+        given = [GivenImage(IMAGES[0])]
+        made = [prompts.images.prompt(given, {}, IMAGE_TOKEN, None, {}, None, "", 0) for _ in range(8)]
+        return await asyncio.gather(*made)
+
+    monkeypatch.setattr(ImageProcess, "run", run_and_note)
+    try:
+        made = asyncio.run(at_a_time())
+    finally:
+        prompts.images.close()
+    assert len(jobs) == 1
+    assert all(prompt == made[0] for prompt in made)
 
 
 def test_name_stays_with_its_image_when_another_cannot_be_used():

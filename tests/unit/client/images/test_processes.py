@@ -24,9 +24,14 @@ def processes():
     processes.close()
 
 
+def one(processes, job=JOB):
+    """Return the answer to a job that is not shared."""
+    return processes.run(job, os.urandom(8), 0)
+
+
 def run(processes, *jobs):
     async def answers():
-        return await asyncio.gather(*[processes.run(job, 0) for job in jobs], return_exceptions=True)
+        return await asyncio.gather(*[one(processes, job) for job in jobs], return_exceptions=True)
 
     return asyncio.run(answers())
 
@@ -65,7 +70,7 @@ async def answers_while_processes_are_killed(processes, number):
     former = set(processes.pids)
     for pid in former:
         os.kill(pid, signal.SIGSTOP)  # so that the job does not end first
-    jobs = asyncio.gather(*[processes.run(JOB, 0) for _ in former], return_exceptions=True)
+    jobs = asyncio.gather(*[one(processes) for _ in former], return_exceptions=True)
     await asyncio.sleep(0)
     while processes._waiting:  # noqa: ASYNC110, one that waits would be processed by the next process
         await asyncio.sleep(0.01)
@@ -108,7 +113,7 @@ def test_image_of_a_caller_that_has_left_keeps_neither_memory_nor_a_place(monkey
     processes = ImageProcesses(SETTINGS)
 
     async def leave():
-        callers = [asyncio.create_task(processes.run(JOB, 0)) for _ in range(3)]
+        callers = [asyncio.create_task(one(processes)) for _ in range(3)]
         await asyncio.sleep(0)
         assert len(processes._waiting) == 3
         callers[1].cancel()
@@ -118,6 +123,43 @@ def test_image_of_a_caller_that_has_left_keeps_neither_memory_nor_a_place(monkey
         return await asyncio.gather(*callers, return_exceptions=True)
 
     assert [type(error) for error in asyncio.run(leave())] == [RuntimeError, asyncio.CancelledError, RuntimeError]
+
+
+def test_equal_images_at_a_time_are_processed_once_for_each_tenant(monkeypatch):
+    monkeypatch.setattr(process_pool, "_NUM_PROCESSES", 0)
+    processes = ImageProcesses(SETTINGS)
+
+    async def callers_of(*tenants):
+        callers = [asyncio.create_task(processes.run(JOB, b"key", tenant)) for tenant in tenants]
+        await asyncio.sleep(0)
+        return callers
+
+    async def share():
+        callers = await callers_of(1, 1, 1, 2)
+        assert len(processes._waiting) == 2
+        for caller in (callers[0], callers[3]):
+            caller.cancel()
+        await asyncio.wait([callers[0], callers[3]])
+        assert len(processes._waiting) == 1
+        future, job = processes._waiting.take()
+        assert job == JOB
+        future.set_running_or_notify_cancel()
+        callers += await callers_of(1)
+        future.set_exception(ImageProcessError("it failed"))
+        answers = await asyncio.gather(*callers, return_exceptions=True)
+        # An answer is kept neither when the job has failed nor when all callers have left.
+        (caller,) = await callers_of(1)
+        assert len(processes._waiting) == 1
+        caller.cancel()
+        await asyncio.wait([caller])
+        assert not processes._waiting
+        assert not processes._shared
+        return answers
+
+    cancelled, first, second, other, late = asyncio.run(share())
+    assert type(cancelled) is type(other) is asyncio.CancelledError
+    assert first is second is late
+    assert str(first) == "it failed"
 
 
 def test_image_that_takes_too_long_ends_its_process():
@@ -142,9 +184,9 @@ def test_end_of_the_engine_ends_processes_and_jobs(monkeypatch):
     processes = ImageProcesses(SETTINGS)
 
     async def closed():
-        await processes.run(JOB, 0)
+        await one(processes)
         os.kill(processes.pids[0], signal.SIGSTOP)
-        jobs = asyncio.gather(processes.run(JOB, 0), processes.run(JOB, 0), return_exceptions=True)
+        jobs = asyncio.gather(one(processes), one(processes), return_exceptions=True)
         await asyncio.sleep(0)
         processes.close()
         return await jobs
@@ -153,4 +195,4 @@ def test_end_of_the_engine_ends_processes_and_jobs(monkeypatch):
         assert isinstance(error, RuntimeError)
         assert "shut down" in str(error)
     with pytest.raises(RuntimeError, match="shut down"):
-        asyncio.run(processes.run(JOB, 0))
+        asyncio.run(one(processes))
