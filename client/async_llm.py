@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm_mp.client.engine.status import EngineStatus
     from vllm_mp.client.engine.stream_group import StreamGroup
     from vllm_mp.client.engine.tokenizer import EngineTokenizer
+    from vllm_mp.client.images.media import ImageSourceError
     from vllm_mp.client.images.sources import ImageSources
     from vllm_mp.client.outputs.detokenizer import token_bytes
     from vllm_mp.client.outputs.live_requests import LiveRequests
@@ -73,6 +74,7 @@ _IMPORTED_BESIDE_CORE: Final = {
     "client.engine.status": ("EngineStatus",),
     "client.engine.stream_group": ("StreamGroup",),
     "client.engine.tokenizer": ("EngineTokenizer",),
+    "client.images.media": ("ImageSourceError",),
     "client.outputs.detokenizer": ("token_bytes",),
     "client.outputs.output_iterator": ("OutputIterator",),
     "client.prompts.chat_images": ("take_images",),
@@ -479,13 +481,12 @@ class AsyncLLM(EngineClient):
                 self._engine.images.check_count(len(found))
             except ValueError as error:
                 raise ChatMessageError(str(error), found[0].path) from None
-        images = []
-        for image in found:
-            try:
-                images.append(image._replace(value=await self._image_sources.load(image.value)))
-            except ValueError as error:
-                raise ChatMessageError(f"{image.path}: {error}", image.path) from None
-        return taken, images
+        try:
+            values = await self._image_sources.load_all([image.value for image in found])
+        except ImageSourceError as error:
+            path = found[error.number].path
+            raise ChatMessageError(f"{path}: {error}", path) from None
+        return taken, [image._replace(value=value) for image, value in zip(found, values, strict=True)]
 
     async def add_request(
         self,

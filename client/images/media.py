@@ -25,6 +25,15 @@ class GivenImage(NamedTuple):
     name: str | None = None
 
 
+class ImageSourceError(ValueError):
+    """An image of a conversation cannot be had; the message says why."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        """`number` is the position of the image among those of the conversation."""
+        super().__init__(reason)
+        self.number = number
+
+
 def given_images(data: Any, uuids: Any) -> list[GivenImage]:
     """Return the images in `multi_modal_data`, a dict with an image or a list of images under "image".
 

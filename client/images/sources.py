@@ -10,14 +10,19 @@ import ipaddress
 import socket
 import ssl
 import urllib.parse
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, Final
 
+from vllm_mp.client.images.media import ImageSourceError
 from vllm_mp.client.images.messages import MAX_FILE_BYTES
 from vllm_mp.client.threads.background_call import call_in_thread
 
 _FETCH_LIMIT_S: Final = 10.0
 """Longest time for fetching an image."""
+_ALL_LIMIT_S: Final = 60.0
+"""Longest time for all images of a conversation."""
+_MAX_ALL_BYTES: Final = 2**28
+"""Bound on the files of all images of a conversation."""
 _SOCKET_LIMIT_S: Final = 5.0
 _NUM_FETCHES: Final = 4
 """Images that are fetched at a time."""
@@ -38,6 +43,31 @@ class ImageSources:
         self._places = asyncio.Semaphore(_NUM_FETCHES)
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop of `_places`."""
+
+    async def load_all(self, values: Iterable[Any]) -> list[Any]:
+        """Return what `load` returns for each image of a conversation, which are loaded one after the other.
+
+        Raises ImageSourceError, with the remedy, for the image of which `load` raises ValueError, or at which the files
+        exceed `_MAX_ALL_BYTES` or their loading `_ALL_LIMIT_S`.
+        """
+        loaded: list[Any] = []
+        num_bytes, number = 0, 0
+        try:
+            async with asyncio.timeout(_ALL_LIMIT_S):
+                for number, value in enumerate(values):
+                    loaded.append(await self.load(value))
+                    num_bytes += len(loaded[-1]) if isinstance(loaded[-1], bytes) else 0
+                    if num_bytes > _MAX_ALL_BYTES:
+                        raise ValueError(
+                            f"the files of the first {number + 1} images have {num_bytes} bytes, the limit for a "
+                            f"conversation is {_MAX_ALL_BYTES}; give fewer or smaller images"
+                        )
+        except TimeoutError:
+            reason = f"the images up to this one did not arrive within {_ALL_LIMIT_S:g} s; send them as data URLs"
+            raise ImageSourceError(number, reason) from None
+        except ValueError as error:
+            raise ImageSourceError(number, str(error)) from None
+        return loaded
 
     async def load(self, value: Any) -> Any:
         """Return the bytes that the URL `value` names; any other value as it is.

@@ -312,7 +312,7 @@ NO_IMAGE = "data:image/png;base64,eHg="
     ("path", "body", "param", "said"),
     [
         (CHAT, chat_body(url_part("file:///etc/passwd")), PART, "a data URL"),
-        (CHAT, chat_body(url_part("http://127.0.0.1/")), PART, "not fetched from"),
+        (CHAT, chat_body(url_part(), url_part("http://127.0.0.1/")), "messages[0].content[1]", "not fetched from"),
         (CHAT, chat_body(*[url_part()] * 3), PART, "at most 2 images"),
         (CHAT, chat_body({"type": "image_url"}), f"{PART}.image_url", "must hold a URL"),
         (CHAT, chat_body(url_part(NO_IMAGE)), PART, f"{PART} cannot be used: it is no image in the format"),

@@ -10,6 +10,7 @@ import pytest
 from support.image_models import file_of, picture
 
 from vllm_mp.client.images import sources
+from vllm_mp.client.images.media import ImageSourceError
 from vllm_mp.client.images.sources import ImageSources
 
 FILE = file_of(picture(2, 2))
@@ -154,6 +155,26 @@ def test_host_that_sends_slowly_is_cut_off_at_the_limit(monkeypatch, scheme, beg
         load(f"{scheme}://images.example.com:{host.port}/a.png", "images.example.com")
     host.thread.join()
     assert host.was_cut_off
+
+
+def test_files_of_a_conversation_are_bounded_together(monkeypatch):
+    monkeypatch.setattr(sources, "_MAX_ALL_BYTES", 2 * len(FILE))
+    image = object()
+    assert asyncio.run(ImageSources([]).load_all([URL, image, URL])) == [FILE, image, FILE]
+    with pytest.raises(ImageSourceError, match=f"first 4 images have {3 * len(FILE)} bytes, the limit") as caught:
+        asyncio.run(ImageSources([]).load_all([URL, image, URL, URL, URL]))
+    assert caught.value.number == 3
+
+
+def test_images_of_a_conversation_must_arrive_within_one_limit(monkeypatch):
+    async def fetch(url, host):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(sources, "fetch", fetch)
+    monkeypatch.setattr(sources, "_ALL_LIMIT_S", 0.05)
+    with pytest.raises(ImageSourceError, match=r"did not arrive within 0\.05 s; send them as data URLs") as caught:
+        asyncio.run(ImageSources(["images.example.com"]).load_all([URL, "https://images.example.com/a.png", URL]))
+    assert caught.value.number == 1
 
 
 def test_look_up_that_hangs_keeps_no_place_of_other_images(monkeypatch):
