@@ -157,6 +157,12 @@ class _SharedJob:
     num_callers: int = 0
 
 
+def _note_error(answer: asyncio.Future[ImageResult]) -> None:
+    """Tell asyncio that the error of an answer whose caller has left, if there is one, needs no warning."""
+    if not answer.cancelled():
+        answer.exception()
+
+
 class ImageProcesses:
     """Runs the image jobs of an engine, each on one of a few processes; tenants take turns.
 
@@ -202,8 +208,10 @@ class ImageProcesses:
                 self._shared[tenant, key] = shared
             shared.num_callers += 1
         try:
-            # A caller that is cancelled must not cancel the job of the others.
-            return await asyncio.shield(asyncio.wrap_future(shared.future))
+            answer = asyncio.wrap_future(shared.future)
+            answer.add_done_callback(_note_error)
+            await asyncio.wait([answer])  # a caller that is cancelled must not cancel the job of the others
+            return answer.result()
         finally:
             with self._changed:
                 shared.num_callers -= 1
