@@ -13,12 +13,9 @@ so a client takes each position once and in order.
 """
 
 import functools
-import hashlib
 import logging
 import operator
-import types
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -32,6 +29,7 @@ from vllm_mp.requests.prompt_embeds import PromptEmbeds
 from vllm_mp.requests.sampling_params import MAX_BAD_WORDS, MAX_EXTRA_ARGS_BYTES, SamplingParams
 from vllm_mp.requests.structured_outputs import Constraint
 from vllm_mp.version import __version__
+from vllm_mp.wire_schema import fingerprint
 
 PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -462,47 +460,7 @@ _large_client_decoder = msgspec.msgpack.Decoder(
 _core_decoder = msgspec.msgpack.Decoder(CoreMessage)
 
 
-def _fingerprint(messages: Iterable[type[msgspec.Struct]]) -> str:
-    """Return a digest of the names, types and order of the fields of `messages` and of all structs that they hold.
-
-    The digest is the same in every process and every version of Python.
-    """
-    structs: set[type[msgspec.Struct]] = set()
-    pending = [*messages]
-    while pending:
-        struct = pending.pop()
-        if struct not in structs:
-            structs.add(struct)
-            for field in msgspec.structs.fields(struct):
-                pending += _structs_in(field.type)
-    lines = [
-        f"{struct.__name__} {struct.__struct_config__.tag}: "
-        + " ".join(f"{field.encode_name}={_type_name(field.type)}" for field in msgspec.structs.fields(struct))
-        for struct in structs
-    ]
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
-
-
-def _structs_in(kind: Any) -> Iterator[type[msgspec.Struct]]:
-    """Yield the struct types in the type `kind`."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        yield kind
-    for argument in get_args(kind):
-        yield from _structs_in(argument)
-
-
-def _type_name(kind: Any) -> str:
-    """Return the name of a type, with its parameters and without annotations: the same for every Python."""
-    if get_origin(kind) is Annotated:
-        return _type_name(get_args(kind)[0])
-    names = [_type_name(argument) for argument in get_args(kind)]
-    if isinstance(kind, types.UnionType) or get_origin(kind) is Union:
-        return "|".join(sorted(names))
-    name: str = getattr(get_origin(kind) or kind, "__name__", None) or repr(kind)
-    return f"{name}[{','.join(names)}]" if names else name
-
-
-SCHEMA = _fingerprint((*get_args(ClientMessage), *get_args(CoreMessage), VllmConfig))
+SCHEMA = fingerprint((*get_args(ClientMessage), *get_args(CoreMessage), VllmConfig))
 """What client and core must have in common beside PROTOCOL_VERSION: the messages and the configuration."""
 
 

@@ -20,6 +20,7 @@ from vllm_mp.requests.images import ImageArray, ProcessedImage
 from vllm_mp.requests.pooling_params import PoolingParams
 from vllm_mp.requests.sampling_params import PARAMETERS, SEED_LIMIT, RequestOutputKind, SamplingParams
 from vllm_mp.testing.sampling_cases import every_field, invalid_values
+from vllm_mp.wire_schema import fingerprint
 
 PARAMS = SamplingParams(**{**every_field(), "seed": -SEED_LIMIT, "stop_token_ids": [0, 2**31 - 1], "max_tokens": None})
 CLIENT_MESSAGES = [
@@ -193,10 +194,10 @@ class Outer(msgspec.Struct, array_like=True, tag=9):
 
 def test_schema_is_a_digest_of_the_names_types_and_order_of_all_fields():
     lines = b"Inner None: b=int a=NoneType|int\nOuter 9: x=list[NoneType|tuple[str,Inner]] y=bytes"
-    assert wire._fingerprint([Outer]) == hashlib.sha256(lines).hexdigest()[:16]
-    seen = wire._fingerprint((*wire.ClientMessage.__args__, *wire.CoreMessage.__args__, VllmConfig))
+    assert fingerprint([Outer]) == hashlib.sha256(lines).hexdigest()[:16]
+    seen = fingerprint((*wire.ClientMessage.__args__, *wire.CoreMessage.__args__, VllmConfig))
     assert seen == wire.SCHEMA
-    assert wire._fingerprint(wire.CoreMessage.__args__) != seen
+    assert fingerprint(wire.CoreMessage.__args__) != seen
 
 
 def test_schema_is_the_same_in_every_process():
@@ -213,12 +214,12 @@ def test_schema_is_the_same_in_every_process():
 def test_another_type_of_a_field_changes_the_schema():
     kinds = (int, str, list[tuple[int, int]], list[tuple[int, int, int]], int | None)
     structs = [msgspec.defstruct("Message", [("x", kind)], array_like=True, tag=3) for kind in kinds]
-    assert len({wire._fingerprint([struct]) for struct in structs}) == len(kinds)
+    assert len({fingerprint([struct]) for struct in structs}) == len(kinds)
 
 
 def test_field_of_the_configuration_belongs_to_the_schema():
     later = msgspec.defstruct("VllmConfig", [("fake", int, 0)], bases=(VllmConfig,), kw_only=True)
-    assert wire._fingerprint([later]) != wire._fingerprint([VllmConfig])
+    assert fingerprint([later]) != fingerprint([VllmConfig])
 
 
 def test_new_sampling_parameter_changes_the_schema():
@@ -226,7 +227,7 @@ def test_new_sampling_parameter_changes_the_schema():
     later = msgspec.defstruct("SamplingParams", [*((name, int, 0) for name in names), ("fake", int, 0)])
     message = msgspec.defstruct("AddRequest", [("params", later)], array_like=True, tag=2)
     same = msgspec.defstruct("AddRequest", [("params", SamplingParams)], array_like=True, tag=2)
-    assert wire._fingerprint([message]) != wire._fingerprint([same])
+    assert fingerprint([message]) != fingerprint([same])
 
 
 def test_decoder_of_large_frames_reads_every_client_message():

@@ -11,7 +11,7 @@ from vllm_mp.requests.structured_outputs import StructuredOutputsParams
 from vllm_mp.server.anthropic.answer import MessageContent, MessageObject, Usage
 from vllm_mp.server.anthropic.body import MessagesBody, TokensBody
 from vllm_mp.server.anthropic.conversation import choice_of, continues_answer, conversation, functions
-from vllm_mp.server.http.endpoint import Call, post
+from vllm_mp.server.http.endpoint import Call, json_response, post
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.http.event_stream import EventStream
 from vllm_mp.server.openai.answer_parts import read_answer_format
@@ -87,7 +87,7 @@ async def create_message(call: Call, body: MessagesBody) -> Response | EventStre
     [completion] = result.outputs
     content.add(completion.text)
     content.end(completion, Usage.of(generation.usage()))
-    return Response(msgspec.json.encode(message), media_type="application/json")
+    return json_response(message)
 
 
 async def count_tokens(call: Call, body: TokensBody) -> Response:
@@ -95,7 +95,7 @@ async def count_tokens(call: Call, body: TokensBody) -> Response:
     check_model(call.server, body.model, generates=True)
     rendered = await _prompt(call, body, _tools(call, body, _form(body)))
     tokens = await prompt_tokens(call, rendered.prompt(), field="messages", image_paths=rendered.image_paths)
-    return Response(msgspec.json.encode(TokenCount(len(tokens))), media_type="application/json")
+    return json_response(TokenCount(len(tokens)))
 
 
 class _MessageStream(EventStream):

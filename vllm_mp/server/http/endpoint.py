@@ -29,6 +29,11 @@ _INDEX_MARK = "#"
 _RANK = re.compile(r"[0-9]{1,9}")
 
 
+def json_response(content: object) -> Response:
+    """Return a response with `content` as JSON."""
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
 @dataclass
 class Call:
     """An HTTP request to an endpoint, with what its handler needs beside the body."""

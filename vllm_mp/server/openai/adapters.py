@@ -6,7 +6,7 @@ from starlette.responses import Response
 from vllm_mp.errors import EngineDeadError, EngineError, NotOperatorError
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.server.http.body import RequestBody
-from vllm_mp.server.http.endpoint import Call, post
+from vllm_mp.server.http.endpoint import Call, json_response, post
 from vllm_mp.server.http.errors import ApiError, as_refusal
 
 
@@ -106,7 +106,7 @@ async def _new_id(call: Call) -> int:
 
 
 def _answer(message: str) -> Response:
-    return Response(msgspec.json.encode(AdapterAnswer(message)), media_type="application/json")
+    return json_response(AdapterAnswer(message))
 
 
 ROUTES = [

@@ -14,7 +14,7 @@ from vllm_mp.client.prompts.prompt import TextPrompt
 from vllm_mp.outputs import CompletionOutput, RequestOutput
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.server.http.body import Ignored, Refused, refused, unserved
-from vllm_mp.server.http.endpoint import Call, post
+from vllm_mp.server.http.endpoint import Call, json_response, post
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.http.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
 from vllm_mp.server.http.protocol import WriteNow
@@ -217,7 +217,7 @@ async def create_chat_completion(call: Call, body: ChatBody) -> Response | Event
         prompt_logprobs=await _prompt_logprobs(result),
         prompt_token_ids=result.prompt_token_ids if body.return_token_ids else UNSET,
     )
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return json_response(response)
 
 
 def _params(body: ChatBody, defaults: dict[str, Any]) -> SamplingParams:

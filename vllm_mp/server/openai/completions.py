@@ -16,7 +16,7 @@ from vllm_mp.outputs import CompletionOutput, RequestOutput
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.server.http.admission import too_many_completions
 from vllm_mp.server.http.body import Refused, refused
-from vllm_mp.server.http.endpoint import Call, post
+from vllm_mp.server.http.endpoint import Call, json_response, post
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.http.event_stream import TEXT_MARK, EventStream, TextEvent, encode_event
 from vllm_mp.server.http.protocol import WriteNow
@@ -99,7 +99,7 @@ async def create_completion(call: Call, body: CompletionBody) -> Response | Even
     for index, result in enumerate(await generation.results()):
         head.choices += [await choices.next(index, result, completion) for completion in result.outputs]
     head.usage = generation.usage()
-    return Response(msgspec.json.encode(head), media_type="application/json")
+    return json_response(head)
 
 
 def completion_prompts(call: Call, body: CompletionBody) -> list[PromptType]:

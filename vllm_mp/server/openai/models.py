@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from vllm_mp.model_store.resolve import is_path
 from vllm_mp.requests.lora_request import LoRARequest
+from vllm_mp.server.http.endpoint import json_response
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.http.state import ServerState
 from vllm_mp.validation.request_validation import check_generates
@@ -74,14 +75,14 @@ async def list_models(request: Request) -> Response:
     server: ServerState = request.app.state.server
     models = [_described(server, server.engine.model_config.served_model_name)]
     models += [_described(server, name) for name in server.adapters]
-    return Response(msgspec.json.encode(ModelList("list", models)), media_type="application/json")
+    return json_response(ModelList("list", models))
 
 
 async def retrieve_model(request: Request) -> Response:
     """Return the model or the adapter that the path names."""
     server: ServerState = request.app.state.server
     chosen = check_model(server, request.path_params["model"])
-    return Response(msgspec.json.encode(_described(server, chosen.name)), media_type="application/json")
+    return json_response(_described(server, chosen.name))
 
 
 def _described(server: ServerState, name: str) -> Model:

@@ -7,7 +7,7 @@ import msgspec
 from starlette.responses import Response
 
 from vllm_mp.requests.sampling_params import SamplingParams
-from vllm_mp.server.http.endpoint import Call, post
+from vllm_mp.server.http.endpoint import Call, json_response, post
 from vllm_mp.server.http.errors import as_refusal
 from vllm_mp.server.openai.chat import ChatBody, chat_request
 from vllm_mp.server.openai.chat_prompt import prompt_tokens
@@ -41,7 +41,7 @@ async def render_chat(call: Call, body: ChatBody) -> Response:
         add_special_tokens=bool(body.add_special_tokens),
     )
     rendered = _rendered(f"chatcmpl-{call.request_id}", request.model.name, tokens, request.params, body)
-    return Response(msgspec.json.encode(rendered), media_type="application/json")
+    return json_response(rendered)
 
 
 async def render_completion(call: Call, body: CompletionBody) -> Response:
@@ -56,7 +56,7 @@ async def render_completion(call: Call, body: CompletionBody) -> Response:
             tokens = await _tokens(call, given["prompt"], body.add_special_tokens is not False)
         rendered.append(_rendered(f"cmpl-{call.request_id}-{index}", model.name, tokens, params, body))
         await asyncio.sleep(0)
-    return Response(msgspec.json.encode(rendered), media_type="application/json")
+    return json_response(rendered)
 
 
 async def _tokens(call: Call, text: str, add_special_tokens: bool) -> list[int]:

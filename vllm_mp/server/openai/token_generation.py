@@ -11,7 +11,7 @@ from vllm_mp.client.prompts.prompt import TokensPrompt
 from vllm_mp.outputs import CompletionOutput, RequestOutput
 from vllm_mp.requests.sampling_params import SamplingParams
 from vllm_mp.server.http.body import RequestBody
-from vllm_mp.server.http.endpoint import Call, post
+from vllm_mp.server.http.endpoint import Call, json_response, post
 from vllm_mp.server.http.event_stream import EventStream, encode_event
 from vllm_mp.server.openai.generation import GenerationBody, StreamOptions, Usage, start_generation
 from vllm_mp.server.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, convert, prompt_logprobs
@@ -88,7 +88,7 @@ async def generate_tokens(call: Call, body: GenerateBody) -> Response | EventStr
     [result] = await generation.results()
     whole = await response(result)
     whole.usage = generation.usage()
-    return Response(msgspec.json.encode(whole), media_type="application/json")
+    return json_response(whole)
 
 
 async def _choice(completion: CompletionOutput, params: SamplingParams, engine: AsyncLLM) -> GeneratedChoice:

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from vllm_mp.client.prompts.prompt import TextPrompt
 from vllm_mp.client.threads.background_call import call_in_thread
 from vllm_mp.server.http.body import RequestBody
-from vllm_mp.server.http.endpoint import Call, post
+from vllm_mp.server.http.endpoint import Call, json_response, post
 from vllm_mp.server.http.errors import ApiError, as_refusal
 from vllm_mp.server.http.state import ServerState
 from vllm_mp.server.openai.chat_messages import ChatMessage
@@ -96,7 +96,7 @@ async def tokenize(call: Call, body: TokenizeBody) -> Response:
         # The tokenizer makes one call for each token.
         texts = await call_in_thread(lambda: engine.model_tokenizer.convert_ids_to_tokens(tokens))
     response = TokenizeResponse(len(tokens), engine.model_config.max_model_len, tokens, texts)
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return json_response(response)
 
 
 async def detokenize(call: Call, body: DetokenizeBody) -> Response:
@@ -106,7 +106,7 @@ async def detokenize(call: Call, body: DetokenizeBody) -> Response:
         text = await call.server.engine.detokenize(body.tokens)
     except ValueError as error:
         raise as_refusal(error) from error
-    return Response(msgspec.json.encode(DetokenizeResponse(text)), media_type="application/json")
+    return json_response(DetokenizeResponse(text))
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -124,7 +124,7 @@ async def tokenizer_info(request: Request) -> Response:
         "chat_template": server.engine.chat_template.source or None,
         **special,
     }
-    return Response(msgspec.json.encode(info), media_type="application/json")
+    return json_response(info)
 
 
 ROUTES = [

@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from vllm_mp.model_store.hf_config import read_hf_config
-from vllm_mp.server.http.endpoint import Call, post
+from vllm_mp.server.http.endpoint import Call, json_response, post
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.openai.models import check_model
 from vllm_mp.server.pooling.inputs import InputBody, adds_special_tokens, input_prompts
@@ -63,7 +63,7 @@ async def classify(call: Call, body: ClassifyBody) -> Response:
         data.append(Classification(index=index, label=label, probs=values, num_classes=len(values)))
     usage = PoolingUsage.of(outputs)
     response = ClassifyResponse(id=request_id, created=int(time.time()), model=model.name, data=data, usage=usage)
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return json_response(response)
 
 
 @functools.lru_cache(maxsize=1)

@@ -10,7 +10,7 @@ import numpy as np
 from starlette.responses import Response
 
 from vllm_mp.outputs import PoolingRequestOutput
-from vllm_mp.server.http.endpoint import Call, post
+from vllm_mp.server.http.endpoint import Call, json_response, post
 from vllm_mp.server.openai.models import check_model
 from vllm_mp.server.pooling.inputs import InputBody, adds_special_tokens, input_prompts
 from vllm_mp.server.pooling.running import PoolingUsage, pooling_params, run
@@ -94,7 +94,7 @@ async def create_embeddings(call: Call, body: EmbeddingsBody) -> Response:
         data=cast("list[Embedding]", await _encoded(outputs, body, Embedding)),
         usage=PoolingUsage.of(outputs),
     )
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return json_response(response)
 
 
 async def create_vectors(call: Call, body: VectorsBody) -> Response:
@@ -108,7 +108,7 @@ async def create_vectors(call: Call, body: VectorsBody) -> Response:
         data=cast("list[Vector]", await _encoded(outputs, body, Vector)),
         usage=PoolingUsage.of(outputs),
     )
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return json_response(response)
 
 
 async def _outputs(

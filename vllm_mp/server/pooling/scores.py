@@ -13,7 +13,7 @@ from vllm_mp.client.threads.background_call import call_in_thread
 from vllm_mp.outputs import PoolingRequestOutput, ScoringRequestOutput
 from vllm_mp.requests.lora_request import LoRARequest
 from vllm_mp.server.http.body import Ignored, RequestBody
-from vllm_mp.server.http.endpoint import Call, post
+from vllm_mp.server.http.endpoint import Call, json_response, post
 from vllm_mp.server.http.errors import ApiError, as_refusal
 from vllm_mp.server.openai.models import check_model
 from vllm_mp.server.pooling.running import MAX_INPUTS, Inputs, PoolingBody, PoolingUsage, pooling_params, run
@@ -111,7 +111,7 @@ async def score(call: Call, body: ScoreBody) -> Response:
     scores, usage = await _scores(call, body, request_id, (first_name, first), (second_name, second), model.lora)
     data = [Score(index, value) for index, value in enumerate(scores)]
     response = ScoreResponse(id=request_id, created=int(time.time()), model=model.name, data=data, usage=usage)
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return json_response(response)
 
 
 async def rerank(call: Call, body: RerankBody) -> Response:
@@ -135,7 +135,7 @@ async def rerank(call: Call, body: RerankBody) -> Response:
         for index in order
     ]
     response = RerankResponse(id=request_id, model=model.name, results=results, usage=usage)
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return json_response(response)
 
 
 def _given(body: ScoreBody, names: Sequence[str]) -> tuple[str, list[str]]:

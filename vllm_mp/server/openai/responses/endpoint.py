@@ -14,7 +14,7 @@ from starlette.types import Send
 from vllm_mp.client.async_llm import AsyncLLM
 from vllm_mp.outputs import CompletionOutput
 from vllm_mp.requests.sampling_params import SamplingParams
-from vllm_mp.server.http.endpoint import Call, post
+from vllm_mp.server.http.endpoint import Call, json_response, post
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.http.event_stream import EventStream
 from vllm_mp.server.http.state import ServerState
@@ -111,7 +111,7 @@ async def create_response(call: Call, body: ResponseBody) -> Response | EventStr
     [completion] = result.outputs
     output.add(completion.text, completion.token_ids, await _logprobs(completion, body, params, call.server.engine))
     output.end(completion.finish_reason, _usage(generation))
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return json_response(response)
 
 
 async def count_input_tokens(call: Call, body: ResponseBody) -> Response:
@@ -121,7 +121,7 @@ async def count_input_tokens(call: Call, body: ResponseBody) -> Response:
     template = call.server.engine.chat_template.source_for(has_tools=bool(body.tools))
     rendered = await _prompt(call, body, _tools(body, call.server, params, template))
     tokens = await prompt_tokens(call, rendered.prompt(), field="input", image_paths=rendered.image_paths)
-    return Response(msgspec.json.encode(InputTokens(len(tokens))), media_type="application/json")
+    return json_response(InputTokens(len(tokens)))
 
 
 async def refuse_stored_response(request: Request) -> Response:
