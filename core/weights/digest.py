@@ -1,7 +1,6 @@
 """The digest of what a core has loaded: weights, config.json and tokenizer."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import BinaryIO
 import msgspec
 
 from vllm_mp.config import ModelConfig
-from vllm_mp.model_store.folder import checkpoint_files
+from vllm_mp.model_store.folder import checkpoint_files, safetensors_header
 from vllm_mp.model_store.gguf import mapped_gguf, mapped_mmproj
 from vllm_mp.model_store.gguf_file.reader import GgufFile
 from vllm_mp.model_store.tokenizer_files import TokenizerFiles
@@ -57,13 +56,12 @@ def weights_digest(config: ModelConfig) -> str:
 
 
 def _tensors(path: Path) -> Iterator[str]:
-    """Yield a line for each tensor of a safetensors file, which has 8 bytes, the size of a header in JSON, and data."""
+    """Yield a line for each tensor of a safetensors file."""
     with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        for name, tensor in json.loads(file.read(header_bytes)).items():
-            if name != "__metadata__":
-                begin, end = (8 + header_bytes + offset for offset in tensor["data_offsets"])
-                yield f"{name} {tensor['dtype']} {tensor['shape']} {_two_samples(file, begin, end)}"
+        tensors, data_begin = safetensors_header(file)
+        for name, tensor in tensors.items():
+            begin, end = (data_begin + offset for offset in tensor["data_offsets"])
+            yield f"{name} {tensor['dtype']} {tensor['shape']} {_two_samples(file, begin, end)}"
 
 
 def _gguf_tensors(gguf: GgufFile) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_mp.model_config.json_file import read_json
-from vllm_mp.model_store.folder import SAFETENSORS, weight_files
+from vllm_mp.model_store.folder import SAFETENSORS, safetensors_header, weight_files
 from vllm_mp.model_store.gguf import (
     CONVERTER_VERSION,
     MAPPED_VERSION,
@@ -28,8 +27,6 @@ from vllm_mp.model_store.packed_names import packed_files
 _CONVERTED = re.compile(r"(?P<name>.+)-[0-9a-f]{16}-[vm]\d+")
 """The name of the folder of a converted model or of a mapped file."""
 _HUB_PREFIX = "models--"
-_MAX_HEADER_BYTES = 100 * 10**6
-"""Maximum size of the header of a safetensors file, as its format sets it."""
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The usual names of the dtypes of safetensors."""
 
@@ -216,11 +213,10 @@ def _stored_dtype(model: Path) -> str:
     num_bytes: Counter[str] = Counter()
     try:
         with sorted(model.glob(SAFETENSORS.pattern))[0].open("rb") as file:
-            tensors = json.loads(file.read(min(_MAX_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
-        for name, tensor in tensors.items():
-            if name != "__metadata__":
-                begin, end = tensor["data_offsets"]
-                num_bytes[tensor["dtype"]] += end - begin
+            tensors, _ = safetensors_header(file)
+        for tensor in tensors.values():
+            begin, end = tensor["data_offsets"]
+            num_bytes[tensor["dtype"]] += end - begin
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return ""
     most = num_bytes.most_common(1)

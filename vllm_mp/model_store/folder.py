@@ -1,7 +1,8 @@
 """The files that a model's folder must hold before an engine is started on it."""
 
+import json
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from vllm_mp.model_config.json_file import read_json
 
@@ -26,6 +27,8 @@ class WeightFiles(NamedTuple):
 SAFETENSORS: Final = WeightFiles("model.safetensors", "model.safetensors.index.json", "*.safetensors")
 PICKLED: Final = WeightFiles("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin")
 """Read only where there are no safetensors, and only as far as they hold tensors."""
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""The longest header of a safetensors file that the format allows."""
 _OTHER_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _POINTER_START = b"version https://git-lfs"
 
@@ -100,6 +103,18 @@ def read_weight_map(index: Path) -> dict[str, str]:
                 f"{index} places {name} in {file!r:.200}, which is not the name of a file beside it; download it again"
             )
     return weight_map
+
+
+def safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Return what a safetensors file says of its tensors, by name, and where their data begin in it.
+
+    Raises ValueError if the file has no header, or one that is longer than the format allows.
+    """
+    num_bytes = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(num_bytes)) if num_bytes <= _MAX_HEADER_BYTES else None
+    if not isinstance(header, dict):
+        raise ValueError(f"{file.name} has no header of a safetensors file; download it again")
+    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}, 8 + num_bytes
 
 
 def checkpoint_files(folder: Path) -> dict[Path, list[str] | None]:

@@ -1,6 +1,5 @@
 """The configuration of a model's folder: config.json, and what only other files of the folder say."""
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from vllm_mp.model_config.architecture import Architecture, NativeArchitecture
 from vllm_mp.model_config.families.registry import decoder_without_head, read_architecture
 from vllm_mp.model_config.json_file import read_json
 from vllm_mp.model_config.quantization import stated_quantization
-from vllm_mp.model_store.folder import SAFETENSORS, read_weight_map
+from vllm_mp.model_store.folder import SAFETENSORS, read_weight_map, safetensors_header
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +17,6 @@ _QUANTIZATION_FILES: Final = ("quantize_config.json", "quant_config.json")
 """Files in which AutoGPTQ and AutoAWQ described the quantization before config.json did."""
 _AWQ_NAMES: Final = {"w_bit": "bits", "q_group_size": "group_size"}
 """AutoAWQ's own names of fields, and their names in config.json."""
-_MAX_HEADER_BYTES: Final = 100_000_000
-"""The longest header of a safetensors file that the library allows."""
 
 
 def read_hf_config(folder: Path, load_format: str) -> dict[str, Any]:
@@ -84,7 +81,4 @@ def _tensor_names(folder: Path) -> Iterator[str]:
         return
     for path in sorted(folder.glob(SAFETENSORS.pattern)):
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"{path} has a header of {length} bytes")
-            yield from json.loads(file.read(length))
+            yield from safetensors_header(file)[0]
