@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from support.engine_fixtures import SLOW_STEPS
 from vllm_mp import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams
 from vllm_mp.keys.curve_keys import make_client_key, read_server_key
 from vllm_mp.testing import engines
-from vllm_mp.testing.engines import answer, eventually, greedy, is_empty, make_keys
+from vllm_mp.testing.engines import answer, eventually, free_tcp_address, greedy, is_empty, make_keys
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -228,6 +229,50 @@ def test_tcp_client_needs_a_key_that_the_core_allows(small_model, tmp_path):
         process.terminate()
         process.wait(30)
         assert re.search(r"client \d+ \(127\.0\.0\.1:\d+\) has connected\n", log.read_text())
+
+
+def answer_as_http(address, num_connections):
+    """Answer `num_connections` connections to a TCP address as a load balancer does that has no server."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with socket.create_server((host, int(port))) as listener:
+        for _ in range(num_connections):
+            peer, _ = listener.accept()
+            with peer, contextlib.suppress(ConnectionResetError):
+                peer.sendall(b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
+                while peer.recv(4096):
+                    pass
+
+
+def test_stream_continues_after_another_program_has_answered_at_the_address(small_model, tmp_path):
+    server, own = make_keys(tmp_path)
+    address = free_tcp_address()
+    params = greedy(40, ignore_eos=True)
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(standalone_core(small_model, address, "--key-file", server))
+        client, other = (AsyncLLM.connect(address, key_file=own) for _ in range(2))
+
+        async def run():
+            expected = await answer(client, "Hello", params)
+            task = asyncio.create_task(answer(client, "Hello", params))
+
+            async def is_under_way():
+                return any(len(completion.token_ids) > 3 for _, completion in client.cores.first.requests.live())
+
+            await eventually(is_under_way)
+            process.kill()
+            await asyncio.to_thread(process.wait)
+            while True:  # the core ends after its parent
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(answer_as_http, address, 4)
+                    break
+                await asyncio.sleep(0.05)
+            await asyncio.wait_for(asyncio.to_thread(other.shutdown), 30)
+            stack.enter_context(standalone_core(small_model, address, "--key-file", server))
+            output = await asyncio.wait_for(task, 120)
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+        asyncio.run(run())
+        client.shutdown()
 
 
 def test_connect_to_an_unserved_address_fails_at_the_timeout_and_names_it(tmp_path):
