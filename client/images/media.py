@@ -33,6 +33,9 @@ class ImageSourceError(ValueError):
         super().__init__(reason)
         self.number = number
 
+    def __reduce__(self) -> Any:  # so that it can be pickled
+        return type(self), (self.number, str(self)), self.__dict__
+
 
 def given_images(data: Any, uuids: Any) -> list[GivenImage]:
     """Return the images in `multi_modal_data`, a dict with an image or a list of images under "image".

@@ -18,6 +18,7 @@ ARGUMENTS = {
     "BatchDeadError": ("the core died", [RequestFailure("1", EngineDeadError("the core died"))]),
     "ChatMessageError": ("wrong", "messages[0]"),
     "DiskFullError": (Path("folder/name"), "writing it"),
+    "ImageSourceError": (2, "no image"),
     "_LostError": ("the actor died", True),
 }
 """Arguments of errors that take more than a text."""

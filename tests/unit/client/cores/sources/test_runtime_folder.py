@@ -1,10 +1,10 @@
 """The private folder of a parent of cores: it is there while its owner lives, and goes when the next one is made."""
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -20,30 +20,35 @@ OWNER = """if True:
     signal.pause()"""
 
 
-@pytest.fixture(autouse=True)
-def _root(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+@pytest.fixture
+def root(monkeypatch):
+    """The folder of temporary files, whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
-def test_folder_of_a_killed_owner_is_removed_and_others_are_not(tmp_path):
+def test_folder_of_a_killed_owner_is_removed_and_others_are_not(root):
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
-        owned = tmp_path / owner.stdout.readline().strip()
-        without_owner = make_folder()
-        assert {*tmp_path.iterdir()} == {owned, without_owner}
-        owner.send_signal(signal.SIGKILL)
+        try:
+            owned = Path(owner.stdout.readline().strip())
+            without_owner = make_folder()
+            assert {*root.iterdir()} == {owned, without_owner}
+        finally:
+            owner.kill()
     mine = make_folder()
-    assert {*tmp_path.iterdir()} == {mine, without_owner}
+    assert {*root.iterdir()} == {mine, without_owner}
 
 
-def test_folder_is_kept_until_its_descriptor_is_closed(tmp_path):
+def test_folder_is_kept_until_its_descriptor_is_closed(root):
     mine = make_folder()
     descriptor = own_folder(mine)
     other = make_folder()
     assert mine.exists()
     os.close(descriptor)
     third = make_folder()
-    assert {*tmp_path.iterdir()} == {other, third}
+    assert {*root.iterdir()} == {other, third}
 
 
 def test_folder_that_cannot_be_locked_is_used_without(tmp_path):
