@@ -31,12 +31,19 @@ def test_schema_of_a_json_object_holds(server, kind):
     assert json.loads(response["output"][0]["content"][0]["text"])["n"] in (7, 8)
 
 
+def test_schema_in_the_field_of_hugging_face_holds(server):
+    body = {**CHAT, "response_format": {"type": "json_object", "value": SCHEMA}, "max_tokens": 30}
+    assert json.loads(answer(server, "/v1/chat/completions", body)["choices"][0]["message"]["content"])["n"] in (7, 8)
+
+
 @pytest.mark.parametrize(
     ("form", "param"),
     [
         ({"type": "text", "schema": SCHEMA}, "response_format.schema"),
         ({"type": "json_schema", "schema": SCHEMA, "json_schema": {"name": "n"}}, "response_format.schema"),
         ({"type": "json_object", "schema": {"type": "nothing"}}, "response_format.schema"),
+        ({"type": "json_object", "value": {"type": "nothing"}}, "response_format.value"),
+        ({"type": "json_schema", "value": SCHEMA, "json_schema": {"name": "n"}}, "response_format.value"),
         ({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "nothing"}}}, None),
     ],
 )

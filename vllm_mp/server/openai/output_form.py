@@ -51,6 +51,8 @@ class ResponseFormat(RequestBody):
     schema_: dict[str, Any] | bool | None = msgspec.field(default=None, name="schema")
     """A schema that the answer must match, for the type "json_object", or for "json_schema" instead of `json_schema`,
     as llama.cpp and others have it."""
+    value: dict[str, Any] | bool | None = None
+    """The same for the type "json_object", as Hugging Face's clients have it."""
 
 
 class TextFormat(RequestBody, omit_defaults=True):
@@ -105,13 +107,18 @@ def output_form(body: msgspec.Struct) -> tuple[StructuredOutputsParams | None, s
 def _schema_path(field: str, body: msgspec.Struct) -> str:
     """Return the path of the schema that the field `field` holds."""
     if field == "response_format":
-        own = getattr(getattr(body, field), "schema_", None)
-        return "response_format.json_schema.schema" if own is None else "response_format.schema"
+        given = getattr(body, field)
+        names = {"schema_": "response_format.schema", "value": "response_format.value"}
+        found = (name for kept, name in names.items() if getattr(given, kept, None) is not None)
+        return next(found, "response_format.json_schema.schema")
     return "text.format.schema" if field == "text.format" else field
 
 
 def _of_response_format(given: ResponseFormat | None) -> dict[str, Any] | None:
     """Return the fields of `StructuredOutputsParams` for a response format; None for plain text."""
+    if given is not None and given.value is not None and given.type != "json_object":
+        name = "response_format.value"
+        raise ApiError(400, f"{name} needs the type 'json_object', got {given.type!r}; change the type", param=name)
     if given is not None and given.schema_ is not None and not given.type.startswith("json"):
         name = "response_format.schema"
         message = f"{name} needs the type 'json_object' or 'json_schema', got {given.type!r}; change the type"
@@ -120,6 +127,8 @@ def _of_response_format(given: ResponseFormat | None) -> dict[str, Any] | None:
         return None
     if given.type in ("json_object", "json_schema"):
         schema = given.schema_
+        if given.type == "json_object" and schema is None:
+            schema = given.value
         if given.type == "json_schema" and given.json_schema is not None:
             if schema is not None:
                 name = "response_format.schema"
