@@ -117,22 +117,31 @@ class PrefixWriter:
         return True
 
     def _copy(self, table: SealReader, blocks: list[int], ages: npt.NDArray[np.int64], is_last: bool) -> None:
-        """Write the contents of `blocks` to free slots, and to those that were not used for longest."""
+        """Write the contents of `blocks` to free slots, and to those that were not used for longest.
+
+        If there are more blocks than slots, the newest and what precedes them are written.
+        """
         header = self._file.header
         if header is None or header.nonce != self._nonce:
             return  # the file was emptied since `_follow`
         before, digests = table.hashes()
         in_memory = {digests[block] for block in np.flatnonzero(ages >= 0)}
-        # The newest, and what precedes them; the others would be replaced at once.
-        chosen = set(_in_order(blocks[::-1], before, digests)[: header.num_slots])
-        self._pass([block for block in blocks if block not in chosen], ages)
+        self._pass([block for block in blocks if self._has(digests[block])], ages)
+        newest = _in_order([block for block in blocks[::-1] if not self._has(digests[block])], before, digests)
+        reserved = {copied.slot for copied in self._copied.values()}
+        free = [slot for slot in self._file.free_slots() if slot not in reserved and slot < self._limit][::-1]
+        old: list[int] = []
+        if len(free) < len(newest):
+            kept = reserved | self._file.note_chains([before[block] for block in newest])
+            old = [slot for slot in self._file.least_recently_used() if slot not in kept][::-1]
+        room = len(free) + len(old)
+        # There may be more room when the reserved slots have become entries.
+        self._pass(newest[header.num_slots if reserved else room :], ages)
+        chosen = set(newest[:room])
         blocks = _in_order([block for block in blocks if block in chosen], before, digests)
         content = memoryview(bytearray(header.slot_bytes))
         begin, num_bytes = self._clock(), 0
-        reserved = {copied.slot for copied in self._copied.values()}
-        free = [slot for slot in self._file.free_slots() if slot not in reserved][::-1]
-        old: list[int] | None = None
-        for index, block in enumerate(blocks):
+        for block in blocks:
             if (self._clock() > begin + _END_S) if is_last else (num_bytes >= _TURN_BYTES):
                 return
             entry = table.entry(block)
@@ -143,16 +152,7 @@ class PrefixWriter:
                 continue
             if not self._read(block, content) or table.entry(block) != entry:
                 continue  # the block has another content now, and another age
-            while free and free[-1] >= self._limit:
-                free.pop()
             if not free:
-                if old is None:
-                    kept = reserved | self._file.note_chains([before[block] for block in blocks])
-                    old = [slot for slot in self._file.least_recently_used() if slot not in kept][::-1]
-                if not old:
-                    if not reserved:  # else there may be some when those have become entries
-                        self._pass(blocks[index:], ages)
-                    return
                 free.append(old.pop())
                 self._file.remove(free[-1])
             slot = free.pop()
@@ -162,7 +162,6 @@ class PrefixWriter:
                 self._note_full(error)
                 return
             self._copied[digest] = _Copied(self._clock() + _TRUST_S, slot, row)
-            reserved.add(slot)
             num_bytes += len(content)
             self._pass([block], ages)
 

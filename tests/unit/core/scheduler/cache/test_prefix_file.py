@@ -140,6 +140,17 @@ def test_last_turn_replaces_what_was_just_copied_by_what_is_newer(core):
     assert core.found() >= {21, 22, 23}
 
 
+def test_newest_prompt_is_written_before_the_rest_of_an_older_one(core):
+    for number, before in ((1, 0), (2, 1), (11, 0), (12, 11), (13, 12)):
+        core.fill(number % 10 + number // 10, number, before)
+    core.writer.turn()
+    core.fill(5, 14, before=13)
+    core.fill(6, 21)
+    core.fill(7, 22, before=21)
+    core.writer.turn(is_last=True)
+    assert core.found() == {11, 12, 13, 21, 22}
+
+
 def test_blocks_of_memory_that_is_not_trusted_any_more_are_not_found(core):
     core.fill(1, 11)
     core.writer.turn()
