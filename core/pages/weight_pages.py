@@ -9,6 +9,7 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import threading
 import time
 import weakref
@@ -42,7 +43,7 @@ _PIECE_BYTES: Final = 8 * 2**20
 _REST: Final = 4
 """How many times as long as a piece takes the thread rests after it."""
 _ENOUGH: Final = 0.9
-"""Share of huge pages with which nothing is moved."""
+"""Share of the pages in use that are huge with which nothing is moved."""
 _SWITCH: Final = "THP_MEM_ALLOC_ENABLE"
 """The environment variable of torch that lets large tensors lie in huge pages."""
 _SMAPS: Final = Path("/proc/self/smaps")
@@ -125,9 +126,7 @@ def _bytes_to_move(reference: "weakref.ref[MappedBytes]") -> int:
     memory = reference()
     if memory is None or os.environ.get(_SWITCH) == "0" or not _THP.exists() or "[never]" in _THP.read_text():
         return 0
-    whole = len(memory) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    is_huge = _num_huge_bytes(ctypes.addressof(memory)) > _ENOUGH * whole
-    return 0 if is_huge else whole
+    return 0 if _is_huge(ctypes.addressof(memory)) else len(memory) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 
 
 def _check_huge(address: int, num_bytes: int) -> None:
@@ -139,14 +138,13 @@ def _check_huge(address: int, num_bytes: int) -> None:
             raise
 
 
-def _num_huge_bytes(address: int) -> int:
-    """Return how much of the mapping that begins at `address` lies in huge pages."""
-    is_found = False
-    for line in _SMAPS.read_text().splitlines():
-        if is_found and line.startswith(("FilePmdMapped:", "AnonHugePages:")) and (kib := int(line.split()[1])):
-            return 1024 * kib
-        if line.startswith(f"{address:x}-"):
-            is_found = True
-        elif is_found and line.startswith("VmFlags:"):
-            return 0
-    return 0
+def _is_huge(address: int) -> bool:
+    """Return whether the mapping that begins at `address` lies in huge pages, as far as it has been read.
+
+    A step does not read all of a file: it has the embedding a second time, for example.
+    """
+    fields = re.search(rf"^{address:x}-.*?^VmFlags:", _SMAPS.read_text(), re.DOTALL | re.MULTILINE)
+    if fields is None:
+        return False
+    kib = {name: int(value) for name, value in re.findall(r"^(\w+): +(\d+) kB$", fields[0], re.MULTILINE)}
+    return kib["FilePmdMapped"] + kib["AnonHugePages"] > _ENOUGH * kib["Rss"]

@@ -116,3 +116,28 @@ def test_weights_stay_in_the_file_without_room_or_if_that_is_switched_off(reason
     move(alone)
     assert alone.count == 0
     assert is_of_the_file(weights)
+
+
+@pytest.mark.parametrize(
+    ("field", "huge_kib", "is_moved"),
+    [
+        ("FilePmdMapped", 3900, False),
+        ("AnonHugePages", 3900, False),
+        ("FilePmdMapped", 2048, True),
+    ],
+)
+def test_weights_stay_where_the_pages_that_were_read_are_huge(
+    field, huge_kib, is_moved, weights, tmp_path, monkeypatch
+):
+    kib = {"Size": NUM_BYTES // 1024, "Rss": 4000, "AnonHugePages": 0, "FilePmdMapped": 0, field: huge_kib}
+    smaps = tmp_path / "smaps"
+    begin = weights.data_ptr()
+    lines = [f"{address:x}-{address + NUM_BYTES:x} rw-p 00000000 00:01 7  memfd:weights" for address in (4096, begin)]
+    fields = "".join(f"{name}: {value:8} kB\n" for name, value in kib.items()) + "VmFlags: rd wr mr mw me\n"
+    smaps.write_text(f"{lines[0]}\n{fields.replace(str(huge_kib), '1')}{lines[1]}\n{fields}")
+    monkeypatch.setattr(weight_pages, "_SMAPS", smaps)
+    alone = Alone()
+    move(alone)
+    if is_moved and alone.count == 0:
+        pytest.skip("this system gives no huge pages")
+    assert (alone.count > 0) == is_moved
