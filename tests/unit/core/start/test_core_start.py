@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from vllm_mp.core import process
+from vllm_mp.core.start import core_start
 from vllm_mp.core.stop_signal import StopSignal
 
 BLOCKED_SIGNALS = """
@@ -36,7 +36,7 @@ def test_parent_that_dies_just_after_its_pipe_ended_counts_as_dead(monkeypatch, 
     monkeypatch.setattr(os, "getppid", lambda: next(pids))
     stop.set()  # as the thread does that watches the pipe
 
-    assert process._parent_has_died(LAUNCH, stop)
+    assert core_start.parent_has_died(LAUNCH, stop)
 
 
 def test_parent_that_sends_a_signal_after_its_pipe_ended_is_alive(monkeypatch, stop):
@@ -45,17 +45,17 @@ def test_parent_that_sends_a_signal_after_its_pipe_ended_is_alive(monkeypatch, s
         return 7
 
     monkeypatch.setattr(os, "getppid", getppid)
-    monkeypatch.setattr(process, "_PARENT_END_S", 600)
+    monkeypatch.setattr(core_start, "_PARENT_END_S", 600)
     stop.set()
 
-    assert not process._parent_has_died(LAUNCH, stop)
+    assert not core_start.parent_has_died(LAUNCH, stop)
 
 
 def test_core_that_nothing_told_to_stop_does_not_wait_for_the_end_of_its_parent(monkeypatch, stop):
     monkeypatch.setattr(os, "getppid", lambda: 7)
-    monkeypatch.setattr(process, "_PARENT_END_S", 600)
+    monkeypatch.setattr(core_start, "_PARENT_END_S", 600)
 
-    assert not process._parent_has_died(LAUNCH, stop)
+    assert not core_start.parent_has_died(LAUNCH, stop)
 
 
 def test_core_of_an_app_that_blocks_signals_can_be_told_to_stop():
