@@ -5,9 +5,13 @@ continue together on the next core. If that core too dies in a step, the request
 the first death, and have made no progress since, are suspects. The search for the culprit is a group test by halves
 (Dorfman 1943; Hwang 1972): the suspects are divided into two groups, and each group runs isolated until its requests
 are past the step of the death. A group in whose step a core dies is divided again. A request that is alone in such a
-death is to blame; the others stay suspects. So one culprit among n requests costs at most 2 + log2(n) deaths, with the
-logarithm rounded up. If a core may not die as often as that (`max_core_restarts`), each suspect runs alone, at the cost
-of time, so that the culprit is found at the next death.
+death is to blame; the others stay suspects.
+
+A request that has survived many steps is unlikely to end a core now. So the first division weighs each suspect with
+1 / (1 + its tokens)^2, and the first group has half of the weight: a new request among old ones is found at the third
+death. The other divisions are by number. So one culprit among n requests costs at most 3 + log2(n) deaths, with the
+logarithm rounded up, and one less if all have as many tokens. If a core may not die as often as that
+(`max_core_restarts`), each suspect runs alone, at the cost of time, so that the culprit is found at the next death.
 
 A signal from outside, such as SIGTERM or SIGKILL, blames no request. But a request can bring about such signals, for
 example through the memory that it takes. So such deaths count if a request was in three of them without progress, and
@@ -27,6 +31,8 @@ alone, and leaves suspects with the core that died, whose successor tests them w
 successor follows, all requests in the step are suspects after this first death, and another core tests them.
 """
 
+import bisect
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -192,20 +198,35 @@ class Suspects:
         deaths.deaths.append(death)
 
     def _divide(self, streams: list[RequestStream], suspects: list[Entry], num_restarts_left: int | None) -> None:
-        """Put each half of `streams` into a group of its own, or each stream if the core may not die so often.
+        """Put `streams` into two groups, or each into one of its own if the core may not die so often.
 
         All completions of a request stay together.
         """
         if not suspects:
             return
-        most_deaths = (len(streams) - 1).bit_length()
-        is_halved = num_restarts_left is None or most_deaths <= num_restarts_left
-        size = (len(streams) + 1) // 2 if is_halved else 1
-        group_of = {id(stream): self._ledger.num_groups + 1 + i // size for i, stream in enumerate(streams)}
+        sizes = [(len(streams) + 1) // 2, len(streams) // 2]
+        if not any(self._deaths[awaited].group for _, awaited in suspects):
+            streams, num_likely = self._likely_first(streams, suspects)
+            sizes = [num_likely, len(streams) - num_likely]
+        most_deaths = 1 + (max(sizes) - 1).bit_length()
+        if num_restarts_left is not None and most_deaths > num_restarts_left:
+            sizes = [1] * len(streams)
+        groups = itertools.chain.from_iterable(itertools.repeat(i, size) for i, size in enumerate(sizes, 1))
+        group_of = {id(stream): self._ledger.num_groups + i for stream, i in zip(streams, groups, strict=True)}
         self._ledger.num_groups += len(streams)
         for stream, awaited in suspects:
             group = self._deaths[awaited].group = group_of.get(id(stream), 0)
             (self._ledger.suspects.add if group else self._ledger.suspects.discard)(awaited)
+
+    def _likely_first(self, streams: list[RequestStream], suspects: list[Entry]) -> tuple[list[RequestStream], int]:
+        """Return `streams` with the likeliest culprits first, and how many of them have half of the weight."""
+        num_tokens: dict[int, int] = {}
+        for stream, awaited in suspects:
+            tokens = self._deaths[awaited].num_tokens
+            num_tokens[id(stream)] = min(tokens, num_tokens.get(id(stream), tokens))
+        streams = sorted(streams, key=lambda stream: num_tokens[id(stream)])
+        weights = list(itertools.accumulate((1 + num_tokens[id(stream)]) ** -2 for stream in streams))
+        return streams, bisect.bisect_left(weights, weights[-1] / 2) + 1 if weights else 0
 
     def _group(self, awaited: Awaited) -> int:
         """Return the group in which `awaited` is tested; 0 if it is no suspect, or has got past the deaths."""

@@ -255,6 +255,26 @@ def test_one_culprit_among_64_costs_8_deaths(culprit):
     assert search(Client(*[1] * 64), {culprit}) == 8
 
 
+def aged(ages):
+    """Return a client whose requests have survived these numbers of steps."""
+    client = Client(*[1] * len(ages))
+    for slot, age in enumerate(ages):
+        for _ in range(age):
+            client.give_token(slot)
+    return client
+
+
+def test_new_request_among_old_ones_is_found_at_the_third_death():
+    assert search(aged([10] * 20 + [0] + [50] * 11), {20}) == 3
+
+
+@settings(max_examples=50, deadline=None)
+@given(ages=st.lists(st.integers(0, 60), min_size=1, max_size=60), data=st.data())
+def test_culprits_of_any_age_cost_at_most_one_death_more_than_by_halves(ages, data):
+    culprits = data.draw(st.sets(st.integers(0, len(ages) - 1), min_size=1, max_size=min(4, len(ages))))
+    assert search(aged(ages), culprits) <= 3 + len(culprits) * math.ceil(math.log2(len(ages)))
+
+
 def run_unknown(client, culprits):
     """As `search`, for a core whose steps are unknown and that isolates no request; return the deaths."""
     convicted, num_deaths = [], 0
