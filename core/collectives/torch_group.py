@@ -34,7 +34,7 @@ class TorchGroup(RankGroup):
         rank: int,
         size: int,
         device: torch.device,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None],
         group: Any = None,
         first: int = 0,
     ) -> None:
