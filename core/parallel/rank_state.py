@@ -40,6 +40,12 @@ class RankState:
         """The number of beats when the core last looked."""
         self.still_s = 0.0
         """Seconds without progress, at the last check by the core."""
+        self.stopped_s = 0.0
+        """Seconds of them during which a signal had stopped the process, without a break."""
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process; False on another machine, which does not tell."""
+        return False
 
     def note(self, said: "FromRank") -> None:
         """Append a message of the rank to `unread`; raise WorkerFailedError if there are too many."""

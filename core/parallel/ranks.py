@@ -165,7 +165,7 @@ class Ranks:
         """Begin again to count the time without progress: the ranks get something to do."""
         self._last_look = time.monotonic()
         for state in self._ranks:
-            state.still_s = 0.0
+            state.still_s = state.stopped_s = 0.0
 
     def close(self, at_once: bool = False) -> None:
         """End all ranks, by force `at_once` or if they have not ended after 2 seconds; idempotent."""
@@ -182,22 +182,33 @@ class Ranks:
             has_progress |= state.num_beats != state.num_seen
             state.num_seen = state.num_beats
             state.still_s += elapsed
+            state.stopped_s = state.stopped_s + elapsed if state.is_stopped() else 0.0
         if has_progress:  # a stage waits for another that computes, so the progress of one is the progress of all
             self._beat()
             for state in ranks:
-                state.still_s = 0.0
+                state.still_s = state.stopped_s = 0.0
         limit_s = self._limit_s if self._is_serving else self._start_limit_s  # parts of loading do not beat
-        still = [state for state in ranks if state.still_s > limit_s]
+        still = [state for state in ranks if state.still_s > limit_s or state.stopped_s > self._limit_s]
         if still:
             # The others wait for the rank that is behind.
             last = min(still, key=lambda state: (*self.local.advance(state.rank), state.num_beats))
-            raise WorkerFailedError(
-                f"{last.name} has made no progress for {last.still_s:.1f} s; if its steps take that long, raise "
-                "engine_iteration_timeout_s"
-                if self._is_serving
-                else f"{last.name} has not got on with its start for {last.still_s:.1f} s; look for the cause on its "
-                "machine, or if it takes that long, raise start_timeout_s"
+            raise WorkerFailedError(self._describe_hang(last))
+
+    def _describe_hang(self, state: RankState) -> str:
+        if state.stopped_s:
+            return (
+                f"{state.name} has made no progress for {state.still_s:.1f} s, stopped by a signal; find out what "
+                "sends its process SIGSTOP"
             )
+        if self._is_serving:
+            return (
+                f"{state.name} has made no progress for {state.still_s:.1f} s; if its steps take that long, raise "
+                "engine_iteration_timeout_s"
+            )
+        return (
+            f"{state.name} has not got on with its start for {state.still_s:.1f} s; look for the cause on its machine, "
+            "or if it takes that long, raise start_timeout_s"
+        )
 
     def _next(self, state: RankState, kind: type[Said], keep_going: Callable[[], None]) -> Said:
         """Wait for the next message of a rank, which must be of this kind."""

@@ -53,6 +53,12 @@ class _Worker(RankState):
         self.said = said
         self.event = event
 
+    def is_stopped(self) -> bool:
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # it has ended
+            return False
+
 
 class WorkerProcesses:
     """The processes of ranks on this machine; it is a `vllm_mp.core.parallel.rank_state.RankSource`.

@@ -1,5 +1,7 @@
 """What a core does about ranks that join wrongly, end, fail or say what no rank says; no process is left behind."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -134,6 +136,13 @@ def test_rank_that_does_not_start_is_named_before_the_supervisor_gives_the_core_
         WorkerFailedError, match=r"rank 1 \(process \d+\) has not got on .* for 0\.\d s; .* start_timeout_s"
     ):
         start().join(config, lambda: None)
+
+
+def test_rank_that_a_signal_stops_while_it_starts_is_the_end_long_before_start_timeout_s(start, config):
+    ranks = start()
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    with pytest.raises(WorkerFailedError, match=r"rank 1 \(process \d+\) has made no progress .* stopped by a signal"):
+        ranks.join(config, lambda: None)
 
 
 def test_rank_without_progress_is_the_end(start, config):
