@@ -122,7 +122,7 @@ def _start_ranks(launch: CoreLaunch, page: StatusPage) -> "Ranks | None":
     from vllm_mp.core.parallel.ranks import Ranks
 
     folder = Path(launch.runtime_dir or tempfile.gettempdir())
-    return Ranks(launch.config, folder, page.beat, launch.kept_cache)
+    return Ranks(launch.config, folder, page.beat, launch.kept_cache, page.note_outside_signal)
 
 
 def _load(start: CoreStart, page: StatusPage, ranks: "Ranks | None") -> "EngineCore | None":

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -345,13 +346,15 @@ class CoreSupervisor:
         status = core.page.read() if core.page else None
         in_step, calls = (status.requests, status.calls) if status else ([], [])
         lacked_memory = self._oom_kills.note_death()
+        outside_signal = status.outside_signal if status is not None and kind in ("signal", "exit") else 0
         was_killed = core.process is not None and core.process.was_killed and not was_hung
+        was_killed |= outside_signal == signal.SIGKILL  # another rank of the core, which then ends by itself
         if was_killed and lacked_memory:
             cause = f"{cause}\n(the system was out of memory at that time and killed a process)"
             was_killed, kind = False, "out_of_memory"
         own = {slot: progress for client, slot, progress in in_step if client == core.client}
         was_told_to_stop = core.process is not None and core.process.was_told_to_stop
-        was_sent = kind == "signal" and status is not None and status.outside_signal != 0
+        was_sent = outside_signal not in (0, signal.SIGKILL)
         is_from_outside = was_killed or core.process is None or was_told_to_stop or was_sent or kind == REPLACED
         return Death(
             cause,

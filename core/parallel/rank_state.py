@@ -21,6 +21,11 @@ class WorkerFailedError(Exception):
     It is not a RuntimeError, because parts of a core go on after one.
     """
 
+    def __init__(self, reason: str, outside_signal: int = 0) -> None:
+        """`outside_signal`: number of the signal by which another process ended or stopped the rank; 0: none."""
+        super().__init__(reason)
+        self.outside_signal = outside_signal
+
 
 class RankState:
     """One rank other than rank 0."""

@@ -1,6 +1,7 @@
 """The ranks 1 and up, as their core waits for them and watches them, on whatever machine they run."""
 
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,16 +35,19 @@ class Ranks:
         folder: Path,
         beat: Callable[[], None] = lambda: None,
         kept_cache: KeptCache | None = None,
+        note_outside_signal: Callable[[int], None] = lambda number: None,
     ) -> None:
         """Start the ranks of this machine, which import and load while the core does, and let rank hosts connect.
 
         `folder` is private to the core. `beat` is called when a rank makes progress while the core waits. The ranks of
-        this machine have their caches in `kept_cache`. Call this in
-        the main thread: the ranks end when the thread that has started them ends. Raises ValueError if rank hosts
-        cannot connect to this machine as the configuration says.
+        this machine have their caches in `kept_cache`. `note_outside_signal` is called with the number of a signal by
+        which another process has ended or stopped one of them. Call this in the main thread: the ranks end when the
+        thread that has started them ends. Raises ValueError if rank hosts cannot connect to this machine as the
+        configuration says.
         """
         limits, parallel = config.liveness_config, config.parallel_config
         self._beat = beat
+        self._note_outside_signal = note_outside_signal
         self._limit_s = PATIENCE * limits.engine_iteration_timeout_s
         self._start_limit_s = PATIENCE * limits.start_timeout_s
         self.closing = threading.Event()
@@ -148,6 +152,8 @@ class Ranks:
                     source.receive()
             except WorkerFailedError as error:
                 self._failure = error
+                if error.outside_signal:
+                    self._note_outside_signal(error.outside_signal)
                 raise
             except ValueError as error:
                 self._failure = WorkerFailedError(str(error)) if self._is_serving else error
@@ -192,6 +198,8 @@ class Ranks:
         if still:
             # The others wait for the rank that is behind.
             last = min(still, key=lambda state: (*self.local.advance(state.rank), state.num_beats))
+            if last.stopped_s:
+                self._note_outside_signal(signal.SIGSTOP)
             raise WorkerFailedError(self._describe_hang(last))
 
     def _describe_hang(self, state: RankState) -> str:

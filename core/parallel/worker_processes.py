@@ -5,6 +5,7 @@ import fcntl
 import logging
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _STOP_S: Final = 2.0
 """Time that a rank has to end by itself."""
+_OUTSIDE_SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+"""Signals that only another process or the kernel sends, and that end a rank."""
 
 
 class _Worker(RankState):
@@ -186,7 +189,7 @@ class WorkerProcesses:
             except OSError:
                 data = b""
             if not data:
-                raise WorkerFailedError(f"{worker.name} ended with {self._end_of(worker)}")
+                raise self._end_of(worker)
             try:
                 said = msgspec.msgpack.decode(data, type=FromRank)
             except DECODE_ERRORS as error:
@@ -197,8 +200,10 @@ class WorkerProcesses:
                 raise WorkerFailedError(f"{worker.name} failed: {said.error}")
             worker.note(said)
 
-    def _end_of(self, worker: _Worker) -> str:
+    def _end_of(self, worker: _Worker) -> WorkerFailedError:
         try:
-            return describe_exit(worker.process.wait(_STOP_S))
+            code = worker.process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            return "a closed connection"
+            return WorkerFailedError(f"{worker.name} ended with a closed connection")
+        outside_signal = -code if -code in _OUTSIDE_SIGNALS else 0
+        return WorkerFailedError(f"{worker.name} ended with {describe_exit(code)}", outside_signal)

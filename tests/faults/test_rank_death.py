@@ -8,10 +8,10 @@ import threading
 
 import psutil
 import pytest
-from support.rank_streams import ended, expected_tokens, rank_pids, streamed, tokens_after
+from support.rank_streams import PROMPTS, ended, expected_tokens, rank_pids, streamed, tokens_after
 
 from vllm_mp import EngineDeadError, EngineError
-from vllm_mp.testing.engines import eventually
+from vllm_mp.testing.engines import answer, eventually, greedy
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -60,6 +60,27 @@ def test_streams_continue_after_the_last_rank_is_killed_and_no_rank_outlives_its
             return ended([*first, *second])
 
         await eventually(none_is_left)
+
+    asyncio.run(run())
+
+
+def test_request_is_not_to_blame_for_kills_of_a_rank_in_each_step_that_it_is_in(make_small_engine):
+    engine = make_small_engine(**RANKS, fault_injection="slow@step=*,seconds=0.5")
+
+    async def run():
+        supervisor = engine.cores.first.supervisor
+        expected = (await answer(engine, PROMPTS[0], greedy(2))).outputs[0].token_ids
+        stream = asyncio.ensure_future(answer(engine, PROMPTS[0], greedy(2)))
+        for num_restarts in range(2):
+
+            async def is_in_step(num_restarts=num_restarts):
+                await asyncio.sleep(0.01)
+                return supervisor.num_restarts == num_restarts and supervisor.status().step_requests
+
+            await eventually(is_in_step)
+            [rank] = psutil.Process(supervisor.core.process.pid).children()
+            rank.kill()
+        assert (await stream).outputs[0].token_ids == expected
 
     asyncio.run(run())
 

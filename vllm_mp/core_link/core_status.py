@@ -95,7 +95,8 @@ class CoreStatus(NamedTuple):
     number is as in `StepRequests`."""
     suspension: Suspension = NOT_SUSPENDED
     outside_signal: int = 0
-    """Number of the fatal signal that another process sent to the core; 0: none, or the core cannot tell."""
+    """Number of the signal that another process sent to the core or one of its other ranks and that is the end of the
+    core; 0: none, or the core cannot tell."""
     outside_tasks: tuple[OutsideTask, ...] = ()
     """What the core does outside of steps."""
     num_step_tokens: int = 0

@@ -363,6 +363,10 @@ class StatusPage:
         """[1] The field of `CoreStatus.outside_signal`, for a signal handler to write."""
         return self._header[_Field.OUTSIDE_SIGNAL : _Field.OUTSIDE_SIGNAL + 1]
 
+    def note_outside_signal(self, number: int) -> None:
+        """Publish the signal by which another process has ended or stopped a rank, which is the end of the core."""
+        self._header[_Field.OUTSIDE_SIGNAL] = number
+
     def note_waits(self) -> None:
         """Publish that steps may wait for something outside of the process, such as a device or another rank."""
         self._header[_Field.STEPS_WAIT] = 1
