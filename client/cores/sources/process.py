@@ -277,7 +277,10 @@ class CoreProcess:
     def status_page(self) -> StatusPage | None:
         """The core's status page; None until the core has created it."""
         if self._page is None:
-            self._page = StatusPage.open(self._status_path if self._has_page else self._waiting_path)
+            page = StatusPage.open(self._status_path if self._has_page else self._waiting_path)
+            # A shared core that was killed together with its parent has left its page at the same path.
+            if page is not None and page.read().pid == self.pid:
+                self._page = page
         return self._page
 
     def is_waiting(self) -> bool:

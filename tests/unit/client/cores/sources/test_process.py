@@ -61,6 +61,14 @@ def test_page_of_a_core_that_dies_at_its_turn_is_removed_but_not_that_of_the_nex
     assert page.exists() != is_own
 
 
+def test_page_that_a_former_core_has_left_at_the_same_path_is_not_taken_for_the_page_of_the_core(core_process):
+    core_process._has_page = True
+    page = StatusPage.create(str(core_process._status_path), 1)
+    assert core_process.status_page() is None, "the core has not created its page yet"
+    core_process.pid = page.read().pid
+    assert core_process.status_page() is not None
+
+
 def test_shortage_of_file_descriptors_ends_no_removal_of_files(core_process, caplog):
     core_process._has_page = True
     StatusPage.create(str(core_process._status_path), 1)
