@@ -1,7 +1,10 @@
 """Prompts with images are answered as by transformers, read once, and survive the death of the core."""
 
 import asyncio
+import collections
+import contextlib
 import dataclasses
+import functools
 import os
 import signal
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.forked_cores import forking
 from support.image_models import (
     CROPPED,
     GRID,
@@ -23,6 +27,8 @@ from support.image_models import (
 )
 
 from vllm_mp import AsyncEngineArgs, AsyncLLM, EngineGenerateError, SamplingParams
+from vllm_mp.client.images.process_pool import ImageProcess, ImageProcesses
+from vllm_mp.core_link.core_environment import core_environment, package_path
 from vllm_mp.testing.image_models import save_image_model
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("forked_ranks")]
@@ -34,6 +40,11 @@ PROMPTS = [
     (f"{IMAGE_TOKEN}{IMAGE_TOKEN}", [IMAGES[1], IMAGES[1]]),
     ("No image at all", []),
 ]
+
+
+TOWERS = ["clip", "siglip"]
+"""Modules of transformers with the vision towers that models of other modules have."""
+FAMILIES = ["smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "gemma3"]
 
 
 class Served:
@@ -61,6 +72,17 @@ class Served:
             max_num_batched_tokens=64,  # so that prompts are read in parts
             kv_cache_memory_bytes=2**24,
         )
+        self._generated = {}
+        """What transformers' model has generated, by the arguments of `expected`."""
+
+    @functools.cached_property
+    def llm(self):
+        """An engine for the tests that neither configure nor harm it, and count what they cause."""
+        return AsyncLLM.from_engine_args(self.args)
+
+    def close(self):
+        if "llm" in self.__dict__:
+            self.llm.shutdown()
 
     def num_tiles(self, images):
         """Return the number of tiles that the images have together."""
@@ -71,6 +93,12 @@ class Served:
 
     def expected(self, token_ids, images, num_tokens, **options):
         """Return the token ids that transformers' model generates greedily."""
+        key = (*token_ids, *map(id, images), num_tokens, *options.items())
+        if key not in self._generated:
+            self._generated[key] = self._generate(token_ids, images, num_tokens, **options)
+        return self._generated[key]
+
+    def _generate(self, token_ids, images, num_tokens, **options):
         inputs = {}
         if images and self.family == "llava":
             made = transformers.CLIPImageProcessorPil(**CROPPED)(images, return_tensors="pt")
@@ -93,15 +121,46 @@ class Served:
         return made[0, len(token_ids) :].tolist()
 
 
-@pytest.fixture(autouse=True)
-def _one_image_process(monkeypatch):
-    """A second one takes long to start, and reads no more than the first."""
-    monkeypatch.setattr("vllm_mp.client.images.process_pool._NUM_PROCESSES", 1)
+@pytest.fixture(scope="module")
+def core_template():
+    """The process from which cores are forked; it has imported the vision towers, which takes seconds."""
+    towers = ["vllm_mp.testing.image_models", *(f"transformers.models.{each}.modeling_{each}" for each in TOWERS)]
+    with forking(core_environment() | package_path(), towers) as forked_core:
+        yield forked_core
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "llava", "qwen2_vl", "qwen2_5_vl", "gemma3"])
-def served(request, tmp_path_factory):
-    return Served(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module", autouse=True)
+def _kept_image_processes():
+    """Let engines have one image process, and that of an earlier engine with the same settings: starts take long."""
+    kept = collections.defaultdict(list)
+
+    def start(pool):
+        processes = kept[pool._settings]
+        return processes.pop() if processes else ImageProcess(pool._settings)
+
+    def drop(pool, process):
+        if process is not None:
+            kept[pool._settings].append(process)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_mp.client.images.process_pool._NUM_PROCESSES", 1)
+        patch.setattr(ImageProcesses, "_start", start)
+        patch.setattr(ImageProcesses, "_drop", drop)
+        yield
+    for process in [each for processes in kept.values() for each in processes]:
+        process.close()
+
+
+@pytest.fixture(scope="module")
+def model(forked_ranks, tmp_path_factory):
+    """A function that returns the model of a family, and makes it at the first call."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def of_family(family):
+            return stack.enter_context(contextlib.closing(Served(family, tmp_path_factory.mktemp(family))))
+
+        yield of_family
 
 
 def prompt(text, images):
@@ -116,46 +175,56 @@ async def answer(llm, text, images, options=None, **params):
     return last
 
 
-def test_answers_are_those_of_transformers_and_images_are_read_once(served):
-    async def run():
-        async with await AsyncLLM.start(served.args) as llm:
-            outputs = await asyncio.gather(*(answer(llm, *each) for each in served.prompts))
-            first = (await llm.core_status())["num_encoded_tiles"]
-            again = [await answer(llm, *each) for each in served.prompts]
-            longer = await answer(llm, served.prompts[0][0] + " And why?", served.prompts[0][1])
-            second = (await llm.core_status())["num_encoded_tiles"]
-            await llm.sleep(level=2)
-            await llm.wake_up()
-            await llm.reset_mm_cache()
-            again.append(await answer(llm, *served.prompts[0]))
-            return outputs, again, longer, first, second
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_transformers_and_images_are_read_once(model, family):
+    served = model(family)
+    llm = served.llm
 
-    outputs, again, longer, first, second = asyncio.run(run())
+    async def num_encoded():
+        return (await llm.core_status())["num_encoded_tiles"]
+
+    async def run():
+        await llm.reset_mm_cache()
+        counts = [await num_encoded()]
+        outputs = await asyncio.gather(*(answer(llm, *each) for each in served.prompts))
+        counts.append(await num_encoded())
+        again = [await answer(llm, *each) for each in served.prompts]
+        longer = await answer(llm, served.prompts[0][0] + " And why?", served.prompts[0][1])
+        counts.append(await num_encoded())
+        await llm.sleep(level=2)
+        await llm.wake_up()
+        await llm.reset_mm_cache()
+        again.append(await answer(llm, *served.prompts[0]))
+        return outputs, again, longer, counts
+
+    outputs, again, longer, (before, first, second) = asyncio.run(run())
     assert again.pop().outputs[0].token_ids == outputs[0].outputs[0].token_ids
     for output, repeated, (_, images) in zip(outputs, again, served.prompts, strict=True):
         assert repeated.outputs[0].token_ids == output.outputs[0].token_ids
         assert output.outputs[0].token_ids == served.expected(output.prompt_token_ids, images, 12)
-    assert first == second == served.num_tiles([*IMAGES, served.prompts[1][1][0]])
+    assert first == second == before + served.num_tiles([*IMAGES, served.prompts[1][1][0]])
     # All full blocks of the prompt but the last, in which the questions differ.
     assert longer.num_cached_tokens >= len(outputs[0].prompt_token_ids) // 16 * 16 - 16 > 0
     assert longer.outputs[0].token_ids == served.expected(longer.prompt_token_ids, served.prompts[0][1], 12)
 
 
-@pytest.mark.parametrize("served", ["smolvlm", "qwen2_vl"], indirect=True)
-def test_kill_of_the_core_loses_nothing(served):
-    async def run():
-        async with await AsyncLLM.start(served.args) as llm:
-            undisturbed = [await answer(llm, *each, max_tokens=60) for each in served.prompts]
-            await llm.reset_mm_cache()
-            pid = (await llm.core_status())["pid"]
-            running = [asyncio.create_task(answer(llm, *each, max_tokens=60)) for each in served.prompts * 2]
-            async for _ in llm.generate(prompt(*served.prompts[1]), SamplingParams(max_tokens=3)):
-                pass
-            os.kill(pid, signal.SIGKILL)
-            return undisturbed * 2, await asyncio.gather(*running), await llm.core_status()
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl"])
+def test_kill_of_the_core_loses_nothing(model, family):
+    served = model(family)
+    llm = served.llm
 
-    undisturbed, killed, status = asyncio.run(run())
-    assert status["restarts"] == 1
+    async def run():
+        undisturbed = [await answer(llm, *each, max_tokens=60) for each in served.prompts]
+        await llm.reset_mm_cache()
+        before = await llm.core_status()
+        running = [asyncio.create_task(answer(llm, *each, max_tokens=60)) for each in served.prompts * 2]
+        async for _ in llm.generate(prompt(*served.prompts[1]), SamplingParams(max_tokens=3)):
+            pass
+        os.kill(before["pid"], signal.SIGKILL)
+        return undisturbed * 2, await asyncio.gather(*running), before, await llm.core_status()
+
+    undisturbed, killed, before, status = asyncio.run(run())
+    assert status["restarts"] == before["restarts"] + 1
     assert status["num_recomputed_tokens"] <= 16 * len(killed)
     assert [each.outputs[0].token_ids for each in killed] == [each.outputs[0].token_ids for each in undisturbed]
 
@@ -205,7 +274,9 @@ def change_vision_weights(folder):
     (folder / "new").replace(path)
 
 
-def test_without_images_the_vision_tower_is_not_loaded(served):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_images_the_vision_tower_is_not_loaded(model, family):
+    served = model(family)
     text = "No image at all"
     args = dataclasses.replace(served.args, limit_mm_per_prompt={"image": 0})
 
@@ -223,7 +294,7 @@ def test_without_images_the_vision_tower_is_not_loaded(served):
 
 
 @pytest.mark.parametrize(
-    ("served", "options"),
+    ("family", "options"),
     [
         pytest.param(
             "smolvlm",
@@ -239,9 +310,10 @@ def test_without_images_the_vision_tower_is_not_loaded(served):
         pytest.param("qwen2_vl", {"pipeline_parallel_size": 2}, id="other stages", marks=pytest.mark.slow),
         pytest.param("gemma3", {"tensor_parallel_size": 2}, id="other ranks", marks=pytest.mark.slow),
     ],
-    indirect=["served"],
 )
-def test_other_engines_answer_as_transformers(served, options):
+def test_other_engines_answer_as_transformers(model, family, options):
+    served = model(family)
+
     async def run():
         async with await AsyncLLM.start(dataclasses.replace(served.args, **options)) as llm:
             outputs = await asyncio.gather(*(answer(llm, *each) for each in served.prompts * 2))
@@ -256,11 +328,13 @@ def test_other_engines_answer_as_transformers(served, options):
     assert found == [*expected * 2, *expected[:1] * 9]
 
 
-def test_images_that_a_step_may_not_divide_are_read_whole_beside_running_requests(tmp_path):
+def test_images_that_a_step_may_not_divide_are_read_whole_beside_running_requests(model):
     """Steps have fewer tokens than an image, and the KV cache is too small for all requests at once."""
-    served = Served("gemma3", tmp_path)
+    served = model("gemma3")
     limits = {"max_model_len": 320, "block_size": 8, "kv_cache_memory_bytes": 42 * 3072}
-    args = dataclasses.replace(served.args, max_num_batched_tokens=7, max_num_seqs=6, **limits)
+    limits |= {"max_num_batched_tokens": 7, "max_num_seqs": 6}
+    # So that the first requests are not done before the last one has its images.
+    args = dataclasses.replace(served.args, fault_injection="slow@step=*,seconds=0.01", **limits)
     options = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20}
     defaults = {"pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2}
     wide = [picture(100, 40)]
@@ -279,8 +353,8 @@ def test_images_that_a_step_may_not_divide_are_read_whole_beside_running_request
     assert status["num_preemptions"] > 0
 
 
-def test_streams_go_on_while_an_image_is_encoded_and_its_request_can_be_cancelled(tmp_path):
-    served = Served("qwen2_vl", tmp_path)
+def test_streams_go_on_while_an_image_is_encoded_and_its_request_can_be_cancelled(model):
+    served = model("qwen2_vl")
     # Each chunk takes longer than a slice.
     args = dataclasses.replace(served.args, fault_injection="slow@image,seconds=0.3;slow@step=*,seconds=0.02")
     text, images = served.prompts[0]
@@ -320,8 +394,8 @@ def test_streams_go_on_while_an_image_is_encoded_and_its_request_can_be_cancelle
     assert output.outputs[0].token_ids == served.expected(output.prompt_token_ids, images, 12)
 
 
-def test_image_for_which_the_core_has_no_memory_fails_its_request_alone(tmp_path):
-    served = Served("qwen2_vl", tmp_path)
+def test_image_for_which_the_core_has_no_memory_fails_its_request_alone(model):
+    served = model("qwen2_vl")
     args = dataclasses.replace(served.args, fault_injection="slow@step=*,seconds=0.02;oom@image,once")
     text, images = served.prompts[0]
 
@@ -338,8 +412,8 @@ def test_image_for_which_the_core_has_no_memory_fails_its_request_alone(tmp_path
     assert running.outputs[0].token_ids == served.expected(running.prompt_token_ids, [], 100)
 
 
-def test_core_that_dies_while_it_encodes_an_image_fails_its_request_alone(tmp_path):
-    served = Served("qwen2_vl", tmp_path)
+def test_core_that_dies_while_it_encodes_an_image_fails_its_request_alone(model):
+    served = model("qwen2_vl")
     args = dataclasses.replace(served.args, fault_injection="slow@step=*,seconds=0.02;segv@image", max_core_restarts=6)
     texts = ["No image at all", "Nor here"]
 

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -26,7 +27,7 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -175,12 +176,15 @@ def _forking_class(template: _Template) -> type["subprocess.Popen[Any]"]:
 
 
 @contextlib.contextmanager
-def forking(environment: dict[str, str]) -> Iterator[type["subprocess.Popen[Any]"]]:
-    """Run a template process in the `environment` of cores; yield a class in place of `subprocess.Popen`."""
+def forking(environment: dict[str, str], modules: Sequence[str] = ()) -> Iterator[type["subprocess.Popen[Any]"]]:
+    """Run a template process in the `environment` of cores; yield a class in place of `subprocess.Popen`.
+
+    `modules` are those that it imports beside those of every core.
+    """
     control, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(theirs.fileno())],
+            [sys.executable, "-P", __file__, str(theirs.fileno()), *modules],
             env=environment,
             pass_fds=[theirs.fileno()],
             process_group=0,
@@ -289,7 +293,7 @@ def _fork_template(core_environment: Mapping[str, str]) -> _Request | None:
     return None
 
 
-def _run_template(control: socket.socket) -> None:
+def _run_template(control: socket.socket, modules: Sequence[str]) -> None:
     gc.disable()  # as in a core, until it has imported everything
     import vllm_mp.cli
     import vllm_mp.client.async_llm
@@ -301,6 +305,8 @@ def _run_template(control: socket.socket) -> None:
     from vllm_mp.core.models import import_native_models
 
     import_native_models()
+    for module in modules:
+        importlib.import_module(module)
     gc.freeze()
     environment = dict(os.environ)
     request = _wait_for_fork(control)
@@ -332,4 +338,4 @@ def _run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _run_template(socket.socket(fileno=int(sys.argv[1])))
+    _run_template(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
