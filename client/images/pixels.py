@@ -52,13 +52,13 @@ def rgb_of(image: "Image.Image") -> "Image.Image":
 
     Raises ValueError, with the cause, if the pixels cannot be decoded.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     check_size(*image.size)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            upright = ImageOps.exif_transpose(image)
+            upright = _upright(image)
             if upright.mode == "RGB" and "transparency" not in upright.info:
                 upright.load()
                 return upright
@@ -74,6 +74,19 @@ def rgb_of(image: "Image.Image") -> "Image.Image":
         raise
     except Exception as error:  # decoders raise errors of many kinds
         raise _not_decodable(error) from None
+
+
+def _upright(image: "Image.Image") -> "Image.Image":
+    """Return `image` as its EXIF orientation says, or as it is if its EXIF cannot be read."""
+    from PIL import ImageOps
+
+    image.load()  # raises errors of the pixels here, so that those below are errors of the EXIF
+    try:
+        return ImageOps.exif_transpose(image)
+    except MemoryError:
+        raise
+    except Exception:  # of many kinds, such as SyntaxError
+        return image
 
 
 def _not_decodable(error: Exception) -> ValueError:

@@ -76,6 +76,12 @@ def test_image_is_turned_as_its_exif_orientation_says():
     assert np.array_equal(np.asarray(decoded(file)), upright)
 
 
+@pytest.mark.parametrize("exif", [b"Exif\0\0no TIFF header", b"Exif\0\0II*\0"])
+def test_image_whose_exif_cannot_be_read_is_not_turned(exif):
+    image = picture(4, 2)
+    assert np.array_equal(np.asarray(decoded(file_of(image, "PNG", exif=exif))), np.asarray(image))
+
+
 @pytest.mark.parametrize(
     ("file", "said"),
     [
