@@ -26,6 +26,8 @@ _TIME_LIMIT_S: Final = 30.0
 _START_LIMIT_S: Final = 120.0
 """Longest time for the start of a process, which imports transformers."""
 _CHUNK_BYTES: Final = 2**20
+_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that end a process and that no decoder causes."""
 
 
 class ImageProcessError(ValueError):
@@ -33,7 +35,7 @@ class ImageProcessError(ValueError):
 
 
 class _ImageProcessKilled(ImageProcessError):
-    """SIGKILL has ended an image process: of another process, or for want of memory."""
+    """A signal of another process, or for want of memory, has ended an image process."""
 
 
 class ImageProcess:
@@ -114,7 +116,7 @@ class ImageProcess:
         except subprocess.TimeoutExpired:
             return ImageProcessError(f"the process that decodes it closed its pipe; {remedy}")
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        kind = _ImageProcessKilled if code == -signal.SIGKILL else ImageProcessError
+        kind = _ImageProcessKilled if -code in _FROM_OUTSIDE else ImageProcessError
         return kind(f"the process that decodes it ended {how}; {remedy}")
 
     def _write(self, data: bytes, deadline: float) -> None:
@@ -167,8 +169,8 @@ class ImageProcesses:
     """Runs the image jobs of an engine, each on one of a few processes; tenants take turns.
 
     A process is started when there is a job and no process is free. One that dies, or takes too long over an image,
-    fails this job alone, and is replaced at the next. If it was killed, perhaps not because of the image, the job has
-    another try.
+    fails this job alone, and is replaced at the next. If a signal `_FROM_OUTSIDE` has ended it, perhaps not because of
+    the image, the job has another try.
     """
 
     def __init__(self, settings: ProcessorSettings) -> None:

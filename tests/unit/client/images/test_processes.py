@@ -75,7 +75,10 @@ async def answers_while_processes_are_killed(processes, number):
     await asyncio.sleep(0)
     while processes._waiting:  # noqa: ASYNC110, one that waits would be processed by the next process
         await asyncio.sleep(0.01)
-    for pid in former:
+    terminated, *killed = former
+    os.kill(terminated, signal.SIGTERM)
+    os.kill(terminated, signal.SIGCONT)
+    for pid in killed:
         os.kill(pid, signal.SIGKILL)
     if number > 1:
         while len(set(processes.pids) - former) < len(former):  # noqa: ASYNC110
