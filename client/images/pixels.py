@@ -94,11 +94,16 @@ def _not_decodable(error: Exception) -> ValueError:
 
 
 def _of_16_bits(image: "Image.Image") -> "Image.Image":
-    """Return an image of 16 bits with the upper 8 of them; one of 32 bits may also hold values of 8 bits."""
+    """Return an image of 16 bits with the upper 8 of them; one of 32 bits may also hold values of 8 bits.
+
+    Pixels of the gray that the file calls transparent become white.
+    """
     import numpy as np
     from PIL import Image
 
     values: Any = np.asarray(image)
+    transparent = values == image.info.get("transparency")
     if image.mode != "I" or values.max() > 255:
         values = values >> 8
-    return Image.fromarray(np.clip(values, 0, 255).astype(np.uint8))
+    values = np.where(transparent, _BACKGROUND[0], np.clip(values, 0, 255))
+    return Image.fromarray(values.astype(np.uint8))

@@ -1,6 +1,8 @@
 """Files and pixels that become RGB images, and those that are refused."""
 
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -29,6 +31,15 @@ def turned():
     return file_of(image, "PNG", exif=exif), np.rot90(np.asarray(image), -1)
 
 
+def gray_of_16_bits(value, transparent):
+    """Return a PNG file in which one gray is transparent. Pillow reads such files, and does not write them."""
+    file = file_of(Image.fromarray(np.full((2, 3), value, np.uint16)))
+    name_and_data = b"tRNS" + struct.pack(">H", transparent)
+    chunk = struct.pack(">I", 2) + name_and_data + struct.pack(">I", zlib.crc32(name_and_data))
+    pixels = file.index(b"IDAT") - 4
+    return file[:pixels] + chunk + file[pixels:]
+
+
 def animation():
     frames = [plain("RGB", RED), plain("RGB", (0, 0, 255))]
     return file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
@@ -44,6 +55,8 @@ def animation():
         (file_of(plain("RGBA", (255, 0, 0, 0))), WHITE),
         (file_of(plain("LA", (0, 255))), (0, 0, 0)),
         (file_of(Image.fromarray(np.full((2, 3), 0x4D00, np.uint16))), (77, 77, 77)),
+        (gray_of_16_bits(0x4D01, transparent=0x4D01), WHITE),
+        (gray_of_16_bits(0x4D01, transparent=0x4D02), (77, 77, 77)),
         (file_of(plain("I", 0x4D00), "TIFF"), (77, 77, 77)),
         (file_of(plain("I", 77), "TIFF"), (77, 77, 77)),
         (file_of(plain("RGB", RED), transparency=RED), WHITE),
@@ -58,6 +71,8 @@ def animation():
         "transparent",
         "opaque gray",
         "16 bits",
+        "transparent gray of 16 bits",
+        "opaque gray of 16 bits",
         "16 of 32 bits",
         "8 of 32 bits",
         "transparent color",
