@@ -30,7 +30,8 @@ _CHUNK_BYTES: Final = 2**16
 _MAX_URL_CHARACTERS: Final = 2048
 _MAX_INLINE_CHARACTERS: Final = 2**18
 """Length of a data URL above which it is decoded beside the event loop."""
-_TYPES: Final = ("image/", "application/octet-stream")
+_UNKNOWN_TYPE: Final = "application/octet-stream"
+_TYPES: Final = ("image/", _UNKNOWN_TYPE, "binary/octet-stream")
 """How the type of a file may begin. The file itself says of which format it is."""
 
 
@@ -119,7 +120,7 @@ def data_of(url: str) -> bytes:
     kind, *parameters = head.split(";")
     if not comma or "base64" not in [each.strip().lower() for each in parameters]:
         raise ValueError("a data URL must have the form data:image/png;base64,...: encode the image as base64")
-    if not kind.strip().lower().startswith(_TYPES[0]):
+    if not (kind.strip().lower() or _UNKNOWN_TYPE).startswith(_TYPES):
         raise ValueError(f"the data URL is of type {kind!r:.100}; it must be an image, such as image/png")
     if len(content) > MAX_FILE_BYTES * 4 // 3 + 4:
         raise ValueError(f"the image has more than {MAX_FILE_BYTES} bytes, the limit; make it smaller")
@@ -209,7 +210,7 @@ def _body(response: http.client.HTTPResponse) -> bytes:
     if response.status != http.client.OK:
         remedy = "; redirects are not followed, so name the file itself" if 300 <= response.status < 400 else ""
         raise ValueError(f"the host of the image answered with the status {response.status}{remedy}")
-    kind = (response.getheader("Content-Type") or _TYPES[1]).lower()
+    kind = (response.getheader("Content-Type") or _UNKNOWN_TYPE).lower()
     if not kind.startswith(_TYPES):
         raise ValueError(f"the host sent {kind!r:.100}, which is no image; check the URL")
     body = bytearray()
