@@ -1,11 +1,15 @@
 """The messages of a conversation, as OpenAI's API writes them, become what chat templates read."""
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from vllm_mp.client.answers.surrogates import without_half_surrogates
+
+logger = logging.getLogger(__name__)
 
 _NOT_FOR_TEMPLATES = ("role", "content", "refusal", "tool_calls", "type", "audio", "function_call", "annotations")
 """Fields of a message that are converted, or that no template reads."""
@@ -25,8 +29,9 @@ class ChatMessageError(ValueError):
 def template_messages(messages: Sequence[Any], *, knows_developer: bool) -> list[dict[str, Any]]:
     """Return `messages`, dicts or structs, as chat templates expect them.
 
-    The parts of a text are joined, and the arguments of calls are objects. The role "developer" becomes "system",
-    unless the template `knows_developer`. Raises ChatMessageError for a message that no template can use.
+    The parts of a text are joined, and the arguments of calls are objects, empty ones if they are malformed. The role
+    "developer" becomes "system", unless the template `knows_developer`. Raises ChatMessageError for a message that no
+    template can use.
     """
     if not messages:
         raise ChatMessageError("messages is empty; give at least one message", "messages")
@@ -79,14 +84,31 @@ def _text(content: Any, path: str) -> str | None:
 
 def _call(call: Any, path: str) -> dict[str, Any]:
     """Return a call of the assistant with its arguments, a JSON object as text, as an object."""
-    path = f"{path}.function.arguments"
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        path = f"{path}.function.arguments"
+        raise ChatMessageError(f"{path} is missing in {call!r:.100}; add it", path)
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments") or {})}}
+
+
+def _arguments(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call as the object that templates need; {} if they are no JSON object.
+
+    A model wrote them, and `max_tokens` may have cut them off. Clients send the call back in each later request, so an
+    error would end the conversation for good. vLLM gives templates {} too.
+    """
     try:
-        function = call["function"]
-        arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = msgspec.json.decode(without_half_surrogates(arguments), type=dict[str, Any])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ChatMessageError(f"{path} is missing in {call!r:.100}; add it", path) from error
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ChatMessageError(f"{path} must be a JSON object: {error}", path) from None
-    return {**call, "function": {**function, "arguments": arguments}}
+            arguments = msgspec.json.decode(without_half_surrogates(arguments))
+        return msgspec.convert(arguments, dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        _warn_of_malformed_arguments()
+        return {}
+
+
+@functools.cache  # a conversation may repeat many such calls, and would fill the log
+def _warn_of_malformed_arguments() -> None:
+    logger.warning(
+        "the arguments of an earlier tool call are no JSON object; the chat template gets {} in their place "
+        "(this warning is not repeated)"
+    )

@@ -111,8 +111,9 @@ def test_text_after_a_call_leaves_the_call_with_its_result(before, content):
     assert (output.role, output.tool_call_id, last.content) == ("tool", "a", "It is sunny.")
 
 
-def test_arguments_with_half_a_surrogate_pair_may_be_sent_back():
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": r'{"a": "\ud83d"}'}
+@pytest.mark.parametrize("arguments", [r'{"a": "\ud83d"}', '{"a": "Be'])
+def test_malformed_arguments_may_be_sent_back(arguments):
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
     _, answer = chat_messages(msgspec.convert([user("a"), call], list[InputItem]), None)
     assert answer.tool_calls[0].function.arguments == call["arguments"]
 
@@ -132,8 +133,7 @@ def test_arguments_with_half_a_surrogate_pair_may_be_sent_back():
         ([user("a"), {"type": "function_call_output", "call_id": "c"}], "input[1].output"),
         ([user("a"), {"type": "function_call_output", "output": "d"}], "input[1].call_id"),
         ([{"type": "function_call", "call_id": "c", "arguments": "{}"}], "input[0].name"),
-        ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}], "input[0].arguments"),
-        ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}], "input[0].arguments"),
+        ([{"type": "function_call", "call_id": "c", "name": "f"}], "input[0].arguments"),
         ([{"type": "item_reference", "id": "msg_1"}], "input[0].type"),
     ],
 )

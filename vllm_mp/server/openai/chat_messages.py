@@ -36,7 +36,8 @@ class FunctionCall(RequestBody):
 
     name: str
     arguments: str | dict[str, Any] | None = None
-    """A JSON object, as text or as it is; default: it has no arguments."""
+    """A JSON object, as text or as it is; default: it has no arguments. Other text, as of a call that `max_tokens` cut
+    off, is read as the empty object."""
 
 
 class ToolCall(RequestBody):

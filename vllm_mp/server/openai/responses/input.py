@@ -1,10 +1,7 @@
 """The `input` of /v1/responses: items with the turns of a conversation, turned into chat messages."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import msgspec
-
-from vllm_mp.client.answers.surrogates import without_half_surrogates
 from vllm_mp.server.http.body import Ignored, RequestBody
 from vllm_mp.server.http.errors import ApiError
 from vllm_mp.server.openai.chat_messages import ChatMessage, FunctionCall, ImageUrl, ToolCall
@@ -145,10 +142,6 @@ def _call(item: InputItem, path: str) -> ToolCall:
     """Return the call that an item is."""
     name = _given(item.name, f"{path}.name")
     arguments = _given(item.arguments, f"{path}.arguments")
-    try:
-        msgspec.json.decode(without_half_surrogates(arguments) or "{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ApiError(400, f"{path}.arguments must be a JSON object: {error}", param=f"{path}.arguments") from None
     return ToolCall(id=_given(item.call_id, f"{path}.call_id"), function=FunctionCall(name=name, arguments=arguments))
 
 
