@@ -9,7 +9,7 @@ from vllm_mp.core.structured_output.exact_tokenizer import SpecialTokens
 from vllm_mp.core.structured_output.gbnf import gbnf_to_lark, is_gbnf
 from vllm_mp.core.structured_output.grammar import GrammarError
 from vllm_mp.core.structured_output.schema.exact_schema import ExactSchema, has_rounded_numbers
-from vllm_mp.core.structured_output.schema.json_schema import check_held, drop_annotations, drop_unheld
+from vllm_mp.core.structured_output.schema.json_schema import check_held, drop_annotations, drop_titles, drop_unheld
 from vllm_mp.requests.structured_outputs import Constraint
 
 _WHITESPACE = r" |( ?(\r?\n){1,2}[ \t]{0,32})"
@@ -75,6 +75,7 @@ def json_rule(schema: Any, constraint: Constraint, added: Additions, *, is_lenie
     if not constraint.additional_properties:
         _close(schema)
     added.notes += drop_annotations(schema)
+    drop_titles(schema)
     if is_lenient:
         drop_unheld(schema)
     check_held(schema)

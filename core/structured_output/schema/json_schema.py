@@ -34,6 +34,10 @@ _MAX_REFERENCES = 128
 """Number of different references up to which a schema is searched for values that never end."""
 _NO_AUTOMATON = re.compile(r"\(\?<?[=!]|\\[1-9]")
 """Parts of regular expressions that no automaton has: look-around and references to groups."""
+_URI_REFERENCE = re.compile(
+    r"(?:[a-z][a-z0-9+.-]*:|(?![^/?#]*:))(?:[\w.~:/?@!$&'()*+,;=-]|%[0-9a-f]{2})*#?", re.ASCII | re.IGNORECASE
+)
+"""A URI reference of RFC 3986 with no fragment, which an `$id` must not have."""
 _MAX_FORMAT = 100
 """Maximum length of the name of a format in the log."""
 
@@ -79,6 +83,17 @@ def drop_annotations(schema: dict[str, Any]) -> list[str]:
     if not dropped:
         return []
     return [f"format {', '.join(sorted(dropped))} of a JSON schema is an annotation: it constrains nothing"]
+
+
+def drop_titles(schema: dict[str, Any]) -> None:
+    """Remove each `$id` that is no URI, but a title such as "Output Format": llguidance would refuse the schema.
+
+    No `$ref` can refer to it.
+    """
+    for _, part in subschemas(schema):
+        name = part.get("$id")
+        if isinstance(name, str) and not _URI_REFERENCE.fullmatch(name):
+            del part["$id"]
 
 
 def drop_unheld(schema: dict[str, Any]) -> None:

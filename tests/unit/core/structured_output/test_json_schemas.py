@@ -251,6 +251,23 @@ def test_annotations_constrain_nothing(library, schema):
     assert not library.allows(constraint, '{"format": 3}')
 
 
+@pytest.mark.parametrize(
+    "title", ["Output Format", "Person: v1", "100%", "Größe", "a[0]", "https://a.b/person", "p.json"]
+)
+def test_id_may_be_a_title_that_is_no_uri(library, title):
+    number = {"$id": title + "2", "type": "integer"}
+    constraint = of({"$id": title, "type": "array", "items": {"$ref": "#/$defs/n"}, "$defs": {"n": number}})
+    assert library.allows(constraint, "[1]")
+    assert not library.allows(constraint, '["a"]')
+
+
+def test_reference_to_an_id_is_resolved(library):
+    number = {"$id": "https://a.b/number", "type": "integer"}
+    constraint = of({"$id": "https://a.b/list", "items": {"$ref": "number"}, "type": "array", "$defs": {"n": number}})
+    assert library.allows(constraint, "[1]")
+    assert not library.allows(constraint, '["a"]')
+
+
 def test_format_that_is_an_annotation_is_in_the_log_in_one_line(library, caplog):
     parts = {name: {"type": "string", "format": f"shoe {name}"} for name in "aba"}
     schema = {"type": "object", "properties": {**parts, "n": {"type": "integer", "format": "int32"}}}
