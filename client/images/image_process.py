@@ -13,6 +13,8 @@ import json
 import os
 import resource
 import sys
+import threading
+import time
 from typing import IO, Any, Final
 
 import msgspec
@@ -28,12 +30,14 @@ _MODULES: Final = {"Qwen2VL": "qwen2_vl"}
 """The modules of processors whose names differ from those of their classes by more than case."""
 _MAX_VALUE: Final = 2.0**15
 """Bound on the values of arrays; those of usual options are below 300."""
+_PARENT_LOOK_S: Final = 1.0
 _SPLIT_SIZES: Final = ("rows", "cols")
 """What a processor says of the tiles of an image, beside its arrays."""
 
 
 def main() -> None:
-    """Answer jobs until the standard input ends."""
+    """Answer jobs until the standard input ends, or the parent."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not get between the answers
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -53,6 +57,13 @@ def main() -> None:
         return
     with contextlib.suppress(BrokenPipeError):  # the client has ended
         _answer_jobs(processor, requests, answers)
+
+
+def _end_with_parent(pid: int) -> None:
+    """End the process soon after its parent `pid`, also while a decoder does not end."""
+    while os.getppid() == pid:
+        time.sleep(_PARENT_LOOK_S)
+    os._exit(1)
 
 
 def _answer_jobs(processor: Any, requests: IO[bytes], answers: IO[bytes]) -> None:

@@ -1,11 +1,15 @@
 """Image processes: what they answer, and what their end costs."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
 import signal
+import subprocess
+import sys
 
+import psutil
 import pytest
 from support.image_models import TILED, file_of, picture
 
@@ -204,3 +208,24 @@ def test_end_of_the_engine_ends_processes_and_jobs(monkeypatch):
         assert "shut down" in str(error)
     with pytest.raises(RuntimeError, match="shut down"):
         asyncio.run(one(processes))
+
+
+START_AND_END = """
+import subprocess, sys, time, psutil
+process = subprocess.Popen([sys.executable, "-m", "vllm_mp.client.images.image_process"], stdout=subprocess.DEVNULL)
+while psutil.Process(process.pid).num_threads() == 1:  # it does not watch its parent yet
+    time.sleep(0.01)
+print(process.pid)
+"""
+
+
+def test_process_whose_standard_input_stays_open_ends_soon_after_its_parent():
+    reading, writing = os.pipe()
+    try:
+        command = [sys.executable, "-c", START_AND_END]
+        pid = int(subprocess.run(command, stdin=reading, capture_output=True, text=True, check=True).stdout)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait(60)
+    finally:
+        os.close(reading)
+        os.close(writing)
