@@ -23,38 +23,38 @@ LIMIT_S = 600
 
 
 class Client(NamedTuple):
-    """A client: its program, and the packages that it needs, the first of which gives the version."""
+    """A client: its program in `PROGRAMS`, and the packages that it needs, the first of which gives the version."""
 
     program: str
     packages: tuple[str, ...]
 
 
 CLIENTS = {
-    "openai": Client("openai_client.py", ("openai", "pydantic")),
-    "anthropic": Client("anthropic_client.py", ("anthropic",)),
-    "langchain": Client("langchain_client.py", ("langchain-openai", "langchain-anthropic")),
-    "llama-index": Client("llama_index_client.py", ("llama-index-llms-openai-like",)),
-    "litellm": Client("litellm_client.py", ("litellm",)),
-    "dspy": Client("dspy_client.py", ("dspy",)),
-    "instructor": Client("instructor_client.py", ("instructor",)),
-    "pydantic-ai": Client("pydantic_ai_client.py", ("pydantic-ai-slim", "openai")),
-    "openai-agents": Client("openai_agents_client.py", ("openai-agents",)),
-    "inspect-ai": Client("inspect_ai_client.py", ("inspect-ai", "openai")),
-    "smolagents": Client("smolagents_client.py", ("smolagents[openai]",)),
-    "haystack": Client("haystack_client.py", ("haystack-ai",)),
-    "semantic-kernel": Client("semantic_kernel_client.py", ("semantic-kernel",)),
-    "autogen": Client("autogen_client.py", ("autogen-agentchat", "autogen-ext[openai]")),
-    "crewai": Client("crewai_client.py", ("crewai",)),
-    "agno": Client("agno_client.py", ("agno", "openai")),
-    "strands": Client("strands_client.py", ("strands-agents[openai]",)),
-    "griptape": Client("griptape_client.py", ("griptape",)),
-    "llm": Client("llm_client.py", ("llm",)),
-    "mistralai": Client("mistralai_client.py", ("mistralai",)),
-    "cohere": Client("cohere_client.py", ("cohere",)),
-    "openai (npm)": Client("openai_client.mjs", ("openai",)),
-    "anthropic (npm)": Client("anthropic_client.mjs", ("@anthropic-ai/sdk",)),
-    "langchain (npm)": Client("langchain_client.mjs", ("@langchain/openai", "@langchain/core", "zod")),
-    "Vercel AI SDK": Client("vercel_ai_client.mjs", ("ai", "@ai-sdk/openai-compatible", "zod")),
+    "openai": Client("libraries/openai_client.py", ("openai", "pydantic")),
+    "anthropic": Client("libraries/anthropic_client.py", ("anthropic",)),
+    "langchain": Client("frameworks/langchain_client.py", ("langchain-openai", "langchain-anthropic")),
+    "llama-index": Client("frameworks/llama_index_client.py", ("llama-index-llms-openai-like",)),
+    "litellm": Client("libraries/litellm_client.py", ("litellm",)),
+    "dspy": Client("frameworks/dspy_client.py", ("dspy",)),
+    "instructor": Client("libraries/instructor_client.py", ("instructor",)),
+    "pydantic-ai": Client("frameworks/pydantic_ai_client.py", ("pydantic-ai-slim", "openai")),
+    "openai-agents": Client("frameworks/openai_agents_client.py", ("openai-agents",)),
+    "inspect-ai": Client("frameworks/inspect_ai_client.py", ("inspect-ai", "openai")),
+    "smolagents": Client("frameworks/smolagents_client.py", ("smolagents[openai]",)),
+    "haystack": Client("frameworks/haystack_client.py", ("haystack-ai",)),
+    "semantic-kernel": Client("frameworks/semantic_kernel_client.py", ("semantic-kernel",)),
+    "autogen": Client("frameworks/autogen_client.py", ("autogen-agentchat", "autogen-ext[openai]")),
+    "crewai": Client("frameworks/crewai_client.py", ("crewai",)),
+    "agno": Client("frameworks/agno_client.py", ("agno", "openai")),
+    "strands": Client("frameworks/strands_client.py", ("strands-agents[openai]",)),
+    "griptape": Client("frameworks/griptape_client.py", ("griptape",)),
+    "llm": Client("libraries/llm_client.py", ("llm",)),
+    "mistralai": Client("libraries/mistralai_client.py", ("mistralai",)),
+    "cohere": Client("libraries/cohere_client.py", ("cohere",)),
+    "openai (npm)": Client("javascript/openai_client.mjs", ("openai",)),
+    "anthropic (npm)": Client("javascript/anthropic_client.mjs", ("@anthropic-ai/sdk",)),
+    "langchain (npm)": Client("javascript/langchain_client.mjs", ("@langchain/openai", "@langchain/core", "zod")),
+    "Vercel AI SDK": Client("javascript/vercel_ai_client.mjs", ("ai", "@ai-sdk/openai-compatible", "zod")),
 }
 
 
@@ -101,7 +101,13 @@ def run_client(client: Client, folder: Path, url: str, model: str) -> Outcome:
             text=True,
             timeout=LIMIT_S,
             cwd=folder,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "DO_NOT_TRACK": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(PROGRAMS),
+                "HF_HUB_OFFLINE": "1",
+                "OPENAI_API_KEY": "none",
+                "DO_NOT_TRACK": "1",
+            },
         )
         out, errors, code = done.stdout, done.stderr, done.returncode
     except subprocess.TimeoutExpired:
@@ -143,9 +149,10 @@ def node_program(client: Client, folder: Path) -> list[str]:
             ["npm", "install", "--silent", "--no-fund", "--no-audit", *client.packages], check=True, cwd=folder
         )
         (folder / "installed").touch()
-    for name in ("checks.mjs", client.program):
-        shutil.copy(PROGRAMS / name, folder)
-    return ["node", str(folder / client.program)]
+    program = PROGRAMS / client.program
+    for path in (program.with_name("checks.mjs"), program):
+        shutil.copy(path, folder)
+    return ["node", str(folder / program.name)]
 
 
 def node_version(client: Client, folder: Path) -> str:
