@@ -16,7 +16,7 @@ from vllm_mp.core_link.core_launch import KeptCache
 from vllm_mp.version import __version__
 from vllm_mp.wire import SCHEMA
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Version of the messages between the ranks of a core."""
 MAX_REPLY_BYTES: Final = 2**16
 

@@ -4,6 +4,7 @@ A rank host sends single frames. A core sends a frame that names the kind (`ANSW
 answer to a Hello, the parts of a message for the ring, or nothing.
 """
 
+import signal
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -58,6 +59,8 @@ class RanksFailed(msgspec.Struct, tag="ranks_failed", kw_only=True):
     error: str
     is_mistake: bool
     """The error is a mistake in the configuration, explained to the user."""
+    outside_signal: Annotated[int, msgspec.Meta(ge=0, le=signal.NSIG)] = 0
+    """The field of `WorkerFailedError`."""
 
 
 class Refused(msgspec.Struct, tag="refused", kw_only=True):

@@ -199,8 +199,10 @@ class NodeRanks:
         except DECODE_ERRORS as error:
             raise WorkerFailedError(f"{node.name} says what no rank host says: {error}") from error
         match said:
-            case RanksFailed(error=reason, is_mistake=is_mistake):
-                raise (ValueError if is_mistake else WorkerFailedError)(f"{node.name}: {reason}")
+            case RanksFailed(error=reason, is_mistake=True):
+                raise ValueError(f"{node.name}: {reason}")
+            case RanksFailed(error=reason, outside_signal=number):
+                raise WorkerFailedError(f"{node.name}: {reason}", number)
             case Said(rank=rank) if rank in (by_rank := {state.rank: state for state in node.ranks}):
                 by_rank[rank].note(said.said)
             case Started(pids=pids) if len(pids) == len(node.ranks):

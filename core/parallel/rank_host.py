@@ -173,7 +173,8 @@ class RankHost:
                         ranks.write(parts, messenger.tell)
         except (WorkerFailedError, ValueError, OSError) as error:
             logger.error("%s", error)
-            link.say(RanksFailed(error=str(error), is_mistake=isinstance(error, ValueError)))
+            number = error.outside_signal if isinstance(error, WorkerFailedError) else 0
+            link.say(RanksFailed(error=str(error), is_mistake=isinstance(error, ValueError), outside_signal=number))
         finally:
             if ranks is not None:
                 ranks.close(at_once=True)

@@ -222,9 +222,12 @@ def test_rank_that_says_more_than_it_was_asked_is_the_end(config, core, connect)
 def test_failure_of_ranks_is_the_end_with_its_cause(config, core, connect):
     host = connect(hello(config))
     host.answer()
-    host.say(RanksFailed(error="rank 2 (process 7) ended with signal SIGKILL", is_mistake=False))
-    with pytest.raises(WorkerFailedError, match=r"node 1 \(b\): rank 2 \(process 7\) ended with signal SIGKILL"):
+    host.say(RanksFailed(error="rank 2 (process 7) ended with signal SIGKILL", is_mistake=False, outside_signal=9))
+    with pytest.raises(
+        WorkerFailedError, match=r"node 1 \(b\): rank 2 \(process 7\) ended with signal SIGKILL"
+    ) as raised:
         receive_until(core, lambda: False)
+    assert raised.value.outside_signal == 9
 
 
 def test_rank_host_that_goes_is_the_end(config, core, connect):
