@@ -462,12 +462,13 @@ class AsyncLLM(EngineClient):
         return OutputIterator(self._attach, self._abandon, start)
 
     async def take_images(
-        self, messages: Sequence[Any], fields: Sequence[str] | None = None
+        self, messages: Sequence[Any], fields: Sequence[str] | None = None, tenant: int = 0
     ) -> tuple[Sequence[Any], list[ChatImage]]:
         """Return `messages` with marks for `chat_template` in place of their images, and the images in order.
 
         Images that messages name by URL are fetched, as far as `allowed_media_domains` allows; the values of the result
         are as `multi_modal_data` takes them. `fields` names each image; by default its part of the messages does.
+        Tenants take turns at fetches.
         Raises ChatMessageError, a ValueError that names the field, for an image that cannot be had.
         """
         self._engine.check_process()
@@ -482,7 +483,7 @@ class AsyncLLM(EngineClient):
             except ValueError as error:
                 raise ChatMessageError(str(error), found[0].path) from None
         try:
-            values = await self._image_sources.load_all([image.value for image in found])
+            values = await self._image_sources.load_all([image.value for image in found], tenant)
         except ImageSourceError as error:
             path = found[error.number].path
             raise ChatMessageError(f"{path}: {error}", path) from None

@@ -10,6 +10,7 @@ import ipaddress
 import socket
 import ssl
 import urllib.parse
+import weakref
 from collections.abc import Collection, Iterable
 from typing import Any, Final
 
@@ -25,7 +26,9 @@ _MAX_ALL_BYTES: Final = 2**28
 """Bound on the files of all images of a conversation."""
 _SOCKET_LIMIT_S: Final = 5.0
 _NUM_FETCHES: Final = 4
-"""Images that are fetched at a time."""
+"""Images of one tenant that are fetched at a time."""
+_NUM_ALL_FETCHES: Final = 16
+"""The same for all tenants together, who take turns beyond that."""
 _CHUNK_BYTES: Final = 2**16
 _MAX_URL_CHARACTERS: Final = 2048
 _MAX_INLINE_CHARACTERS: Final = 2**18
@@ -41,11 +44,9 @@ class ImageSources:
     def __init__(self, allowed_domains: Collection[str]) -> None:
         """`allowed_domains` are the hosts, in lower case, from which images are fetched."""
         self._allowed = frozenset(allowed_domains)
-        self._places = asyncio.Semaphore(_NUM_FETCHES)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """The event loop of `_places`."""
+        self._places: _Places | None = None
 
-    async def load_all(self, values: Iterable[Any]) -> list[Any]:
+    async def load_all(self, values: Iterable[Any], tenant: int = 0) -> list[Any]:
         """Return what `load` returns for each image of a conversation, which are loaded one after the other.
 
         Raises ImageSourceError, with the remedy, for the image of which `load` raises ValueError, or at which the files
@@ -56,7 +57,7 @@ class ImageSources:
         try:
             async with asyncio.timeout(_ALL_LIMIT_S):
                 for number, value in enumerate(values):
-                    loaded.append(await self.load(value))
+                    loaded.append(await self.load(value, tenant))
                     num_bytes += len(loaded[-1]) if isinstance(loaded[-1], bytes) else 0
                     if num_bytes > _MAX_ALL_BYTES:
                         raise ValueError(
@@ -70,8 +71,8 @@ class ImageSources:
             raise ImageSourceError(number, str(error)) from None
         return loaded
 
-    async def load(self, value: Any) -> Any:
-        """Return the bytes that the URL `value` names; any other value as it is.
+    async def load(self, value: Any, tenant: int = 0) -> Any:
+        """Return the bytes that the URL `value` of a tenant names; any other value as it is.
 
         Raises ValueError, with the remedy, for a URL that is not allowed or not served, or has no image.
         """
@@ -81,25 +82,20 @@ class ImageSources:
             if len(value) <= _MAX_INLINE_CHARACTERS:
                 return data_of(value)
             return await call_in_thread(functools.partial(data_of, value))
-        host = self._checked_host(value)
-        async with self._places_of_loop():
-            return await fetch(value, host)
+        url = self._checked_url(value)
+        places = self._places
+        if places is None or places.loop is not asyncio.get_running_loop():  # only one loop at a time uses an engine
+            places = self._places = _Places()
+        async with places.of(tenant), places.all:
+            return await fetch(url)
 
-    def _places_of_loop(self) -> asyncio.Semaphore:
-        """Return the places for fetches in the running event loop; only one loop at a time uses an engine."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop, self._places = loop, asyncio.Semaphore(_NUM_FETCHES)
-        return self._places
-
-    def _checked_host(self, url: str) -> str:
-        """Return the host of a URL from which images may be fetched. Raises ValueError for other URLs."""
+    def _checked_url(self, url: str) -> urllib.parse.SplitResult:
+        """Return the parts of a URL from which images may be fetched. Raises ValueError for other URLs."""
         if len(url) > _MAX_URL_CHARACTERS:
             raise ValueError(f"the URL has {len(url)} characters, the limit is {_MAX_URL_CHARACTERS}; shorten it")
         try:
             parts = urllib.parse.urlsplit(url)
-            host = (parts.hostname or "").lower()
-            _ = parts.port
+            host, _ = parts.hostname or "", parts.port
         except ValueError as error:
             raise ValueError(f"{url!r:.100} is no URL: {error}; correct it") from None
         if parts.scheme not in ("http", "https"):
@@ -111,7 +107,23 @@ class ImageSources:
             )
         if parts.username is not None or parts.password is not None:
             raise ValueError("the URL of an image must not hold a user or a password; leave them out")
-        return host
+        return parts
+
+
+class _Places:
+    """Places for fetches in the running event loop.
+
+    A tenant waits for a place of its own first. So at most `_NUM_FETCHES` of it are in the queue for the common places.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.all = asyncio.Semaphore(_NUM_ALL_FETCHES)
+        self._of_tenants: weakref.WeakValueDictionary[int, asyncio.Semaphore] = weakref.WeakValueDictionary()
+        """By tenant, as long as an image of it is fetched or waits."""
+
+    def of(self, tenant: int) -> asyncio.Semaphore:
+        return self._of_tenants.setdefault(tenant, asyncio.Semaphore(_NUM_FETCHES))
 
 
 def data_of(url: str) -> bytes:
@@ -130,14 +142,13 @@ def data_of(url: str) -> bytes:
         raise ValueError(f"the data URL holds no valid base64: {error}; encode the image again") from None
 
 
-async def fetch(url: str, host: str) -> bytes:
+async def fetch(url: urllib.parse.SplitResult) -> bytes:
     """Return the body of the answer to `url`, without following redirects.
 
-    The address of `host` must be a public one. Raises ValueError, with the cause, for any other answer than an image of
-    at most `MAX_FILE_BYTES` bytes within `_FETCH_LIMIT_S`.
+    The address of its host must be a public one. Raises ValueError, with the cause, for any other answer than an
+    image of at most `MAX_FILE_BYTES` bytes within `_FETCH_LIMIT_S`.
     """
-    parts = urllib.parse.urlsplit(url)
-    connection = _Connection(host, parts.port, is_tls=parts.scheme == "https")
+    connection = _Connection(url.hostname or "", url.port, is_tls=url.scheme == "https")
     try:
         async with asyncio.timeout(_FETCH_LIMIT_S):
             return await call_in_thread(functools.partial(_fetch, connection, url))
@@ -147,16 +158,17 @@ async def fetch(url: str, host: str) -> bytes:
         connection.stop()
 
 
-def _fetch(connection: "_Connection", url: str) -> bytes:
+def _fetch(connection: "_Connection", url: urllib.parse.SplitResult) -> bytes:
     """Do the work of `fetch` in the calling thread, until `connection` is stopped."""
-    parts = urllib.parse.urlsplit(url)
-    path = urllib.parse.quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
-    query = f"?{urllib.parse.quote(parts.query, safe='/%:@!$&()*+,;=~-._?')}" if parts.query else ""
+    path = urllib.parse.quote(url.path or "/", safe="/%:@!$&'()*+,;=~-._")
+    query = f"?{urllib.parse.quote(url.query, safe='/%:@!$&()*+,;=~-._?')}" if url.query else ""
     try:
         connection.request("GET", path + query, headers={"Accept": "image/*", "User-Agent": "vllm-mp"})
         return _body(connection.getresponse())
     except (OSError, http.client.HTTPException) as error:
-        raise ValueError(f"the image at {url!r:.200} cannot be fetched: {str(error) or repr(error):.200}") from None
+        raise ValueError(
+            f"the image at {url.geturl()!r:.200} cannot be fetched: {str(error) or repr(error):.200}"
+        ) from None
     finally:
         connection.close()
 

@@ -61,7 +61,8 @@ async def chat_prompt(
     continues = bool(continue_final_message)
     variables = {**(call.server.options.default_chat_template_kwargs or {}), **(chat_template_kwargs or {})}
     try:
-        messages_with_marks, images = await call.server.engine.take_images(messages, image_paths)
+        tenant = call.tenant.number % MAX_TENANTS
+        messages_with_marks, images = await call.server.engine.take_images(messages, image_paths, tenant)
         text = await call.server.engine.chat_template.render(
             messages_with_marks,
             template=chat_template,

@@ -169,7 +169,7 @@ def test_files_of_a_conversation_are_bounded_together(monkeypatch):
 
 
 def test_images_of_a_conversation_must_arrive_within_one_limit(monkeypatch):
-    async def fetch(url, host):
+    async def fetch(url):
         await asyncio.Event().wait()
 
     monkeypatch.setattr(sources, "fetch", fetch)
@@ -200,3 +200,26 @@ def test_look_up_that_hangs_keeps_no_place_of_other_images(monkeypatch):
             assert "did not arrive within 0.1 s" in str(error)
     finally:
         is_over.set()
+
+
+def test_slow_hosts_of_one_tenant_keep_no_place_from_another(monkeypatch):
+    is_over, begun = asyncio.Event(), []
+
+    async def fetch(url):
+        begun.append(url.path)
+        if url.path == "/slow.png":
+            await is_over.wait()
+        return FILE
+
+    monkeypatch.setattr(sources, "fetch", fetch)
+
+    async def load():
+        images, host = ImageSources(["images.example.com"]), "https://images.example.com/"
+        slow = [asyncio.create_task(images.load(f"{host}slow.png", tenant=1)) for _ in range(40)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(images.load(f"{host}quick.png", tenant=2), 10) == FILE
+        assert begun.count("/slow.png") == sources._NUM_FETCHES
+        is_over.set()
+        return await asyncio.gather(*slow)
+
+    assert asyncio.run(load()) == 40 * [FILE]
