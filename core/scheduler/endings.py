@@ -1,12 +1,11 @@
 """Which requests a step ends, and why."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from vllm_mp.core.scheduler.batch import Batch
 from vllm_mp.core.scheduler.request import Request
 from vllm_mp.core.scheduler.step import LiveOutput
+from vllm_mp.wire import Finished
 
 _NO_TOKEN_ERROR = (
     "the model's logits are not finite, or allowed_token_ids, bad_words, logit_bias, structured_outputs and min_tokens "
@@ -15,22 +14,8 @@ _NO_TOKEN_ERROR = (
 _NO_VECTOR_ERROR = "the vector is not finite, as the model overflows on this prompt; give the model another prompt"
 
 
-class Ending(NamedTuple):
-    """How a request ends: the fields of `wire.Finished` without the slot."""
-
-    num_output_tokens: int
-    reason: str
-    stop_reason: int | None = None
-    error: str | None = None
-    needs_operator: bool = False
-    invalid_constraint: bool = False
-    too_many_constraints: bool = False
-    no_room: bool = False
-    interrupted: bool = False
-
-
-def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
-    """Return, by row, the ending of each request whose last token or vector is in `live`.
+def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Finished]:
+    """Return, by row, the end of each request whose last token or vector is in `live`.
 
     A new token ends its request if it is an end-of-sequence or stop token, or if the request has reached its length.
     Its stop reason is the token, except for the tokenizer's own end-of-sequence token, as in vLLM. A vector always ends
@@ -47,28 +32,28 @@ def find_endings(batch: Batch, live: LiveOutput) -> dict[int, Ending]:
             stopped_by[i] = int(tokens[i])
             is_last[i] = True
 
-    endings: dict[int, Ending] = {}
+    endings: dict[int, Finished] = {}
     for i in np.flatnonzero(is_last).tolist():
         row = int(rows[i])
         num_output_tokens = int(live.ends[i] - batch.num_prompt_tokens[row])  # without the new token
+        request = batch.request(row)
         if tokens[i] < 0:
-            request = batch.request(row)
             endings[row] = _ending_without_token(request, num_output_tokens)
         elif at_eos[i] or i in stopped_by:
-            endings[row] = Ending(num_output_tokens + 1, "stop", stopped_by.get(i))
+            endings[row] = Finished(request.slot, num_output_tokens + 1, "stop", stopped_by.get(i))
         else:
-            endings[row] = Ending(num_output_tokens + 1, "length")
+            endings[row] = Finished(request.slot, num_output_tokens + 1, "length")
     for row, vector in zip(live.pooled_rows.tolist(), live.vectors, strict=True):
-        is_finite = bool(np.isfinite(vector).all())
-        endings[row] = Ending(0, "stop") if is_finite else Ending(0, "error", error=_NO_VECTOR_ERROR)
+        slot, is_finite = batch.request(row).slot, bool(np.isfinite(vector).all())
+        endings[row] = Finished(slot, 0, "stop") if is_finite else Finished(slot, 0, "error", error=_NO_VECTOR_ERROR)
     return endings
 
 
-def _ending_without_token(request: Request, num_output_tokens: int) -> Ending:
+def _ending_without_token(request: Request, num_output_tokens: int) -> Finished:
     """Return how a request ends for which no token could be sampled."""
     processed, constrained = request.processed, request.constrained
     if processed is not None and processed.error:
-        return Ending(num_output_tokens, "error", error=processed.error)
+        return Finished(request.slot, num_output_tokens, "error", error=processed.error)
     if constrained is not None and constrained.error:
-        return Ending(num_output_tokens, "error", error=constrained.error, invalid_constraint=True)
-    return Ending(num_output_tokens, "error", error=_NO_TOKEN_ERROR)
+        return Finished(request.slot, num_output_tokens, "error", error=constrained.error, invalid_constraint=True)
+    return Finished(request.slot, num_output_tokens, "error", error=_NO_TOKEN_ERROR)

@@ -37,7 +37,7 @@ from vllm_mp.core.lora.cached_adapter import CachedAdapter
 from vllm_mp.core.scheduler.batch import NO_ROWS, Batch, Rows
 from vllm_mp.core.scheduler.cache.kv_cache_manager import KVCacheManager
 from vllm_mp.core.scheduler.drafting import NO_DRAFTED_ROWS, DraftedRows, Drafting, DraftModel
-from vllm_mp.core.scheduler.endings import Ending, find_endings
+from vllm_mp.core.scheduler.endings import find_endings
 from vllm_mp.core.scheduler.forced_tokens import ForcedTokens
 from vllm_mp.core.scheduler.isolation import Isolation
 from vllm_mp.core.scheduler.prefill_pace import PrefillPace
@@ -189,7 +189,7 @@ class Scheduler:
         if request.row != NO_ROW:
             is_awaited = self.pending_steps.awaited_rows()[request.row]
             num_output_tokens = int(self.batch.num_tokens[request.row]) - request.num_prompt_tokens - int(is_awaited)
-        return self._end(request, Ending(num_output_tokens, "abort"))
+        return self._end(request, Finished(slot, num_output_tokens, "abort"))
 
     def drop_client(self, client: int) -> None:
         """End every live request of a client that has left."""
@@ -234,8 +234,9 @@ class Scheduler:
         ends = []
         for request in requests:
             num_tokens = request.num_output_tokens
-            ending = Ending(num_tokens, "error", error=why, interrupted=interrupts_begun and num_tokens > 0)
-            ends.append((request.client, self._end(request, ending)))
+            may_be_sent_again = interrupts_begun and num_tokens > 0
+            end = Finished(request.slot, num_tokens, "error", error=why, interrupted=may_be_sent_again)
+            ends.append((request.client, self._end(request, end)))
         return ends
 
     def note_compiled(self, keys: Iterable[RequestKey], grammar: Grammar | GrammarError) -> list[tuple[int, Finished]]:
@@ -247,14 +248,15 @@ class Scheduler:
         for request in [self._requests[key] for key in keys]:
             if isinstance(grammar, GrammarError):
                 is_valid = isinstance(grammar, NotCompiledError)
-                ending = Ending(
+                end = Finished(
+                    request.slot,
                     request.num_output_tokens,
                     "error",
                     error=str(grammar),
                     invalid_constraint=not is_valid,
                     interrupted=is_valid,
                 )
-                ends.append((request.client, self._end(request, ending)))
+                ends.append((request.client, self._end(request, end)))
             else:
                 assert request.constrained is not None
                 request.constrained.begin(grammar)
@@ -503,8 +505,8 @@ class Scheduler:
         if is_simple and not self.pending_steps and RepeatedStep.can_repeat(step, self.batch):
             self.repeated = RepeatedStep(step, self.batch)
 
-    def _end(self, request: Request, ending: Ending) -> Finished:
-        """End a live request; return the message that tells its client.
+    def _end(self, request: Request, end: Finished) -> Finished:
+        """End a live request; return `end`, the message that tells its client.
 
         Every live request ends here, for whatever reason. It gives back everything that it has in the core: its row and
         blocks or its entry in the waiting queue, and its share of the memory quota. (A request that is refused before
@@ -522,7 +524,7 @@ class Scheduler:
         if request.constrained is not None and not request.constrained.is_compiled and self.grammars is not None:
             self.grammars.forget(request.key)
         self.memory.give_back(request)
-        return Finished(request.slot, *ending)
+        return end
 
     def _schedule_isolated_step(self) -> ScheduledStep | None:
         """Choose a step of the isolated group that runs; other requests may be preempted for it."""
