@@ -465,16 +465,6 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
             "tools",
             "schema",
         ),
-        (
-            {
-                "tools": [FUNCTION],
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}
-                ],
-            },
-            "messages[0].tool_calls[0].function.arguments",
-            "JSON object",
-        ),
     ],
     ids=lambda value: str(value)[:50],
 )
